@@ -1,0 +1,116 @@
+"""What trained drafters share: binding to a target, weights, growing a tree from `expand`, the distillation loss."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specbench.engine import weights as stored
+from specbench.engine.grow import Growth
+from specbench.engine.interface import Batch, DraftTree, Sampler, Taps
+from specbench.engine.target import Target
+
+
+class TrainedDrafter(nn.Module):
+    """An autoregressive drafter with weights of its own, trained for one target.
+
+    A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`.
+
+    Attributes:
+        taps: what it reads from the target.
+        growth: how its trees are grown.
+        weights: folder of its weights; None leaves them at their initial values (training, tests).
+        provenance: where the loaded weights come from.
+    """
+
+    taps = Taps()
+
+    def __init__(self, growth: Growth, weights: str | None = None):
+        super().__init__()
+        self.growth, self.weights = growth, weights
+        self.nodes = growth.nodes
+        self.provenance: dict[str, Any] = {}
+
+    def bind(self, target: Target) -> None:
+        """Build the network for this target, share its frozen parts, load the weights.
+
+        Raises:
+            SpecBenchError: weights that are missing, damaged, or made for another target or network.
+        """
+        self.target_device = target.device
+        self.build(target)
+        self.to(target.device, target.dtype)
+        if self.weights is not None:
+            self.provenance = stored.load(self, Path(self.weights), target.fingerprint())
+
+    def build(self, target: Target) -> None:
+        """Create the network. What is shared with the target stays frozen and is not saved."""
+        raise TypeError(f"{type(self).__name__} builds no network")
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """The training objective of the method's paper: `loss`, and what else is worth logging."""
+        raise TypeError(f"{type(self).__name__} has no training objective")
+
+    def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        return self.growth.grow(self, root, sampler, generator)  # type: ignore[arg-type]
+
+
+def llama_config(target: Target, layers: int, **changes: Any) -> LlamaConfig:
+    """A Llama configuration of the target's own shape, whatever architecture the target has.
+
+    Attention biases follow the target (Qwen2 has them on q, k, v though its config does not say so).
+    """
+    c = target.config
+    rope = getattr(c, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 keeps one set per layer type
+    first = target.decoder.layers[0].self_attn
+    settings = {
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": c.max_position_embeddings,
+        "rms_norm_eps": getattr(c, "rms_norm_eps", 1e-6),
+        "rope_parameters": dict(rope) or None,
+        "attention_bias": getattr(first.q_proj, "bias", None) is not None,
+        "pad_token_id": None,
+    }
+    config = LlamaConfig(**(settings | changes))
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def distill(predicted: Tensor, batch: Batch, head: nn.Linear, regression: float, classification: float) -> dict:
+    """EAGLE's objective, also Beagle's, HASS's and MoA's: regress the target's state and match its distribution.
+
+    loss = regression * SmoothL1(f, f_hat) + classification * CE(softmax(head(f)), softmax(head(f_hat)))
+
+    Only scored positions count. With `batch.vocabulary` both softmaxes run over those ids alone (not in any paper: it
+    saves most of a small machine's training time, and the last steps should run without it).
+
+    Args:
+        predicted: [B, T, D] f_hat for the states of `batch`.
+
+    Returns:
+        loss, regression, classification and the share of positions whose argmax agrees.
+    """
+    guess, truth = predicted[batch.scored], batch.states[batch.scored]  # [M, D]
+    rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]
+    with torch.no_grad():
+        p = F.linear(truth, rows).float()
+        best, p = p.argmax(-1), p.softmax(-1)
+    logits = F.linear(guess, rows).float()
+    cross_entropy = F.cross_entropy(logits, p)
+    smooth_l1 = F.smooth_l1_loss(guess.float(), truth.float())
+    return {
+        "loss": regression * smooth_l1 + classification * cross_entropy,
+        "regression": smooth_l1.detach(),
+        "classification": cross_entropy.detach(),
+        "agreement": (logits.argmax(-1) == best).float().mean(),
+    }

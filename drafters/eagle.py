@@ -1,0 +1,120 @@
+"""EAGLE-1 and EAGLE-2: drafting at the feature level (arXiv:2401.15077 and arXiv:2406.16858).
+
+The draft model reads pairs (f_i, e(t_{i+1})): the target's post-norm state of a position with the embedding of the
+token *after* it, and regresses the next state,
+
+    f_hat_{i+1} = Layer(W_fc [e(t_{i+1}); f_i]),    p_hat(t_{i+2}) = softmax(LMHead(f_hat_{i+1}))
+
+with a bias-carrying fully connected layer, one decoder layer *without* its input norm and without an output norm, and
+the target's frozen embedding and LM head. While drafting, f_hat takes the place of the states not yet known.
+
+Training (EAGLE, section 4.2): L = SmoothL1(f, f_hat) + 0.1 CE(p, p_hat), uniform noise on the input states.
+
+EAGLE-1 decodes with a static tree, EAGLE-2 with a dynamic one: the same weights, another `growth`.
+
+Deviations and choices: the position of a pair is that of its state (official code); the concatenation puts the
+embedding first (official code); noise is U(-noise, noise) as in the paper, whatever the sequence length.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from drafters.blocks import TrainedDrafter, distill, llama_config
+from specbench.engine.cache import KVCache
+from specbench.engine.grow import Growth
+from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.target import Target
+
+
+class Eagle(TrainedDrafter):
+    """One decoder layer over (state, next token) pairs.
+
+    Args:
+        growth: static tree for EAGLE-1, dynamic for EAGLE-2.
+        weights: folder of trained weights.
+        regression, classification: weights of the two loss terms.
+        noise: half-width of the uniform noise on input states while training.
+    """
+
+    def __init__(
+        self,
+        growth: Growth,
+        weights: str | None = None,
+        regression: float = 1.0,
+        classification: float = 0.1,
+        noise: float = 0.1,
+    ):
+        super().__init__(growth, weights)
+        self.regression, self.classification, self.noise = regression, classification, noise
+
+    def build(self, target: Target) -> None:
+        config = llama_config(target, layers=1)
+        self.embedding, self.head = target.embedding, target.head
+        self.target_logits = target.logits
+        self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=True)
+        self.layer = LlamaDecoderLayer(config, layer_idx=0)
+        self.layer.input_layernorm = nn.Identity()
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def network(
+        self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        """f_hat of B x T pairs. states [B, T, D], tokens [B, T], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
+        x = self.fc(torch.cat([self.embedding(tokens).to(states.dtype), states], -1))
+        rotary = self.rotary(x, positions)
+        return self.layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
+
+    # Decoding -----------------------------------------------------------------------------------------------------------
+
+    def reset(self, capacity: int) -> None:
+        if not hasattr(self, "cache") or self.cache.capacity < capacity + self.growth.rows:
+            self.cache = KVCache(1, capacity + self.growth.rows)
+        self.cache.truncate(0)
+        self.stable = 0  # cache rows of pairs with a true state
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        """Append the pairs (f_i, t_{i+1}) that are now known; the last one, with the bonus, drafts level 1."""
+        self.cache.truncate(self.stable)
+        n = states.tokens.shape[0]
+        following = torch.cat([states.tokens[1:], states.tokens.new_full((1,), bonus)])
+        mask = None
+        if n > 1 and self.stable:  # causal behind a visible prefix; alone, `None` means just that
+            mask = torch.ones(n, self.stable + n, dtype=torch.bool, device=following.device).tril(self.stable)
+        predicted = self._extend(states.last, following, states.positions, mask)
+        self.stable = self.cache.length
+        self.rows = predicted[-1:]  # [1 + R, D] f_hat of the root, then of every node expanded in this cycle
+
+    def root_logits(self) -> Tensor:
+        return self.target_logits(self.rows[0])
+
+    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+        prefix = visible.new_ones(tokens.shape[0], self.stable)
+        positions = torch.full_like(tokens, self.stable + depth - 1)  # of the parent's state
+        predicted = self._extend(self.rows[parents + 1], tokens, positions, torch.cat([prefix, visible], 1))
+        self.rows = torch.cat([self.rows, predicted])
+        return self.target_logits(predicted)
+
+    def _extend(self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Run N pairs behind the cache and keep their rows. states [N, D], mask [N, S] -> [N, D]"""
+        mask = None if mask is None else mask[None, None]
+        predicted = self.network(states[None], tokens[None], positions[None], mask, self.cache)[0]
+        self.cache.keep()
+        return predicted
+
+    # Training -----------------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `distill` for the objective."""
+        states, tokens = batch.states[:, :-1], batch.tokens[:, 1:]
+        noisy = states + (torch.rand_like(states) * 2 - 1) * self.noise  # a copy: the targets stay clean
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        predicted = self.network(noisy, tokens, positions, None, None)
+        shifted = Batch(
+            tokens=tokens,
+            states=batch.states[:, 1:],
+            valid=batch.valid[:, 1:],
+            scored=batch.scored[:, 1:],
+            vocabulary=batch.vocabulary,
+        )
+        return distill(predicted, shifted, self.head, self.regression, self.classification)

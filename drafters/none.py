@@ -1,0 +1,27 @@
+"""The autoregressive baseline as a drafter: an empty tree, so that both sides of every speed-up share one loop."""
+
+from typing import Any
+
+import torch
+
+from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
+from specbench.engine.tree import root_only
+
+
+class NoDrafter:
+    """Proposes nothing; every cycle is one target pass over the root and emits the bonus."""
+
+    taps = Taps()
+    nodes = 1
+
+    def bind(self, target: Any) -> None:
+        self.device = target.device
+
+    def reset(self, capacity: int) -> None:
+        pass
+
+    def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        return root_only(root, self.device)
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        pass

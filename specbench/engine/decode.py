@@ -1,0 +1,111 @@
+"""The loop. Follow one token from the prompt to its acceptance here. Knows no concrete drafter, dataset or config."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from specbench.engine.interface import Drafter, Step
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.verify import Rule, verify
+from specbench.errors import SpecBenchError
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a generation ends: at the first stop id (which is emitted), at the cap, or at the context's end."""
+
+    max_new_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    max_context: int = 1 << 30
+
+    def cut(self, tokens: list[int], already: int) -> tuple[list[int], bool]:
+        """The part of newly emitted tokens that counts, and whether the generation is over with it."""
+        kept = tokens[: self.max_new_tokens - already]
+        for i, token in enumerate(kept):
+            if token in self.stop_ids:
+                return kept[: i + 1], True
+        return kept, already + len(kept) >= self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What happened before the first cycle: the first token, and the seconds to get there (drafter's share included)."""
+
+    token: int
+    seconds: float
+    draft_s: float
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    drafter: Drafter,
+    prompt: list[int],
+    limits: Limits,
+    rule: Rule,
+    sampler: Sampler,
+    generator: torch.Generator | None = None,
+    clock: Clock = time.perf_counter,
+) -> Iterator[Prefill | Step]:
+    """Decode one prompt speculatively: yields one `Prefill`, then one `Step` a cycle.
+
+    The emitted ids are the prefill's token followed by every step's `tokens`. `clock` must wait for the device.
+
+    Raises:
+        SpecBenchError: an empty prompt, one that leaves no room in the context, or NaN in the target's logits.
+    """
+    begin = clock()
+    room = min(limits.max_context, target.max_context)
+    if not prompt:
+        raise SpecBenchError("the prompt is empty; give it at least one token")
+    if len(prompt) >= room:
+        raise SpecBenchError(f"the prompt has {len(prompt)} tokens, the context {room}; shorten it or raise max_context")
+    limits = Limits(min(limits.max_new_tokens, room - len(prompt)), limits.stop_ids)
+    capacity = len(prompt) + limits.max_new_tokens + drafter.nodes
+    target.reset(capacity, drafter.taps)
+    drafter.reset(capacity)
+
+    states = target.prefill(torch.tensor(prompt, device=target.device))
+    root = int(sampler.choose(states.logits[-1], generator))
+    before = clock()
+    drafter.observe(states, root)
+    now = clock()
+    yield Prefill(root, seconds=now - begin, draft_s=now - before)
+
+    emitted, over = 1, limits.cut([root], 0)[1]
+    while not over:
+        t0 = clock()
+        tree = drafter.propose(root, sampler, generator)  # draft tokens below the root
+        t1 = clock()
+        states = target.forward(tree)  # one pass over root and nodes, ancestors-only mask
+        t2 = clock()
+        verdict, drafted = verify(tree, states.logits, rule, sampler, generator)  # the accepted path and one bonus
+        t3 = clock()
+        kept = torch.tensor([0, *verdict.path], device=target.device)
+        target.keep(kept)  # the root's and the path's cache rows stay, the others go
+        t4 = clock()
+        tokens, over = limits.cut([*verdict.tokens, verdict.bonus], emitted)
+        emitted += len(tokens)
+        t5 = clock()
+        if not over:
+            drafter.observe(states.select(kept), verdict.bonus)  # what the next draft may condition on
+        t6 = clock()
+        accepted = len(tokens) - 1
+        whole = len(tokens) > len(verdict.path)
+        yield Step(
+            tokens=tokens,
+            nodes=len(tree) - 1,
+            drafted=drafted if whole else accepted,
+            accepted=accepted,
+            ranks=verdict.ranks[:accepted],
+            draft_s=(t1 - t0) + (t6 - t5),
+            target_s=(t2 - t1) + (t4 - t3),
+            verify_s=t3 - t2,
+            rest_s=(t5 - t4) + (clock() - t6),
+        )
+        root = verdict.bonus

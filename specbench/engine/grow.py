@@ -1,0 +1,202 @@
+"""Tree growth, written once for every drafter that drafts token by token. Does not know which drafter it grows for.
+
+A growth asks an `Expandable` for the logits below the root and below every node it wants to go on from, and picks the
+candidates. Expanded nodes get *rows* 0, 1, 2 … in the order of expansion; `visible` says which rows a new one may see:
+its ancestors and itself. Nothing here reads a value back to the host.
+
+    Chain(gamma)   one candidate a level (Leviathan et al.)
+    Static(paths)  a fixed set of rank paths (EAGLE-1)
+    Dynamic(...)   expand the best top_k of a level, rerank all that were seen, verify the best (EAGLE-2)
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specbench.engine import tree
+from specbench.engine.interface import DraftTree
+from specbench.engine.sampling import Sampler, draw, draw_without_replacement
+from specbench.errors import SpecBenchError
+
+
+class Expandable(Protocol):
+    """The part of an autoregressive drafter that growth talks to."""
+
+    def root_logits(self) -> Tensor:
+        """Logits of the tokens that may follow the root, [V]."""
+
+    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+        """Go on from F nodes of one level.
+
+        Args:
+            tokens: [F] their ids.
+            parents: [F] the row of each one's parent, -1 for the root.
+            depth: their level, 1 just below the root.
+            visible: [F, R + F] bool over this cycle's rows, these F being the last.
+
+        Returns:
+            [F, V] logits of what may follow each.
+        """
+
+
+class Growth(Protocol):
+    """How a tree is grown. nodes: at most, the root included; rows: nodes expanded at most; depth: levels below root."""
+
+    depth: int
+    nodes: int
+    rows: int
+
+    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        """A tree below the root."""
+
+
+class Static:
+    """The same shape every cycle, given as rank paths: [[0], [1], [0, 0]] is two children and one grandchild.
+
+    Where the target is sampled, `candidates` decides what stands at the ranks:
+        top: the drafter's best ids, verified as deterministic candidates (Algorithm D);
+        sample: drawn without replacement, rank = draw order, with the drafter's distribution kept for Algorithm S;
+        sample_with_replacement: likewise, where siblings may repeat.
+    Greedy decoding always takes the best ids.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]], candidates: str = "top"):
+        if candidates not in ("top", "sample", "sample_with_replacement"):
+            raise SpecBenchError(f"tree.candidates={candidates}: use top, sample or sample_with_replacement")
+        try:
+            self.parents, self.ranks = tree.parents_of_rank_paths([list(p) for p in paths])
+        except ValueError as error:
+            raise SpecBenchError(f"tree.paths: {error}") from error
+        self.candidates = candidates
+        self.depths = tree.depths_of(self.parents)
+        self.depth, self.nodes, self.width = max(self.depths), len(self.parents), max(self.ranks) + 1
+        inner = set(self.parents)
+        self._levels = [
+            [n for n, d in enumerate(self.depths) if d == level and n in inner] for level in range(self.depth)
+        ]
+        self.rows = sum(map(len, self._levels[1:]))
+        self._row = {n: r for r, n in enumerate(n for level in self._levels[1:] for n in level)}
+
+    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        logits = drafter.root_logits()[None]
+        device = logits.device
+        parents, ranks = torch.tensor(self.parents, device=device), torch.tensor(self.ranks, device=device)
+        sampled = self.candidates != "top" and not sampler.greedy
+        tokens = torch.full((self.nodes,), root, dtype=torch.long, device=device)
+        q = torch.zeros(self.nodes, logits.shape[-1], device=device) if sampled else None
+        ancestors = tree.ancestor_mask(parents, self.depth)
+        expanded: list[int] = []
+        for depth, level in enumerate(self._levels):
+            if depth:
+                expanded += level
+                rows = torch.tensor([self._row.get(self.parents[n], -1) for n in level], device=device)
+                logits = drafter.expand(tokens[level], rows, depth, ancestors[level][:, expanded])
+            below = [n for n, d in enumerate(self.depths) if d == depth + 1]
+            wanted = max(self.ranks[n] for n in below) + 1
+            choice, distribution = self._choose(logits, wanted, sampled, sampler, generator)  # [F, wanted]
+            place = torch.tensor([level.index(self.parents[n]) for n in below], device=device)
+            tokens[below] = choice[place, ranks[below]]
+            if q is not None and distribution is not None:
+                q[level] = distribution
+        depths = torch.tensor(self.depths, device=device)
+        with_replacement = self.candidates == "sample_with_replacement"
+        return DraftTree(tokens, parents, depths, ancestors, ranks, self.depth, self.width, q, with_replacement)
+
+    def _choose(
+        self, logits: Tensor, count: int, sampled: bool, sampler: Sampler, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[F, V] -> ([F, count] ids by rank, the distribution they were drawn from or None)."""
+        if not sampled:
+            return logits.topk(count, dim=-1).indices, None
+        q = sampler.probabilities(logits)
+        if self.candidates == "sample":
+            return draw_without_replacement(q, count, generator), q
+        return torch.stack([draw(q, generator) for _ in range(count)], -1), q
+
+
+class Chain(Static):
+    """gamma tokens in a row. Sampled by default where the target is: that is Leviathan's algorithm."""
+
+    def __init__(self, gamma: int, candidates: str = "sample"):
+        if gamma < 1:
+            raise SpecBenchError(f"tree.gamma={gamma}: a chain drafts at least one token")
+        super().__init__([[0] * length for length in range(1, gamma + 1)], candidates)
+
+
+class Dynamic:
+    """EAGLE-2's context-dependent tree.
+
+    A node's value is the product of the drafter's (temperature 1) probabilities down to it. Each level expands the
+    `top_k` most valuable nodes of the level above, each into its `top_k` likeliest children; all children enter a pool
+    of which the `nodes - 1` most valuable are verified. A child is never worth more than its parent and stands behind
+    it in the pool, so a stable sort keeps the choice ancestor-closed, also where rounding makes them equal.
+
+    Args:
+        depth: levels below the root. top_k: frontier size and branching. nodes: of the target pass, root included.
+    """
+
+    def __init__(self, depth: int, top_k: int, nodes: int):
+        if depth < 1 or top_k < 1 or nodes < 2:
+            raise SpecBenchError(f"tree depth={depth} top_k={top_k} nodes={nodes}: need depth, top_k >= 1 and nodes >= 2")
+        self.depth, self.top_k, self.nodes = depth, top_k, nodes
+        self.rows = top_k * (depth - 1)
+
+    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        k = self.top_k
+        tokens, value = best_children(drafter.root_logits()[None], k)  # [1, K]
+        frontier_tokens, frontier_value = tokens[0], value[0]
+        device = tokens.device
+        k_range = torch.arange(k, device=device)
+        pool_tokens, pool_values = [frontier_tokens], [frontier_value]
+        pool_parents, pool_ranks = [torch.full_like(k_range, -1)], [k_range]  # parents as pool indices
+        frontier = k_range  # pool indices of the frontier
+        rows = torch.full_like(k_range, -1)  # row of each frontier node's parent
+        visible = torch.eye(k, dtype=torch.bool, device=device)
+        for depth in range(1, self.depth):
+            logits = drafter.expand(frontier_tokens, rows, depth, visible)
+            tokens, value = best_children(logits, k)
+            value = frontier_value[:, None] + value  # [K, K] log-probability of the path
+            pool_tokens.append(tokens.flatten())
+            pool_values.append(value.flatten())
+            pool_parents.append(frontier.repeat_interleave(k))
+            pool_ranks.append(k_range.repeat(k))
+            if depth + 1 == self.depth:
+                break
+            best = value.flatten().topk(k).indices  # next frontier, by place among the K * K
+            frontier_tokens, frontier_value = tokens.flatten()[best], value.flatten()[best]
+            frontier = k + (depth - 1) * k * k + best
+            rows = (depth - 1) * k + best // k
+            visible = torch.cat([visible[best // k], torch.eye(k, dtype=torch.bool, device=device)], 1)
+        pool = torch.cat(pool_tokens), torch.cat(pool_values), torch.cat(pool_parents), torch.cat(pool_ranks)
+        return self._rerank(root, *pool)
+
+    def _rerank(self, root: int, tokens: Tensor, values: Tensor, parents: Tensor, ranks: Tensor) -> DraftTree:
+        """The most valuable nodes of the pool, in pool order (levels ascending), behind the root."""
+        count = min(self.nodes - 1, tokens.shape[0])
+        chosen = values.sort(descending=True, stable=True).indices[:count].sort().values
+        node = torch.zeros(tokens.shape[0] + 1, dtype=torch.long, device=tokens.device)  # pool index -> node
+        node[chosen] = torch.arange(1, count + 1, device=tokens.device)  # the last slot serves parent -1: the root
+
+        def behind_root(first: int, rest: Tensor) -> Tensor:
+            return torch.cat([rest.new_full((1,), first), rest])
+
+        k = self.top_k
+        depths = torch.where(chosen < k, 1, 2 + (chosen - k).div(k * k, rounding_mode="floor"))
+        return tree.build(
+            tokens=behind_root(root, tokens[chosen]),
+            parents=behind_root(-1, node[parents[chosen]]),
+            depths=behind_root(0, depths),
+            ranks=behind_root(0, ranks[chosen]),
+            max_depth=self.depth,
+            width=k,
+        )
+
+
+def best_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest ids of each row and their log-probabilities in float32. [F, V] -> [F, k], [F, k]"""
+    logits = logits.float()
+    top = logits.topk(k, dim=-1)
+    # Never above 0: a child worth more than its parent would tear the tree apart.
+    return top.indices, (top.values - logits.logsumexp(-1, keepdim=True)).clamp(max=0)

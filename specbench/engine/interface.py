@@ -1,0 +1,166 @@
+"""The words of the project: what a drafter is, what it is given, and what a cycle yields.
+
+Knows nothing else in the project. Dimension letters, used in every shape comment:
+
+    B  sequences in a batch            N  tokens fed in one pass (a tree: root + draft nodes)
+    T  tokens of a sequence            F  frontier: nodes expanded together while a tree grows
+    D  hidden size of the target       R  rows a drafter has expanded so far in this cycle
+    V  vocabulary size                 A  accepted draft nodes of a cycle (path length)
+    L  layers                          H  key/value heads          S  cache rows, Dh head dimension
+
+Words: the *root* (node 0) is the last emitted token, not yet in any cache; the *path* runs from the first accepted
+draft node to the last; the *bonus* is the token the target adds after the path. A cycle emits ``len(path) + 1`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a drafter wants to read from the target beside the post-norm last hidden state, which is always given.
+
+    Attributes:
+        hidden: decoder layers whose output (before the next layer) is wanted, 0-based; negative counts from the end.
+        kv: decoder layers whose cached keys and values are wanted, likewise; keys are as cached, after RoPE.
+    """
+
+    hidden: tuple[int, ...] = ()
+    kv: tuple[int, ...] = ()
+
+    def resolve(self, layers: int) -> Taps:
+        """The same taps with non-negative indices; raises `IndexError` for a layer that the target lacks."""
+        for layer in (*self.hidden, *self.kv):
+            if not -layers <= layer < layers:
+                raise IndexError(f"tap on layer {layer}, but the target has {layers}")
+        return Taps(tuple(i % layers for i in self.hidden), tuple(i % layers for i in self.kv))
+
+
+@dataclass
+class TargetStates:
+    """What one target pass computed for each of its N tokens."""
+
+    tokens: Tensor  # [N] ids that were fed
+    positions: Tensor  # [N] 0-based
+    last: Tensor  # [N, D] hidden state after the final norm, just before the LM head
+    logits: Tensor  # [N, V], or [1, V] after a prefill, where only the last position matters
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [N, D]
+    kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([H, N, Dh], [H, N, Dh])
+
+    def select(self, nodes: Tensor) -> TargetStates:
+        """The states of some nodes, in the given order. nodes: [A] indices into N."""
+        return replace(
+            self,
+            tokens=self.tokens[nodes],
+            positions=self.positions[nodes],
+            last=self.last[nodes],
+            logits=self.logits[nodes],
+            hidden={i: h[nodes] for i, h in self.hidden.items()},
+            kv={i: (k[:, nodes], v[:, nodes]) for i, (k, v) in self.kv.items()},
+        )
+
+
+@dataclass
+class DraftTree:
+    """Draft tokens below a root. Node 0 is the root; a parent's index is always smaller than its child's.
+
+    `q` is set only where children were *sampled*: row n is the distribution from which the children of node n were
+    drawn, in index order (= draw order). Without `q` the candidates are deterministic.
+    """
+
+    tokens: Tensor  # [N] ids, the root's first
+    parents: Tensor  # [N] node indices, parents[0] == -1
+    depths: Tensor  # [N] root 0
+    ancestors: Tensor  # [N, N] bool: row n is True at n and at every ancestor of n
+    ranks: Tensor  # [N] rank of a node among its siblings as proposed (0 = first choice); root 0
+    max_depth: int  # levels below the root that the growth may use; the deepest node can lie higher
+    width: int  # most siblings a node can have: ranks are below it
+    q: Tensor | None = None  # [N, V] float32
+    replacement: bool = False  # were siblings sampled with replacement?
+
+    def __len__(self) -> int:
+        """Nodes of the target pass, the root included."""
+        return self.tokens.shape[0]
+
+
+@dataclass
+class Batch:
+    """What a drafter is trained on: B right-padded sequences as the frozen target saw them."""
+
+    tokens: Tensor  # [B, T]
+    states: Tensor  # [B, T, D] post-norm; state i predicts token i + 1
+    valid: Tensor  # [B, T] bool: not padding
+    scored: Tensor  # [B, T] bool: states whose prediction counts (valid, and leading to an answer token if so asked)
+    vocabulary: Tensor | None = None  # [K] ids to which the classification loss is confined; None for all V
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [B, T, D], as tapped
+    kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([B, H, T, Dh], [B, H, T, Dh])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a tree: the accepted nodes in order, their ranks, and the token that follows them."""
+
+    path: list[int]  # [A] node indices, without the root
+    tokens: list[int]  # [A] their ids
+    ranks: list[int]  # [A] which of its parent's children each one was
+    bonus: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One cycle of the loop, as counted and timed.
+
+    A cycle emits `accepted + 1` tokens, also where a stop token or the cap cuts it: `accepted` is then what was
+    emitted minus one, and `drafted` is no deeper than that, since what lay below was never put to the test.
+    """
+
+    tokens: list[int]  # emitted ids: accepted draft tokens and the bonus
+    nodes: int  # draft nodes verified
+    drafted: int  # depth offered to the verifier
+    accepted: int  # depth accepted
+    ranks: list[int]  # [accepted] child ranks along the path
+    draft_s: float  # drafter: propose and observe
+    target_s: float  # target pass and keeping its rows
+    verify_s: float  # acceptance
+    rest_s: float  # everything else in the cycle
+
+
+class Sampler(Protocol):
+    """How the target is sampled (`specbench.engine.sampling`): a drafter that samples must process q the same way."""
+
+    @property
+    def greedy(self) -> bool:
+        """Temperature 0."""
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[..., V] logits -> the distribution really sampled, float32."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What the loop asks of a method.
+
+    The life of a drafter: `bind(target)` once; then per prompt `reset()`, `observe(prefill states, root)` and, each
+    cycle, `propose(root)` followed by `observe(states of root + accepted path, bonus)`.
+    """
+
+    taps: Taps
+    nodes: int  # most nodes of a proposed tree, the root included
+
+    def bind(self, target: Any) -> None:
+        """Share the target's frozen embedding and head; refuse a target this drafter was not made for."""
+
+    def reset(self, capacity: int) -> None:
+        """Forget the last prompt. capacity: cache rows the coming prompt can need at most."""
+
+    def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        """Draft tokens below the root. The sampler carries temperature, top-p and top-k of this run."""
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        """Learn what was verified: states of N consecutive positions, and the (not yet processed) token after them."""

@@ -1,0 +1,72 @@
+"""From logits to the distribution that is really sampled, applied once and in float32. Knows no model, no tree.
+
+Temperature, then top-k, then top-p, in the order of Transformers' generation. Temperature 0 is greedy: the processed
+distribution is a point mass on the argmax.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the target is sampled, and with it every drafter that must match it.
+
+    Attributes:
+        temperature: 0 for greedy. top_p: nucleus mass, 1 for all. top_k: ids kept, 0 for all.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(f"need temperature >= 0, 0 < top_p <= 1, top_k >= 0, not {self}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The processed distribution. [..., V] in any dtype -> [..., V] float32, rows summing to 1."""
+        logits = logits.float()
+        if self.greedy:
+            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            smallest = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < smallest, -torch.inf)
+        if self.top_p < 1:
+            ordered, order = logits.sort(descending=True, stable=True)
+            mass = ordered.softmax(-1)
+            beyond = mass.cumsum(-1) - mass >= self.top_p  # mass before this id already reaches top_p
+            logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+        return logits.softmax(-1)
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """One id per row: the argmax, or a draw. [..., V] -> [...]"""
+        if self.greedy:
+            return logits.argmax(-1)
+        return draw(self.probabilities(logits), generator)
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One id per row of [..., V], without a host synchronisation: the exponential race, in float64-safe float32.
+
+    With E ~ Exp(1) independent, argmax p / E is distributed as p. Ids of probability 0 never win.
+    """
+    return race(probabilities, generator).argmax(-1)
+
+
+def draw_without_replacement(probabilities: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """`count` distinct ids per row in draw order, [..., V] -> [..., count]. Rows with fewer possible ids end in others."""
+    return race(probabilities, generator).topk(count).indices
+
+
+def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """p / E with fresh E ~ Exp(1); descending order is the order of draws without replacement (Gumbel top-k)."""
+    noise = torch.empty_like(probabilities, dtype=torch.float32).exponential_(generator=generator)
+    return probabilities / noise.clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,0 +1,239 @@
+"""Any unforked Hugging Face causal LM, run over trees with tapped states. Knows no drafter.
+
+The only file that knows Transformers' internals: 4-D masks and explicit positions pass straight through sdpa, a cache
+of preallocated rows stands in for the model's own, and forward hooks read the layers that a drafter taps.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+
+from specbench.engine.cache import KVCache
+from specbench.engine.interface import DraftTree, Taps, TargetStates
+from specbench.errors import SpecBenchError
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises `SpecBenchError` for a GPU that this machine lacks."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise SpecBenchError(
+            f"model.device={device}, but torch sees {torch.cuda.device_count()} GPUs here; use model.device=cpu or auto"
+        )
+    return chosen
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it, float32 elsewhere (emulated bf16 is several times slower)."""
+    if dtype != "auto":
+        chosen = getattr(torch, dtype, None)
+        if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+            raise SpecBenchError(f"model.dtype={dtype} is no floating-point dtype; use auto, float32, bfloat16 or float16")
+        return chosen
+    if device.type != "cpu":
+        return torch.bfloat16
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if native else torch.float32
+
+
+class CausalLM:
+    """An unforked causal LM as embedding, decoder and head, run with explicit positions, masks and our cache."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.config: PreTrainedConfig = model.config.get_text_config()
+        self.decoder: nn.Module = model.get_decoder()
+        self.embedding: nn.Embedding = model.get_input_embeddings()
+        self.head: nn.Linear = model.get_output_embeddings()
+        self.layers = len(self.decoder.layers)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """LM head on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
+        logits = self.head(last)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if not cap else torch.tanh(logits / cap) * cap
+
+    def run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
+        """The decoder alone, without the LM head.
+
+        Args:
+            tokens, positions: [B, T].
+            mask: bool [B, 1, T, S], True where a query may look; None for plainly causal from an empty cache, or for
+                one token a sequence that sees everything.
+            cache: rows are appended to it, not yet kept; None for a pass that stores nothing.
+
+        Returns:
+            [B, T, D] post-norm states.
+        """
+        out = self.decoder(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=self._masks(tokens, positions, mask, cache),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return out.last_hidden_state
+
+    def _masks(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
+    ) -> Tensor | dict[str, Tensor] | None:
+        """The mask each layer type needs: sliding-window layers also lose the keys that lie a window behind."""
+        window = getattr(self.config, "sliding_window", None)
+        kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        if not window or kinds == {"full_attention"}:
+            return mask
+        start = cache.length if cache is not None else 0
+        batch, t = tokens.shape
+        if mask is None:
+            device = tokens.device
+            keys = torch.arange(start + t, device=device)
+            mask = (keys[None, :] <= start + torch.arange(t, device=device)[:, None]).expand(batch, 1, t, start + t)
+        past = torch.arange(start, device=tokens.device).expand(batch, start)  # slot = position
+        distance = positions[:, :, None] - torch.cat([past, positions], 1)[:, None, :]  # [B, T, S]
+        near = mask & (distance < window)[:, None]
+        return near if len(kinds) == 1 else {"full_attention": mask, "sliding_attention": near}
+
+
+class Target(CausalLM):
+    """The frozen model that is sped up, with its cache and the layers that a drafter taps.
+
+    Attributes:
+        embedding, head: the model's input embedding and LM head, shared by drafters, never trained.
+        stop_ids: every stop token of the generation config.
+        max_context: positions the model was made for.
+        path: the folder it was loaded from, where its tokenizer lies too.
+    """
+
+    def __init__(self, model: nn.Module, path: Path | str | None = None):
+        super().__init__(model.eval().requires_grad_(False))
+        self.path = path
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.head.weight.shape[0]
+        self.max_context: int = self.config.max_position_embeddings
+        self.device, self.dtype = self.head.weight.device, self.head.weight.dtype
+        self.stop_ids = stop_ids(getattr(model, "generation_config", None), self.config)
+        self.cache = KVCache(self.layers, 0)
+        self.taps = Taps()
+        self._tapped: dict[int, Tensor] = {}
+        self._check_head()
+
+    @classmethod
+    def load(cls, path: Path | str, dtype: torch.dtype, device: torch.device) -> "Target":
+        """From a local folder of safetensors. Raises `SpecBenchError` where it holds no causal LM."""
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise SpecBenchError(f"no causal language model can be read from {path}: {error}") from error
+        return cls(model.to(device), path)
+
+    def fingerprint(self) -> str:
+        """Which model this is: shapes and the first rows of its embedding, alike in float32 and bfloat16."""
+        rows = self.embedding.weight[:256].detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
+        shape = f"{self.config.model_type} {self.layers} {self.hidden_size} {self.vocab_size}"
+        return hashlib.sha256(shape.encode() + rows.numpy().tobytes()).hexdigest()[:16]
+
+    def reset(self, capacity: int, taps: Taps | None = None) -> None:
+        """Start a new sequence. capacity: the most rows it can need (prompt + new tokens + one tree)."""
+        self.taps = (taps or Taps()).resolve(self.layers)
+        if capacity > self.cache.capacity or self.cache.keys is None or self.cache.keys.shape[1] != 1:
+            self.cache = KVCache(self.layers, capacity)
+        self.cache.truncate(0)
+
+    def prefill(self, tokens: Tensor) -> TargetStates:
+        """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
+        positions = torch.arange(tokens.shape[0], device=self.device)
+        states = self._states(tokens, positions, mask=None, last_only=True)
+        self.cache.keep()
+        return states
+
+    def forward(self, tree: DraftTree) -> TargetStates:
+        """One pass over root + draft nodes; every node sees the prefix, its ancestors and itself. Keeps nothing yet."""
+        start = self.cache.length
+        # A lone root sees everything, a chain is causal, but only an explicit mask knows what the cache already holds.
+        mask = None
+        if len(tree) > 1:
+            mask = torch.ones(len(tree), start + len(tree), dtype=torch.bool, device=self.device)
+            mask[:, start:] = tree.ancestors
+        return self._states(tree.tokens, start + tree.depths, mask)
+
+    def keep(self, nodes: Tensor) -> None:
+        """Keep the cache rows of these nodes [1 + A] (root and accepted path), drop the others."""
+        self.cache.keep(nodes)
+
+    def _states(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> TargetStates:
+        start = self.cache.length
+        with self._reading(self.taps.hidden):
+            last = self.run(tokens[None], positions[None], None if mask is None else mask[None, None], self.cache)[0]
+        end = start + tokens.shape[0]
+        return TargetStates(
+            tokens=tokens,
+            positions=positions,
+            last=last,
+            logits=self.logits(last[-1:] if last_only else last),
+            hidden={i: self._tapped[i][0] for i in self.taps.hidden},
+            kv={i: self.cache.rows(i, start, end) for i in self.taps.kv},
+        )
+
+    @torch.inference_mode()
+    def tapped(self, tokens: Tensor, taps: Taps) -> tuple[Tensor, dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+        """States and tapped layers of B right-padded texts [B, T], for training online.
+
+        Returns:
+            [B, T, D], {layer: [B, T, D]}, {layer: ([B, H, T, Dh], [B, H, T, Dh])}.
+        """
+        taps = taps.resolve(self.layers)
+        cache = KVCache(self.layers, tokens.shape[1]) if taps.kv else None
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        with self._reading(taps.hidden):
+            states = self.run(tokens, positions, None, cache)
+        hidden = {i: self._tapped[i].clone() for i in taps.hidden}
+        kv = {}
+        if cache is not None and cache.keys is not None and cache.values is not None:
+            kv = {i: (cache.keys[i].clone(), cache.values[i].clone()) for i in taps.kv}
+        return states.clone(), hidden, kv
+
+    @contextmanager
+    def _reading(self, layers: tuple[int, ...]) -> Iterator[None]:
+        """Hooks that put the output of these layers into `_tapped` during one pass."""
+
+        def reader(index: int):
+            def hook(_module, _inputs, output):
+                self._tapped[index] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self.decoder.layers[i].register_forward_hook(reader(i)) for i in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_head(self) -> None:
+        """Refuse a model whose logits are not head(post-norm state): every drafter here builds on that."""
+        probe = torch.arange(4, device=self.device)[None]
+        with torch.inference_mode():
+            ours, theirs = self.logits(self.decoder(probe).last_hidden_state), self.model(probe).logits
+        if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
+            raise SpecBenchError(
+                f"model type {self.config.model_type} does more than its LM head after the final norm "
+                "(scaled logits?); this harness does not support it"
+            )
+
+
+def stop_ids(generation: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:
+    """All end-of-sequence ids of the generation config, or of the model config where it has none."""
+    eos = getattr(generation, "eos_token_id", None)
+    eos = getattr(config, "eos_token_id", None) if eos is None else eos
+    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
