@@ -13,6 +13,8 @@ from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, Sampler, Taps
 from specbench.engine.target import Target
 
+PROJECT = Path(__file__).resolve().parents[1]  # relative weight folders start here
+
 
 class TrainedDrafter(nn.Module):
     """An autoregressive drafter with weights of its own, trained for one target.
@@ -22,16 +24,19 @@ class TrainedDrafter(nn.Module):
     Attributes:
         taps: what it reads from the target.
         growth: how its trees are grown.
-        weights: folder of its weights; None leaves them at their initial values (training, tests).
+        weights: folder of its weights, relative to the project; None leaves them at their initial values (training, tests).
         provenance: where the loaded weights come from.
     """
 
     taps = Taps()
 
-    def __init__(self, growth: Growth, weights: str | None = None):
+    embedding: nn.Embedding  # shared with the target by `build`, like the head
+    head: nn.Linear
+
+    def __init__(self, name: str, growth: Growth, weights: str | None = None):
         super().__init__()
-        self.growth, self.weights = growth, weights
-        self.nodes = growth.nodes
+        self.name, self.growth, self.weights = name, growth, weights
+        self.nodes, self.passes = growth.nodes, growth.depth
         self.provenance: dict[str, Any] = {}
 
     def bind(self, target: Target) -> None:
@@ -40,11 +45,14 @@ class TrainedDrafter(nn.Module):
         Raises:
             SpecBenchError: weights that are missing, damaged, or made for another target or network.
         """
-        self.target_device = target.device
         self.build(target)
         self.to(target.device, target.dtype)
+        looked_up = sum(p.numel() for p in self.embedding.parameters())
+        self.active_parameters = sum(p.numel() for p in self.parameters()) - looked_up
+        if self.head is self.embedding or self.head.weight is self.embedding.weight:
+            self.active_parameters += self.head.weight.numel()  # tied: counted once, looked up and multiplied
         if self.weights is not None:
-            self.provenance = stored.load(self, Path(self.weights), target.fingerprint())
+            self.provenance = stored.load(self, PROJECT / self.weights, target.fingerprint())
 
     def build(self, target: Target) -> None:
         """Create the network. What is shared with the target stays frozen and is not saved."""

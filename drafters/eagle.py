@@ -31,6 +31,7 @@ class Eagle(TrainedDrafter):
     """One decoder layer over (state, next token) pairs.
 
     Args:
+        name: as tables show it.
         growth: static tree for EAGLE-1, dynamic for EAGLE-2.
         weights: folder of trained weights.
         regression, classification: weights of the two loss terms.
@@ -39,13 +40,14 @@ class Eagle(TrainedDrafter):
 
     def __init__(
         self,
+        name: str,
         growth: Growth,
         weights: str | None = None,
         regression: float = 1.0,
         classification: float = 0.1,
         noise: float = 0.1,
     ):
-        super().__init__(growth, weights)
+        super().__init__(name, growth, weights)
         self.regression, self.classification, self.noise = regression, classification, noise
 
     def build(self, target: Target) -> None:

@@ -12,7 +12,10 @@ class NoDrafter:
     """Proposes nothing; every cycle is one target pass over the root and emits the bonus."""
 
     taps = Taps()
-    nodes = 1
+    nodes, passes, active_parameters = 1, 0, 0
+
+    def __init__(self, name: str = "none"):
+        self.name = name
 
     def bind(self, target: Any) -> None:
         self.device = target.device

@@ -31,6 +31,7 @@ class Vanilla(TrainedDrafter):
     """A draft language model with its own cache.
 
     Args:
+        name: as tables show it.
         growth: a chain as in the paper; any tree works.
         weights: folder of weights trained here. path: a causal LM to draft with instead.
         layers, intermediate_size: shape of the model trained here.
@@ -39,6 +40,7 @@ class Vanilla(TrainedDrafter):
 
     def __init__(
         self,
+        name: str,
         growth: Growth,
         weights: str | None = None,
         path: str | None = None,
@@ -47,7 +49,7 @@ class Vanilla(TrainedDrafter):
         regression: float = 1.0,
         classification: float = 0.1,
     ):
-        super().__init__(growth, None if path else weights)
+        super().__init__(name, growth, None if path else weights)
         self.path, self.layers, self.intermediate_size = path, layers, intermediate_size
         self.regression, self.classification = regression, classification
 
@@ -61,8 +63,7 @@ class Vanilla(TrainedDrafter):
             model.set_input_embeddings(target.embedding)
             model.set_output_embeddings(target.head)
             self.lm = CausalLM(model)
-            self.head = target.head
-        self.network = self.lm.decoder
+        self.network, self.embedding, self.head = self.lm.decoder, self.lm.embedding, self.lm.head
 
     def _pretrained(self, target: Target) -> nn.Module:
         try:

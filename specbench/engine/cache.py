@@ -9,7 +9,6 @@ path is one indexed copy of its few rows, whatever the number of layers.
     after    0 1 2 ... n-1     n+0 n+1 n+4 |
 """
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 

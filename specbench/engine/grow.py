@@ -73,9 +73,7 @@ class Static:
         self.depths = tree.depths_of(self.parents)
         self.depth, self.nodes, self.width = max(self.depths), len(self.parents), max(self.ranks) + 1
         inner = set(self.parents)
-        self._levels = [
-            [n for n, d in enumerate(self.depths) if d == level and n in inner] for level in range(self.depth)
-        ]
+        self._levels = [[n for n, d in enumerate(self.depths) if d == level and n in inner] for level in range(self.depth)]
         self.rows = sum(map(len, self._levels[1:]))
         self._row = {n: r for r, n in enumerate(n for level in self._levels[1:] for n in level)}
 

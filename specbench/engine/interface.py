@@ -150,8 +150,11 @@ class Drafter(Protocol):
     cycle, `propose(root)` followed by `observe(states of root + accepted path, bonus)`.
     """
 
+    name: str  # as tables show it
     taps: Taps
     nodes: int  # most nodes of a proposed tree, the root included
+    passes: int  # draft forwards a cycle
+    active_parameters: int  # that one such forward multiplies, the shared LM head included, embeddings not
 
     def bind(self, target: Any) -> None:
         """Share the target's frozen embedding and head; refuse a target this drafter was not made for."""

@@ -8,6 +8,7 @@ drafter taps more than the last hidden state, the target computes them per batch
 """
 
 import hashlib
+import itertools
 import json
 import shutil
 import sys
@@ -218,7 +219,7 @@ class Corpus:
                 if "states" not in shard.keys() and online is None:  # noqa: SIM118 - safe_open is no dict
                     raise SpecBenchError(f"{path} holds no states; build the corpus with states or train online")
                 starts = shard.get_tensor("starts").tolist()
-            self.sequences += [(path, a, b) for a, b in zip(starts, starts[1:], strict=False) if b - a > 2]
+            self.sequences += [(path, a, b) for a, b in itertools.pairwise(starts) if b - a > 2]
             self.shards.append(path.name)
             self.tokens += starts[-1]
         if not self.sequences:
@@ -278,7 +279,7 @@ def held_out(folder: Path, count: int) -> list[tuple[list[int], int]]:
     with safe_open(folder / f"{VALIDATION}.safetensors", "pt") as shard:
         tokens, answer = shard.get_tensor("tokens"), shard.get_tensor("answer").bool()
         starts = shard.get_tensor("starts").tolist()
-    for a, b in zip(starts, starts[1:], strict=False):
+    for a, b in itertools.pairwise(starts):
         begin = int((~answer[a:b]).sum())
         if b - a - begin >= 16 and bool(answer[a + begin : b].all()):
             found.append((tokens[a:b].tolist(), begin))

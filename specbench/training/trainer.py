@@ -221,9 +221,7 @@ def _optimizers(parameters: list[nn.Parameter], settings: TrainSettings) -> list
     if settings.optimizer != "muon":
         raise SpecBenchError(f"train.optimizer={settings.optimizer}: use adamw or muon")
     matrices, vectors = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
-    muon = torch.optim.Muon(
-        matrices, settings.lr, weight_decay=settings.weight_decay, momentum=0.95
-    )
+    muon = torch.optim.Muon(matrices, settings.lr, weight_decay=settings.weight_decay, momentum=0.95)
     if not vectors:
         return [muon]
     return [muon, torch.optim.AdamW(vectors, settings.vector_lr, settings.betas, weight_decay=0.0)]

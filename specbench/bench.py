@@ -1,0 +1,155 @@
+"""One cell: a drafter and the baseline decode the same prompts in turn, and every generation becomes a row.
+
+Knows the engine, prompts and rows; no configuration and no concrete drafter.
+"""
+
+import sys
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specbench.datasets import Chat, Message, Question
+from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.interface import Drafter
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.verify import Rule
+from specbench.errors import SpecBenchError, one_line
+from specbench.measure import Clock, PeakMemory
+from specbench.metrics import BASELINE
+from specbench.records import Cell, Failure, Row
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How prompts are decoded.
+
+    Attributes:
+        max_new_tokens: cap a turn. seed: of sampling; every generation starts from its own derived seed.
+        warmup: untimed generations before the first row, by baseline and drafter each.
+    """
+
+    max_new_tokens: int = 1024
+    seed: int = 0
+    warmup: int = 1
+
+
+class Bench:
+    """Decodes a list of questions with some drafters, prompt by prompt in turn, into one cell."""
+
+    def __init__(
+        self, target: Target, chat: Chat, drafters: list[Drafter], rule: Rule, sampler: Sampler, settings: RunSettings
+    ):
+        self.target, self.chat, self.drafters = target, chat, drafters
+        self.rule, self.sampler, self.settings = rule, sampler, settings
+        self.clock, self.memory = Clock(target.device), PeakMemory(target.device)
+
+    def run(self, questions: list[Question], cell: Cell) -> int:
+        """Decode what the cell lacks; returns how many generations failed."""
+        turns = sum(len(q.turns) for q in questions) * len(self.drafters)
+        keys = [(d.name, q.id, t) for q in questions for t in range(len(q.turns)) for d in self.drafters]
+        if all(cell.done(k) for k in keys):
+            return 0
+        self._warm_up(questions[0])
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+            task = progress.add_task(" ".join(d.name for d in self.drafters), total=turns)
+            for question in questions:
+                self._question(question, cell, lambda: progress.advance(task))
+        return sum(not cell.done(k) for k in keys)
+
+    def _question(self, question: Question, cell: Cell, advance: Any) -> None:
+        """All turns of one question. The history holds the model's own earlier answers: the baseline's, for everyone.
+
+        Half precision can part a drafter's answer from the baseline's at a numerical tie; with one history the second
+        turn still compares the same prompt.
+        """
+        history: list[Message] = []
+        for turn, text in enumerate(question.turns):
+            history.append({"role": "user", "content": text})
+            prompt = self.chat.encode(history)
+            reference: Row | None = None
+            for drafter in self.drafters:
+                row = cell.rows.get((drafter.name, question.id, turn))
+                if not isinstance(row, Row):
+                    row = self._generate(drafter, question, turn, prompt, reference)
+                    cell.write(row)
+                if isinstance(row, Row) and (drafter.name == BASELINE or reference is None):
+                    reference = row
+                advance()
+            if reference is None:
+                return  # without an answer there is no next turn to ask
+            answer = [t for t in reference.tokens if t not in self.target.stop_ids]
+            history.append({"role": "assistant", "content": self.chat.tokenizer.decode(answer).strip()})
+
+    def _generate(
+        self, drafter: Drafter, question: Question, turn: int, prompt: list[int], reference: Row | None
+    ) -> Row | Failure:
+        try:
+            row = Row(drafter.name, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
+            self.memory.start()
+            self._decode(drafter, prompt, row)
+            row.peak = self.memory.read()
+            if self.sampler.greedy and reference is not None and not self.rule.lossy:
+                row.audit = audit(self.target, prompt, reference.tokens, row.tokens)
+            return row
+        except (SpecBenchError, torch.OutOfMemoryError, MemoryError) as error:
+            return Failure(drafter.name, question.id, turn, one_line(error))
+
+    def _decode(self, drafter: Drafter, prompt: list[int], row: Row) -> None:
+        """Fill a row with one generation."""
+        generator = None
+        if not self.sampler.greedy:
+            own = zlib.crc32(f"{self.settings.seed} {row.question} {row.turn}".encode())
+            generator = torch.Generator(self.target.device).manual_seed(own)
+        limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
+        events = decode(self.target, drafter, prompt, limits, self.rule, self.sampler, generator, self.clock)
+        begin = self.clock()
+        for event in events:
+            if isinstance(event, Prefill):
+                row.tokens.append(event.token)
+                row.prefill_s = event.seconds
+                begin = self.clock()
+            else:
+                row.add(event)
+        row.decode_s = self.clock() - begin
+
+    def _warm_up(self, question: Question) -> None:
+        """First calls pay for kernels and memory that later ones find ready; they are not rows."""
+        prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])
+        for _ in range(self.settings.warmup):
+            for drafter in self.drafters:
+                short = Row(drafter.name, question.id, "", 0, 0, [], 0.0, 0.0)
+                events = decode(self.target, drafter, prompt, Limits(16, self.target.stop_ids), self.rule, self.sampler)
+                short.tokens = [t for e in events for t in ([e.token] if isinstance(e, Prefill) else e.tokens)]
+
+
+@torch.inference_mode()
+def audit(target: Target, prompt: list[int], expected: list[int], found: list[int]) -> dict[str, Any]:
+    """Compare a greedy answer with the baseline's, id by id.
+
+    At the first difference the target is asked once more, in one plain pass over prompt and common prefix, how far
+    apart its two best ids are. Passes of other shapes round differently, so in half precision a gap within a few units
+    in the last place is a numerical tie. Anything else is a bug, and in float32 everything is.
+
+    Returns:
+        verdict: "identical", "numerical tie" or "bug"; with the position, the gap and its tolerance if not identical.
+    """
+    if expected == found:
+        return {"verdict": "identical"}
+    at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    if at is None:
+        return {"verdict": "bug", "at": min(len(expected), len(found)), "why": "one answer ends early"}
+    target.reset(len(prompt) + at)
+    logits = target.prefill(torch.tensor(prompt + expected[:at], device=target.device)).logits[-1].float()
+    best = logits.topk(2)
+    gap = float((logits[expected[at]] - logits[found[at]]).abs())
+    tolerance = 8 * torch.finfo(target.dtype).eps * float(best.values[0].abs())
+    rivals = {expected[at], found[at]} == set(best.indices.tolist()) or gap <= tolerance
+    tie = target.dtype != torch.float32 and rivals and gap <= tolerance
+    verdict = "numerical tie" if tie else "bug"
+    return {"verdict": verdict, "at": at, "gap": round(gap, 6), "tolerance": round(tolerance, 6)}

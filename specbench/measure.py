@@ -1,0 +1,121 @@
+"""Clock, peak memory, and what machine and software this is. Knows no drafter."""
+
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Clock:
+    """Seconds, after everything issued so far has run: on a GPU each reading waits for the device."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device if device.type == "cuda" else None
+
+    def __call__(self) -> float:
+        if self.cuda is not None:
+            torch.cuda.synchronize(self.cuda)
+        return time.perf_counter()
+
+
+class PeakMemory:
+    """Peak memory since `start`. On a GPU the allocator's peak and the driver's view; else the peak resident set.
+
+    Where the kernel cannot reset a process's peak (`/proc/self/clear_refs`), the peak is that of the whole process so
+    far, which the result then says.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def start(self) -> None:
+        self.reset = True
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.reset = False
+
+    def read(self) -> dict[str, int | bool]:
+        """Bytes by source."""
+        if self.device.type == "cuda":
+            return {"allocator": torch.cuda.max_memory_allocated(self.device), "driver": _driver_bytes(self.device)}
+        try:
+            line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+            return {"resident": int(line.split()[1]) * 1024, "since_start": self.reset}
+        except (OSError, StopIteration):  # not Linux
+            import resource
+
+            scale = 1 if platform.system() == "Darwin" else 1024
+            return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale, "since_start": False}
+
+
+def _driver_bytes(device: torch.device) -> int:
+    """This process's memory as the NVIDIA driver counts it; 0 where the driver does not tell."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        mine = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+        return int(mine[0].usedGpuMemory or 0) if mine else 0
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """The machine, in words a table can show."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    except OSError:
+        pass
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": torch.cuda.device_count(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of everything that can change a number."""
+    return {"python": platform.python_version()} | {p: version(p) for p in ("torch", "transformers", "accelerate")}
+
+
+@functools.cache
+def commit() -> str:
+    """The checkout's commit, `+` behind it where tracked files differ from it; `unknown` outside git."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
+        return head.stdout.strip()[:12] + ("+" if dirty.stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of the code that decodes and counts, so that rows of different code are never put under one header."""
+    digest = hashlib.sha256()
+    for folder in ("specbench", "drafters"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

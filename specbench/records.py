@@ -1,0 +1,171 @@
+"""Rows on disk: one JSONL file a cell (drafter x dataset x settings), a header first, then one row a prompt.
+
+A row is written whole and flushed before the next prompt starts, so a killed run loses at most the prompt it was at.
+Knows nothing of drafters or datasets.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specbench.engine.interface import Step
+from specbench.errors import SpecBenchError
+
+SCHEMA = 1
+
+
+@dataclass
+class Row:
+    """One generation: a drafter (or the baseline, `none`) on one turn of one question.
+
+    `tokens` are the emitted ids; the first came from the prefill, the others from the cycles. The four lists under
+    "cycles" have one entry a cycle; seconds are sums over the cycles. `peak` is in bytes.
+    """
+
+    drafter: str
+    question: str
+    category: str
+    turn: int
+    prompt_tokens: int
+    tokens: list[int]
+    prefill_s: float
+    decode_s: float
+    nodes: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    ranks: list[list[int]] = field(default_factory=list)
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    rest_s: float = 0.0
+    peak: dict[str, Any] = field(default_factory=dict)
+    audit: dict[str, Any] | None = None
+    kind: str = "prompt"
+
+    def add(self, step: Step) -> None:
+        """Count one cycle in."""
+        self.tokens += step.tokens
+        self.nodes.append(step.nodes)
+        self.drafted.append(step.drafted)
+        self.accepted.append(step.accepted)
+        self.ranks.append(step.ranks)
+        self.draft_s += step.draft_s
+        self.target_s += step.target_s
+        self.verify_s += step.verify_s
+        self.rest_s += step.rest_s
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.drafter, self.question, self.turn
+
+
+@dataclass
+class Failure:
+    """A generation that raised: says so in its own row and never borrows a neighbour's numbers."""
+
+    drafter: str
+    question: str
+    turn: int
+    error: str
+    kind: str = "error"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.drafter, self.question, self.turn
+
+
+def identity(settings: dict[str, Any]) -> str:
+    """What makes two runs the same cell: everything that can change a row."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class Cell:
+    """One `rows.jsonl`. Opening it for a run continues a file of the same identity.
+
+    Args:
+        folder: of the cell. settings: config, code, versions, machine; hashed into the identity.
+        fresh: set aside what is there and begin anew.
+
+    Raises:
+        SpecBenchError: the file is not readable as rows.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], fresh: bool = False):
+        self.path = folder / "rows.jsonl"
+        self.rows: dict[tuple[str, str, int], Row | Failure] = {}
+        if fresh and self.path.exists():
+            os.replace(self.path, self.path.with_suffix(f".{int(time.time())}.jsonl.old"))
+        if self.path.exists():
+            _drop_cut_line(self.path)
+        if self.path.exists() and self.path.stat().st_size:
+            _, rows = read_cell(self.path)
+            self.rows = {row.key: row for row in rows}
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            self._append({"kind": "header", "schema": SCHEMA, "started": stamp, **settings})
+
+    def done(self, key: tuple[str, str, int]) -> bool:
+        """Is there a good row for this generation?"""
+        return isinstance(self.rows.get(key), Row)
+
+    def write(self, row: Row | Failure) -> None:
+        """Append one row and wait until it is on disk."""
+        self._append(asdict(row))
+        self.rows[row.key] = row
+
+    def _append(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record) + "\n"
+        before = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            os.truncate(self.path, before)  # a full disk leaves no half row behind
+            raise SpecBenchError(f"cannot write {self.path}: {error.strerror}; free some space and run it again") from error
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Remove what a kill left behind the last whole line."""
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole != len(text):
+        os.truncate(path, whole)
+
+
+def read_cell(path: Path) -> tuple[dict[str, Any], list[Row | Failure]]:
+    """Header and rows of one file; a last line that was cut off is ignored.
+
+    Raises:
+        SpecBenchError: no header, an older schema, or a broken line before the last.
+    """
+    lines = list(_lines(path))
+    if not lines or lines[0].get("kind") != "header":
+        raise SpecBenchError(f"{path} does not start with a header; move it away")
+    header, rows = lines[0], lines[1:]
+    if header.get("schema") != SCHEMA:
+        raise SpecBenchError(f"{path} has row schema {header.get('schema')}, this code writes {SCHEMA}; move it away")
+    try:
+        return header, [Row(**r) if r["kind"] == "prompt" else Failure(**r) for r in rows]
+    except (TypeError, KeyError) as error:
+        raise SpecBenchError(f"{path} holds a row this code did not write ({error}); move it away") from error
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise SpecBenchError(f"no rows at {path}")
+    content = path.read_text(encoding="utf-8")
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            return  # cut off by a crash
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise SpecBenchError(f"{path} line {number} is damaged; remove that line to keep the rest") from error

@@ -1,0 +1,32 @@
+"""Door three: tables from the rows under a results folder.
+
+python -m specbench.report
+python -m specbench.report results=results/smollm2-135m-cpu format=markdown
+"""
+
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from specbench import tables
+from specbench.errors import SpecBenchError, run_door
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="report")
+def main(config: DictConfig) -> None:
+    """Collect, then print."""
+    paths = sorted(Path(config.results).rglob("rows.jsonl"))
+    if not paths:
+        raise SpecBenchError(f"no rows under results={config.results}; run `make bench` first")
+    if config.format not in ("terminal", "markdown"):
+        raise SpecBenchError(f"format={config.format}: use terminal or markdown")
+    entries = tables.collect(paths)
+    if config.format == "markdown":
+        print(tables.markdown(entries), end="")
+    else:
+        tables.show(entries)
+
+
+if __name__ == "__main__":
+    run_door(main)

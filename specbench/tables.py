@@ -1,0 +1,120 @@
+"""Rows to tables: collects cells, summarises them, shows them on a terminal or as Markdown."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specbench.metrics import BASELINE, Summary, summarise
+from specbench.records import Failure, Row, read_cell
+
+COLUMNS = (
+    "drafter",
+    "tok/s",
+    "speed-up [95%]",
+    "tau (macro)",
+    "alpha per step",
+    "nodes",
+    "draft/target/verify/rest",
+    "predicted (by params)",
+    "peak",
+    "lossless",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One drafter of one cell, ready to be shown."""
+
+    model: str
+    dataset: str
+    temperature: float
+    machine: str
+    dtype: str
+    summary: Summary
+    failed: int
+
+
+def collect(paths: list[Path]) -> list[Entry]:
+    """Summaries of all drafters of all cells; the baseline's rows of several cells on a dataset are shown once each."""
+    entries = []
+    for path in paths:
+        header, records = read_cell(path)
+        latest: dict[tuple[str, str, int], Row | Failure] = {r.key: r for r in records}
+        rows = [r for r in latest.values() if isinstance(r, Row)]
+        own = header["config"]["drafter"]["name"]
+        baseline = [r for r in rows if r.drafter == BASELINE]
+        for drafter in dict.fromkeys([BASELINE, own]):
+            mine = [r for r in rows if r.drafter == drafter]
+            failed = sum(isinstance(r, Failure) and r.drafter == drafter for r in latest.values())
+            if mine or failed:
+                entries.append(_entry(header, summarise(header, drafter, mine, baseline), failed))
+    return entries
+
+
+def _entry(header: dict[str, Any], summary: Summary, failed: int) -> Entry:
+    config, hardware = header["config"], header["hardware"]
+    return Entry(
+        model=config["model"]["name"],
+        dataset=config["dataset"]["name"],
+        temperature=config["sampler"]["temperature"],
+        machine=f"{hardware['device']}, {hardware['cores']} cores, torch {header['versions']['torch']}",
+        dtype=header["target"]["dtype"],
+        summary=summary,
+        failed=failed,
+    )
+
+
+def cells(entry: Entry) -> list[str]:
+    """One table line, in the order of `COLUMNS`."""
+    s = entry.summary
+    up = s.speed_up
+    return [
+        s.drafter + (f" ({entry.failed} FAILED)" if entry.failed else ""),
+        f"{s.speed:.1f}",
+        f"{up.value:.2f} [{up.low:.2f}, {up.high:.2f}]" if up else "-",
+        f"{s.tau:.2f} ({s.tau_macro:.2f})",
+        " ".join(f"{a:.2f}" for a in s.alphas) or "-",
+        f"{s.nodes:.1f}",
+        "/".join(f"{100 * s.split[p]:.0f}%" for p in ("draft", "target", "verify", "rest")),
+        f"{s.predicted:.2f} ({s.predicted_by_parameters:.2f})",
+        f"{s.peak_bytes / 2**20:,.0f} MiB",
+        s.lossless,
+    ]
+
+
+def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
+    """Entries under one caption: same model, dataset, temperature, machine. One baseline line is enough."""
+    groups: dict[str, list[Entry]] = {}
+    for e in entries:
+        mode = "greedy" if e.temperature == 0 else f"T={e.temperature}"
+        caption = f"{e.model}, {e.dataset}, {mode}, {e.dtype}, {e.machine}"
+        group = groups.setdefault(caption, [])
+        if e.summary.drafter != BASELINE or not any(x.summary.drafter == BASELINE for x in group):
+            group.append(e)
+    return groups
+
+
+def show(entries: list[Entry], console: Console | None = None) -> None:
+    """Print to the terminal."""
+    console = console or Console(width=190)
+    for caption, group in _groups(entries).items():
+        table = Table(title=f"{caption}, {group[0].summary.prompts} generations", title_justify="left")
+        for i, column in enumerate(COLUMNS):
+            table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        for entry in group:
+            table.add_row(*cells(entry))
+        console.print(table)
+
+
+def markdown(entries: list[Entry]) -> str:
+    """The same as Markdown."""
+    parts = []
+    for caption, group in _groups(entries).items():
+        lines = [f"{caption}, {group[0].summary.prompts} generations", ""]
+        lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+        lines += ["| " + " | ".join(cells(e)) + " |" for e in group]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"

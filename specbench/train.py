@@ -1,0 +1,102 @@
+"""Door two: train a drafter for a target, from the corpus to the weights folder.
+
+python -m specbench.train drafter=eagle2
+python -m specbench.train drafter=eagle2 train=paper model=llama2-7b
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from specbench import measure
+from specbench.assets import atomic_path, cache_root
+from specbench.datasets import Conversations
+from specbench.engine import weights
+from specbench.engine.grow import Chain
+from specbench.errors import SpecBenchError, run_door
+from specbench.models import ModelSpec
+from specbench.training.features import Corpus, CorpusBuilder, CorpusSettings, held_out
+from specbench.training.replay import replay
+from specbench.training.trainer import Trainer, TrainSettings
+
+CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(config: DictConfig) -> None:
+    """Build what is missing of the corpus, train, write the weights."""
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    spec: ModelSpec = instantiate(config.model)
+    target, chat = spec.load()
+    torch.manual_seed(config.train.settings.seed)
+    drafter = instantiate(config.drafter, weights=config.train.start)
+    if not isinstance(drafter, nn.Module):
+        raise SpecBenchError(f"drafter={config.drafter.name} has nothing to train")
+    drafter.bind(target)  # type: ignore[operator]
+
+    corpus_settings: CorpusSettings = instantiate(config.train.corpus)
+    text: Conversations = instantiate(config.train.text)
+    chats, cut = text.load()
+    print(f"{len(chats):,} whole conversations{', the file is cut off behind them' if cut else ''}", file=sys.stderr)
+    builder = CorpusBuilder(corpus_settings, target, chat, chats, cache_root() / "corpora")
+    folder = builder.build() if config.train.build else builder.folder
+    online = target if config.train.online or not corpus_settings.states else None
+    settings: TrainSettings = instantiate(config.train.settings)
+    taps = drafter.taps
+    corpus = Corpus(
+        folder, config.train.batch, config.train.answers_only, settings.seed, online, taps, corpus_settings.tokens
+    )
+
+    answers = held_out(folder, settings.validation_answers)
+
+    def validate() -> dict[str, Any]:
+        growth, drafter.growth = drafter.growth, Chain(CHAIN)
+        try:
+            found = replay(target, drafter, answers)  # type: ignore[arg-type]
+        finally:
+            drafter.growth = growth
+        return {"chain_tau": round(found.tau, 4), "n_alpha": [round(a, 4) for a in found.alphas]}
+
+    name = config.train.name or config.drafter.name
+    trainer = Trainer(drafter, corpus, settings, validate, cache_root() / "training" / config.model.name / name)
+    own = sum(p.numel() for p in trainer.parameters)
+    print(
+        f"{config.drafter.name}: {own:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
+        f"{trainer.total} steps, checkpoints in {trainer.folder}",
+        file=sys.stderr,
+    )
+    history = trainer.run()
+    provenance = {
+        "drafter": OmegaConf.to_container(config.drafter, resolve=True),
+        "target": config.model.name,
+        "target_fingerprint": target.fingerprint(),
+        "parameters": own,
+        "data": {
+            **OmegaConf.to_container(config.train.corpus, resolve=True),  # type: ignore[dict-item]
+            "unique_tokens": corpus.tokens,
+            "shards": len(corpus.shards),
+        },
+        "recipe": OmegaConf.to_container(config.train, resolve=True),
+        "tokens_seen": trainer.tokens,
+        "steps": trainer.step,
+        "hours": round(trainer.seconds / 3600, 3),
+        "machine": measure.hardware(target.device),
+        "versions": measure.versions(),
+        "commit": measure.commit(),
+        "history": history,
+    }
+    out = Path(config.train.out)
+    with atomic_path(out / weights.WEIGHTS) as temporary:
+        weights.save(drafter, temporary.parent, provenance)
+        (temporary.parent / weights.PROVENANCE).replace(out / weights.PROVENANCE)
+    print(f"weights in {out}")
+
+
+if __name__ == "__main__":
+    run_door(main)

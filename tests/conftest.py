@@ -1,0 +1,80 @@
+"""Tiny random targets and every drafter that `conf/drafter/` declares, bound to them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from specbench.engine.target import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml"))
+TRAINED = [d for d in DRAFTERS if d != "none"]
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "eos_token_id": 60,
+}
+ARCHITECTURES: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=9)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=9, layer_types=["sliding_attention"] * 2 + ["full_attention"])
+    ),
+}
+
+
+def tiny(architecture: str = "llama", seed: int = 0, spread: float = 0.4) -> Target:
+    """A random target whose next-token distribution is neither flat nor a point mass."""
+    torch.manual_seed(seed)
+    model = ARCHITECTURES[architecture]()
+    model.config._attn_implementation = "sdpa"
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.normal_(0, spread)
+    model.generation_config.eos_token_id = None
+    return Target(model)
+
+
+def configuration(drafter: str, *overrides: str) -> Any:
+    """The composed run configuration of a drafter."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("run", [f"drafter={drafter}", *overrides])
+
+
+def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
+    """A drafter as configured, untrained, bound to a target."""
+    config = configuration(drafter, *overrides)
+    torch.manual_seed(seed)
+    made = instantiate(config.drafter, weights=None) if drafter != "none" else instantiate(config.drafter)
+    made.bind(target)
+    if isinstance(made, torch.nn.Module):
+        made.eval()
+    return made
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def target(request: pytest.FixtureRequest) -> Target:
+    return tiny(request.param)

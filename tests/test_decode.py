@@ -1,0 +1,192 @@
+"""The loop: greedy identity, exact ends, oracles, and caches that equal a fresh prefill."""
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, DRAFTERS, TRAINED, make, tiny
+
+from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.interface import Step, Taps
+from specbench.engine.sampling import Sampler
+from specbench.engine.tree import check
+from specbench.engine.verify import Lossless, Typical
+from specbench.errors import SpecBenchError
+
+PROMPT = [3, 14, 15, 9, 26]
+GREEDY = Sampler()
+
+
+def generate(target, drafter, prompt=PROMPT, cap=40, stop=(), sampler=GREEDY, seed=0, rule=None):
+    """Emitted ids and steps."""
+    generator = torch.Generator().manual_seed(seed)
+    events = list(decode(target, drafter, prompt, Limits(cap, stop), rule or Lossless(), sampler, generator))
+    assert isinstance(events[0], Prefill)
+    steps = [e for e in events[1:] if isinstance(e, Step)]
+    return [events[0].token] + [t for s in steps for t in s.tokens], steps
+
+
+@torch.inference_mode()
+def plain(target, prompt, count):
+    """Greedy ids by full forwards of the unwrapped model, no cache at all."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+class Oracle:
+    """Proposes the greedy continuation as a chain of `depth`, with a wrong sibling beside every right node."""
+
+    name, taps, nodes, passes, active_parameters = "oracle", Taps(), 9, 4, 0
+
+    def __init__(self, truth, depth=4, wrong_after=None):
+        self.truth, self.depth, self.wrong_after = truth, depth, wrong_after
+
+    def reset(self, capacity):
+        self.at = 0
+
+    def observe(self, states, bonus):
+        self.at += len(states.tokens) if self.at else 1
+        assert bonus == self.truth[self.at - 1]
+
+    def propose(self, root, sampler, generator):
+        from specbench.engine.tree import build
+
+        tokens, parents, depths, ranks, above = [root], [-1], [0], [0], 0
+        for depth in range(1, self.depth + 1):
+            right = (self.truth + [0] * 9)[self.at + depth - 1]
+            if self.wrong_after is not None and depth > self.wrong_after:
+                right = (right + 2) % 60
+            tokens += [(right + 1) % 60, right]
+            parents += [above, above]
+            depths += [depth, depth]
+            ranks += [0, 1]
+            above = len(tokens) - 1
+        return build(*(torch.tensor(x) for x in (tokens, parents, depths, ranks)), max_depth=self.depth, width=2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_baseline_equals_the_unwrapped_model(architecture):
+    target = tiny(architecture)
+    assert generate(target, make("none", target), cap=30)[0] == plain(target, PROMPT, 30)
+
+
+@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_output_is_identical(drafter, architecture):
+    target = tiny(architecture)
+    expected = plain(target, PROMPT, 40)
+    tokens, steps = generate(target, make(drafter, target))
+    assert tokens == expected
+    assert sum(s.accepted + 1 for s in steps) == len(tokens) - 1
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_oracle_reaches_depth_plus_one(depth):
+    target = tiny()
+    truth = plain(target, PROMPT, 80)
+    tokens, steps = generate(target, Oracle(truth, depth), cap=1 + 8 * (depth + 1))
+    assert tokens == truth[: len(tokens)]
+    assert [s.accepted for s in steps] == [depth] * 8
+    assert steps[0].ranks == [1] * depth
+
+
+@pytest.mark.parametrize("wrong_after", [0, 1, 3])
+def test_oracle_gone_wrong_is_accepted_up_to_there(wrong_after):
+    target = tiny()
+    truth = plain(target, PROMPT, 80)
+    tokens, steps = generate(target, Oracle(truth, 4, wrong_after), cap=25)
+    assert tokens == truth[:25]
+    assert {s.accepted for s in steps[:-1]} == {wrong_after}
+
+
+@pytest.mark.parametrize("cap", range(1, 13))
+def test_cap_ends_at_the_exact_token_also_inside_a_path(cap):
+    target = tiny()
+    truth = plain(target, PROMPT, 40)
+    tokens, steps = generate(target, Oracle(truth), cap=cap)
+    assert tokens == truth[:cap]
+    assert sum(s.accepted + 1 for s in steps) == cap - 1
+    assert all(s.drafted >= s.accepted for s in steps)
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_stop_token_ends_inside_a_path_and_is_emitted(at):
+    target = tiny()
+    truth = plain(target, PROMPT, 40)
+    stop = truth[at]
+    first = truth.index(stop)
+    tokens, _ = generate(target, Oracle(truth), stop=(59, stop))
+    assert tokens == truth[: first + 1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_one_token_prompt_and_full_context(drafter):
+    target = tiny()
+    target.max_context = 40
+    made = make(drafter, target)
+    tokens, _ = generate(target, made, prompt=[7], cap=1000)
+    assert tokens == plain(target, [7], 39)
+    with pytest.raises(SpecBenchError, match="40"):
+        generate(target, made, prompt=[1] * 40)
+    with pytest.raises(SpecBenchError, match="empty"):
+        generate(target, made, prompt=[])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_target_cache_equals_a_fresh_prefill_after_every_cycle(drafter):
+    target = tiny()
+    made = make(drafter, target)
+    emitted = []
+    for event in decode(target, made, PROMPT, Limits(24), Lossless(), GREEDY):
+        emitted += [event.token] if isinstance(event, Prefill) else event.tokens
+        # everything but the last emitted token, the next root, is in the cache
+        known = (PROMPT + emitted)[: target.cache.length]
+        assert len(known) == len(PROMPT + emitted) - 1 or len(emitted) == 24
+        fresh = tiny()
+        fresh.reset(80)
+        fresh.prefill(torch.tensor(known))
+        for layer in range(target.layers):
+            for ours, theirs in zip(
+                target.cache.rows(layer, 0, len(known)), fresh.cache.rows(layer, 0, len(known)), strict=True
+            ):
+                torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("drafter", TRAINED)
+def test_same_seed_same_tokens(drafter):
+    target = tiny()
+    made = make(drafter, target)
+    runs = [generate(target, made, sampler=Sampler(0.9), seed=s)[0] for s in (5, 5, 6)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("sampler", [GREEDY, Sampler(1.0)])
+def test_proposed_trees_are_well_formed(drafter, sampler):
+    target = tiny()
+    made = make(drafter, target)
+    target.reset(100, made.taps)
+    made.reset(100)
+    with torch.inference_mode():
+        made.observe(target.prefill(torch.tensor(PROMPT)), 11)
+        tree = made.propose(11, sampler, torch.Generator().manual_seed(0))
+    check(tree)
+    assert tree.tokens[0] == 11
+    assert 1 < len(tree) <= made.nodes
+
+
+def test_nan_in_the_target_is_one_clear_error():
+    target = tiny()
+    drafter = make("eagle2", target)
+    with torch.no_grad():
+        target.decoder.norm.weight.fill_(float("nan"))
+    with pytest.raises(SpecBenchError, match="NaN"):
+        generate(target, drafter)
+
+
+def test_typical_acceptance_is_exact_when_greedy_and_lossy_by_name():
+    target = tiny()
+    assert Typical().lossy and not Lossless().lossy
+    assert generate(target, make("eagle2", target), rule=Typical())[0] == plain(target, PROMPT, 40)
+    tokens, _ = generate(target, make("eagle2", target), rule=Typical(), sampler=Sampler(0.7))
+    assert len(tokens) == 40
