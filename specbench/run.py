@@ -63,7 +63,8 @@ def _run(config: DictConfig) -> None:
     failed = Bench(target, chat, drafters, rule, sampler, settings).run(questions, cell)
     if all(cell.done((d.name, q.id, t)) for d in drafters for q in questions for t in range(len(q.turns))):
         print(f"{cell.path}: complete ({time.monotonic() - begin:.0f} s; rerun=all measures again)", file=sys.stderr)
-    tables.show(tables.collect([cell.path]))
+    if config.show:
+        tables.show(tables.collect([cell.path]))
     if failed:
         raise SpecBenchError(f"{failed} generations failed; their rows in {cell.path} say why; run again to retry them")
     _require_lossless(cell)
@@ -73,7 +74,7 @@ def _describe(config: DictConfig, target: Any, drafter: Drafter, lossy: bool) ->
     """Everything that can change a row: the header, and the identity of the cell."""
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
-    for irrelevant in ("results", "rerun"):
+    for irrelevant in ("results", "rerun", "show"):
         plain.pop(irrelevant)
     return {
         "config": plain,

@@ -54,13 +54,13 @@ class TargetStates:
     kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([H, N, Dh], [H, N, Dh])
 
     def select(self, nodes: Tensor) -> TargetStates:
-        """The states of some nodes, in the given order. nodes: [A] indices into N."""
+        """The states of some nodes, in the given order; a prefill's single row of logits stays. nodes: [A] of N."""
         return replace(
             self,
             tokens=self.tokens[nodes],
             positions=self.positions[nodes],
             last=self.last[nodes],
-            logits=self.logits[nodes],
+            logits=self.logits[nodes] if self.logits.shape[0] == self.tokens.shape[0] else self.logits,
             hidden={i: h[nodes] for i, h in self.hidden.items()},
             kv={i: (k[:, nodes], v[:, nodes]) for i, (k, v) in self.kv.items()},
         )

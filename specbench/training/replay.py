@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specbench.engine.interface import Drafter, TargetStates
+from specbench.engine.interface import Drafter
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.tree import paths_of
@@ -57,7 +57,7 @@ def replay(target: Target, drafter: Drafter, answers: list[tuple[list[int], int]
         everything = target.prefill(torch.tensor(tokens, device=target.device))
         known, root_at = 0, begin  # states handed over so far; where the root stands
         while root_at + 1 < len(tokens):
-            drafter.observe(_rows(everything, known, root_at), tokens[root_at])
+            drafter.observe(everything.select(torch.arange(known, root_at, device=target.device)), tokens[root_at])
             known = root_at
             tree = drafter.propose(tokens[root_at], sampler, None)
             parents, drafts = tree.parents.tolist(), tree.tokens.tolist()
@@ -71,17 +71,6 @@ def replay(target: Target, drafter: Drafter, answers: list[tuple[list[int], int]
             result.add(accepted, min(drafted, len(ahead)))
             root_at += accepted + 1
     return result
-
-
-def _rows(states: TargetStates, start: int, end: int) -> TargetStates:
-    return TargetStates(
-        tokens=states.tokens[start:end],
-        positions=states.positions[start:end],
-        last=states.last[start:end],
-        logits=states.logits,
-        hidden={i: h[start:end] for i, h in states.hidden.items()},
-        kv={i: (k[:, start:end], v[:, start:end]) for i, (k, v) in states.kv.items()},
-    )
 
 
 def _matched(draft: list[int], truth: list[int]) -> int:

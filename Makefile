@@ -1,0 +1,56 @@
+# The only door for people and for CI. `make help` lists what there is.
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m
+DRAFTERS ?= none,vanilla,eagle1,eagle2,eagle2_small
+DATASETS ?= mtbench
+# The default model's benchmark fits into minutes on two cores; a larger model gets the papers' full setting.
+ifeq ($(MODEL),smollm2-135m)
+LIMIT ?= 10
+TOKENS ?= 96
+else
+LIMIT ?= null
+TOKENS ?= 1024
+endif
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help install bench table train test lint format clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+	@echo 'variables: MODEL=$(MODEL) DRAFTERS=$(DRAFTERS) DATASETS=$(DATASETS) LIMIT=$(LIMIT) TOKENS=$(TOKENS)'
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+install: $(READY) ## create the virtual environment, once
+
+bench: $(READY) ## decode MODEL with every drafter beside the baseline, print the table
+	$(BIN)/python -m specbench.run -m model=$(MODEL) drafter=$(DRAFTERS) dataset=$(DATASETS) \
+		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false
+	$(BIN)/python -m specbench.report
+
+table: $(READY) ## print the table of the rows that are there
+	$(BIN)/python -m specbench.report
+
+train: $(READY) ## train a drafter: make train DRAFTERS=eagle2
+	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(DRAFTERS)
+
+test: $(READY) ## the whole test-suite
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the virtual environment and caches, keep results
+	rm -rf $(VENV) *.egg-info .ruff_cache .mypy_cache .pytest_cache .hypothesis

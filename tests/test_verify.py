@@ -1,0 +1,303 @@
+"""Losslessness at temperature > 0: exact enumeration of single nodes, chi-square of whole trees, planted bugs caught."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+import specbench.engine.verify as module
+from specbench.engine import tree as trees
+from specbench.engine.grow import Chain, Dynamic, Static
+from specbench.engine.interface import DraftTree
+from specbench.engine.sampling import Sampler, draw, draw_without_replacement
+from specbench.engine.verify import Lossless, algorithm_d, verify
+
+V = 6
+SAMPLED = Sampler(temperature=1.0)
+
+
+class Tables:
+    """A toy world: the target's p and the drafter's q after every prefix, as random tables. Also an `Expandable`."""
+
+    def __init__(self, seed: int, sharpness: float = 1.5):
+        self.p_logits: dict[tuple[int, ...], torch.Tensor] = {}
+        self.q_logits: dict[tuple[int, ...], torch.Tensor] = {}
+        self.random = torch.Generator().manual_seed(seed)
+        self.sharpness = sharpness
+
+    def p(self, prefix):
+        return self._get(self.p_logits, prefix)
+
+    def q(self, prefix):
+        return self._get(self.q_logits, prefix)
+
+    def _get(self, table, prefix):
+        if prefix not in table:
+            table[prefix] = torch.randn(V, generator=self.random) * self.sharpness
+        return table[prefix]
+
+    # Expandable: rows remember their prefix
+    def root_logits(self):
+        self.rows = []
+        return self.q(())
+
+    def expand(self, tokens, parents, depth, visible):
+        assert visible.shape == (len(tokens), len(self.rows) + len(tokens))
+        prefixes = [(self.rows[p] if p >= 0 else ()) + (t,) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
+        start = len(self.rows)
+        self.rows += prefixes
+        for i, prefix in enumerate(prefixes):  # `visible` must show exactly the ancestors and self
+            seen = {self.rows[j] for j in visible[i].nonzero()[:, 0].tolist()}
+            assert seen == {prefix[: n + 1] for n in range(len(prefix))}, (prefix, seen)
+            assert visible[i, start + i]
+        return torch.stack([self.q(p) for p in prefixes])
+
+    def target_logits(self, tree: DraftTree) -> torch.Tensor:
+        ids, parents = tree.tokens.tolist(), tree.parents.tolist()
+        prefixes = [()]
+        for node in range(1, len(ids)):
+            prefixes.append((*prefixes[parents[node]], ids[node]))
+        return torch.stack([self.p(p) for p in prefixes])
+
+
+GROWTHS = {
+    "chain": Chain(3),
+    "chain-deterministic": Chain(3, candidates="top"),
+    "static-sampled": Static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], candidates="sample"),
+    "static-replacement": Static([[0], [1], [2], [0, 0], [0, 1], [1, 0]], candidates="sample_with_replacement"),
+    "static-top": Static([[0], [1], [0, 0], [0, 1], [1, 0]], candidates="top"),
+    "dynamic": Dynamic(depth=3, top_k=3, nodes=8),
+}
+
+
+def emitted(world, growth, sampler, runs, seed, length=3):
+    """The first `length` ids of many independent cycles, completed from p where a cycle was shorter. [runs, length]"""
+    generator = torch.Generator().manual_seed(seed)
+    out = np.empty((runs, length), dtype=int)
+    for run in range(runs):
+        tree = growth.grow(world, 0, sampler, generator)
+        verdict, _ = verify(tree, world.target_logits(tree), Lossless(), sampler, generator)
+        ids = [*verdict.tokens, verdict.bonus][:length]
+        while len(ids) < length:
+            ids.append(int(draw(sampler.probabilities(world.p(tuple(ids))), generator)))
+        out[run] = ids
+    return out
+
+
+def joint(world, sampler, length=3):
+    """Exact probability of every sequence of `length` ids. [V ** length]"""
+    probability = []
+    for ids in itertools.product(range(V), repeat=length):
+        value = 1.0
+        for i, token in enumerate(ids):
+            value *= float(sampler.probabilities(world.p(ids[:i]))[token])
+        probability.append(value)
+    return np.array(probability)
+
+
+def p_value(samples, expected):
+    """Chi-square over all sequences; rare ones share a bin."""
+    index = np.ravel_multi_index(samples.T, (V,) * samples.shape[1])
+    counts = np.bincount(index, minlength=len(expected)).astype(float)
+    assert counts[expected == 0].sum() == 0, "an impossible sequence was emitted"
+    rare = expected * len(samples) < 8
+    f, e = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    keep = e > 0
+    return chisquare(f[keep], e[keep] / e[keep].sum() * f[keep].sum()).pvalue
+
+
+@pytest.mark.parametrize("sampler", [SAMPLED, Sampler(0.7, top_p=0.9), Sampler(1.3, top_k=4)], ids=str)
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_trees_emit_the_targets_distribution(growth, sampler):
+    world = Tables(seed=3)
+    samples = emitted(world, GROWTHS[growth], sampler, runs=4000, seed=11)
+    assert p_value(samples, joint(world, sampler)) > 1e-3
+
+
+@pytest.mark.parametrize("growth", ["chain", "static-sampled", "dynamic"])
+def test_p_values_look_uniform(growth):
+    """Not merely above a threshold: twelve independent worlds, no pile of small p-values, no pile of large ones."""
+    values = []
+    for seed in range(12):
+        world = Tables(seed)
+        values.append(p_value(emitted(world, GROWTHS[growth], SAMPLED, 700, seed, 2), joint(world, SAMPLED, 2)))
+    from scipy.stats import kstest
+
+    assert kstest(values, "uniform").pvalue > 1e-3, values
+
+
+def single_node(p, q, replacement, order):
+    """A root with children drawn as `order`; q's row is the root's."""
+    n = 1 + len(order)
+    tree = trees.build(
+        torch.tensor([0, *order]),
+        torch.tensor([-1] + [0] * len(order)),
+        torch.tensor([0] + [1] * len(order)),
+        torch.tensor([0, *range(len(order))]),
+        max_depth=1,
+        width=len(order),
+    )
+    tree.q, tree.replacement = q.expand(n, -1).clone(), replacement
+    return tree
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_algorithm_s_single_node_is_exact(monkeypatch, replacement):
+    """Enumerate every draw order with its probability, and integrate acceptance exactly: the emitted mass is p."""
+    torch.manual_seed(0)
+    v, k = 5, 3
+    p = torch.rand(v, dtype=torch.float64).softmax(0)
+    q = torch.randn(v, dtype=torch.float64).mul(2).softmax(0)
+    total = torch.zeros(v, dtype=torch.float64)
+    for order in itertools.product(range(v), repeat=k):
+        if not replacement and len(set(order)) < k:
+            continue
+        weight, rest = 1.0, q.clone()
+        for x in order:
+            weight *= float(rest[x])
+            if not replacement:
+                rest[x] = 0
+                rest = rest / rest.sum()
+        total += weight * _emission(monkeypatch, p, q, replacement, order)
+    torch.testing.assert_close(total, p, atol=1e-6, rtol=1e-5)
+
+
+def _emission(monkeypatch, p, q, replacement, order):
+    """Distribution of the emitted token given the draws, from the shipped code with its coins laid open.
+
+    Child i is accepted with probability a_i, computed here by the definition. That the code agrees is shown by coins
+    just above a_0 … a_{i-1} (all rejected) and just below a_i (accepted); the last residual is read off `draw`.
+    """
+    tree = single_node(p, q, replacement, order)
+    chances = [_acceptance(p, q, replacement, order, i) for i in range(len(order))]
+    mass, out = 1.0, torch.zeros_like(p)
+    for accept_at in range(len(order) + 1):
+        coins, seen = iter(range(len(order))), {}
+
+        def rand(n, device=None, generator=None, coins=coins, accept_at=accept_at):
+            i = next(coins)
+            return torch.full((n,), chances[i] + (-1e-9 if i == accept_at else 1e-9), dtype=torch.float64)
+
+        def read_residual(probabilities, generator, seen=seen):
+            seen["p"] = probabilities[0].clone()
+            return probabilities.argmax(-1)
+
+        with monkeypatch.context() as m:
+            m.setattr(module.torch, "rand", rand)
+            m.setattr(module, "draw", read_residual)
+            taken, _ = module.algorithm_s(tree, p.expand(len(tree), -1).clone(), None)
+        if accept_at == len(order):
+            return out + mass * seen["p"]
+        chance = chances[accept_at]
+        if mass > 1e-12 and chance > 0:
+            assert taken[1:].tolist() == [i == accept_at for i in range(len(order))]
+        out[order[accept_at]] += mass * chance
+        mass *= 1 - chance
+    raise AssertionError
+
+
+def _acceptance(p, q, replacement, order, at):
+    """min(1, p_i / q_i) for child `at` after the earlier ones were rejected, by the definition."""
+    p, q = p.clone(), q.clone()
+    for i in range(at + 1):
+        x = order[i]
+        if i == at:
+            return float(min(1.0, p[x] / q[x])) if q[x] > 0 else 0.0
+        left = (p - q).clamp(min=0)
+        p = left / left.sum() if left.sum() > 0 else p
+        if not replacement:
+            q[x] = 0
+            q = q / q.sum()
+    raise AssertionError
+
+
+def test_first_level_acceptance_is_the_overlap():
+    """Algorithm D accepts with sum of p over the children; a sampled chain with sum of min(p, q)."""
+    world, runs = Tables(seed=5), 6000
+    p, q = SAMPLED.probabilities(world.p(())), SAMPLED.probabilities(world.q(()))
+    for growth, expected in (
+        (Static([[0], [1]]), float(p[q.topk(2).indices].sum())),
+        (Chain(1), float(torch.minimum(p, q).sum())),
+    ):
+        generator = torch.Generator().manual_seed(2)
+        hits = 0
+        for _ in range(runs):
+            tree = growth.grow(world, 0, SAMPLED, generator)
+            verdict, _ = verify(tree, world.target_logits(tree), Lossless(), SAMPLED, generator)
+            hits += len(verdict.path) > 0
+        assert abs(hits / runs - expected) < 4 * (expected * (1 - expected) / runs) ** 0.5
+
+
+def _no_renormalisation(p, q):
+    return (p - q).clamp(min=0) + 1e-9
+
+
+def _parents_distribution(tree, said):
+    said = said[tree.parents.clamp(min=0)]
+    return algorithm_d(tree, said)
+
+
+BUGS = {
+    "residual without subtraction": ("_residual", lambda p, q: p, "chain"),
+    "residual reversed": ("_residual", lambda p, q: (q - p).clamp(min=0) / (q - p).clamp(min=0).sum(-1, True), "chain"),
+    "parent's distribution": ("algorithm_d", _parents_distribution, "dynamic"),
+    "bonus by argmax": ("draw", lambda p, g: p.argmax(-1), "chain"),
+    "raw bonus": ("draw", lambda p, g: draw(torch.full_like(p, 1 / V), g), "static-sampled"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(monkeypatch, bug):
+    name, wrong, growth = BUGS[bug]
+    monkeypatch.setattr(module, name, wrong)
+    world = Tables(seed=3)
+    samples = emitted(world, GROWTHS[growth], SAMPLED, runs=3000, seed=11, length=2)
+    with np.errstate(all="ignore"):
+        assert p_value(samples, joint(world, SAMPLED, 2)) < 1e-6
+
+
+def test_q_at_another_temperature_is_caught():
+    """The classic: candidates drawn at temperature 0.5 while q is kept at 1."""
+
+    class Mismatched(Chain):
+        def _choose(self, logits, count, sampled, sampler, generator):
+            ids, _ = super()._choose(logits, count, sampled, Sampler(0.4), generator)
+            return ids, sampler.probabilities(logits)
+
+    world = Tables(seed=3)
+    samples = emitted(world, Mismatched(3), SAMPLED, 3000, 11, 2)
+    assert p_value(samples, joint(world, SAMPLED, 2)) < 1e-6
+
+
+def test_children_that_q_cannot_draw_are_no_candidates():
+    """top-k 1 leaves one possible child; the other draws without replacement are fillers and never accepted."""
+    world, sampler = Tables(seed=4), Sampler(1.0, top_k=1)
+    generator = torch.Generator().manual_seed(0)
+    growth = GROWTHS["static-sampled"]
+    for _ in range(50):
+        tree = growth.grow(world, 0, sampler, generator)
+        verdict, _ = verify(tree, world.target_logits(tree), Lossless(), sampler, generator)
+        assert [*verdict.tokens, verdict.bonus][0] == int(world.p(()).argmax())
+
+
+def test_probabilities_match_transformers_processors():
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(20, 50) * 3
+    ours = Sampler(0.7, top_p=0.8, top_k=20).probabilities(logits)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8)])
+    torch.testing.assert_close(ours, warpers(None, logits.clone()).softmax(-1))
+
+
+def test_draws_without_replacement_follow_sequential_draws():
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    generator = torch.Generator().manual_seed(0)
+    runs = 20000
+    ids = draw_without_replacement(p.expand(runs, -1), 2, generator)
+    counts = np.bincount((ids[:, 0] * 4 + ids[:, 1]).numpy(), minlength=16)
+    expected = np.array([0 if a == b else p[a] * p[b] / (1 - p[a]) for a in range(4) for b in range(4)]) * runs
+    keep = expected > 0
+    assert counts[~keep].sum() == 0
+    assert chisquare(counts[keep], expected[keep] / expected[keep].sum() * runs).pvalue > 1e-3
