@@ -1,5 +1,7 @@
 """Properties of trees, growth and the cache, over random ones."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,7 +40,7 @@ def test_mask_is_the_ancestor_relation(parents):
 def test_every_node_lies_on_a_path_and_every_path_starts_at_the_root(parents):
     paths = paths_of(parents)
     assert {n for p in paths for n in p} == set(range(len(parents)))
-    assert all(p[0] == 0 and all(parents[b] == a for a, b in zip(p, p[1:], strict=False)) for p in paths)
+    assert all(p[0] == 0 and all(parents[b] == a for a, b in itertools.pairwise(p)) for p in paths)
 
 
 @given(depth=st.integers(1, 5), top_k=st.integers(1, 5), nodes=st.integers(2, 40), seed=st.integers(0, 50))

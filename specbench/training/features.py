@@ -65,6 +65,7 @@ class CorpusSettings:
     def __post_init__(self) -> None:
         if self.source not in ("answers", "text"):
             raise SpecBenchError(f"train.corpus.source={self.source}: use answers or text")
+        object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings a list
 
     def folder(self, root: Path, fingerprint: str) -> Path:
         # `tokens` only says how far to go: more of the same corpus goes into the same folder

@@ -1,0 +1,291 @@
+"""The command lines, run for real on a tiny model: rows, resume after kill -9, bad input, training and its resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, make, tiny
+
+from specbench.engine import weights
+from specbench.records import read_cell
+
+WORDS = ["<pad>", "<end>", *(f"w{i}" for i in range(59))]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a tiny model, its tokenizer, prompts, training text and weights."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    home = tmp_path_factory.mktemp("home")
+    target = tiny()
+    target.model.generation_config.eos_token_id = 1
+    target.model.save_pretrained(home / "model")
+    inner = Tokenizer(WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<pad>").save_pretrained(home / "model")
+    prompts = [{"question_id": i, "turns": [f"w{i} w3 w4", "w9 w8"]} for i in range(12)]
+    (home / "mtbench.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    talk = [
+        {
+            "id": str(i),
+            "conversations": [
+                {"from": "human", "value": " ".join(f"w{(i * 7 + j) % 55}" for j in range(6))},
+                {"from": "gpt", "value": " ".join(f"w{(i * 3 + j) % 55}" for j in range(20))},
+            ],
+        }
+        for i in range(60)
+    ]
+    (home / "talk.json").write_text(json.dumps(talk)[:-40])
+    for name in ("eagle2", "vanilla"):
+        provenance = {"target": "tiny", "target_fingerprint": target.fingerprint()}
+        weights.save(make(name, target), home / "weights" / name, provenance)
+    return home
+
+
+def command(home, door, *arguments):
+    common = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32"]
+    if door == "run":
+        common += [f"results={home / 'results'}", f"data.root={home}", "decode.max_new_tokens=12", "threads=1"]
+    sweep = [a for a in arguments if a == "-m"]  # Hydra wants it in front
+    return [sys.executable, "-m", f"specbench.{door}", *sweep, *common, *(a for a in arguments if a != "-m")]
+
+
+def environment(home):
+    return {**os.environ, "SPECBENCH_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run(home, door, *arguments, ok=True):
+    done = subprocess.run(
+        command(home, door, *arguments), cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300
+    )
+    if ok:
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        lines = [x for x in done.stderr.splitlines() if x.startswith("specbench: ")]
+        assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+        assert len(lines) == 1, done.stderr[-3000:]
+        return lines[0]
+    return done.stdout
+
+
+def start(home, door, *arguments):
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command(home, door, *arguments), cwd=ROOT, env=environment(home), **quiet)
+
+
+def weight(home, name):
+    return f"drafter.weights={home / 'weights' / name}"
+
+
+def rows_of(home, drafter):
+    found = list((home / "results").rglob(f"{drafter}-*/rows.jsonl"))
+    assert len(found) == 1, found
+    return read_cell(found[0])
+
+
+def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
+    out = run(home, "run", "drafter=eagle2", "data.limit=5", weight(home, "eagle2"))
+    assert "eagle2" in out and "none" in out and "identical 10/10" in out
+    header, rows = rows_of(home, "eagle2")
+    assert header["hardware"]["cores"] and header["versions"]["torch"] and header["commit"]
+    assert {(r.drafter, r.question, r.turn) for r in rows} == {
+        (d, str(q), t) for d in ("none", "eagle2") for q in (0, 2, 4, 7, 9) for t in (0, 1)
+    }
+    again = run(home, "run", "drafter=eagle2", "data.limit=5", weight(home, "eagle2"))
+    assert again == out
+    assert rows_of(home, "eagle2")[1] == rows
+    table = subprocess.run(
+        [sys.executable, "-m", "specbench.report", f"results={home / 'results'}", "format=markdown"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert "| eagle2 |" in table.stdout, table.stderr
+
+
+def test_a_sweep_reports_a_failed_cell_and_runs_the_others(home):
+    results = home / "sweep"
+    done = subprocess.run(
+        command(
+            home, "run", "-m", "drafter=vanilla,eagle2", "data.limit=1", f"results={results}", weight(home, "eagle2")
+        ),
+        cwd=ROOT,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "1 of the sweep's cells failed" in done.stderr.splitlines()[-1]
+    assert "vanilla" in done.stderr and "do not fit" in done.stderr
+    assert len(list(results.rglob("rows.jsonl"))) == 1
+
+
+def test_run_survives_kill_9_and_repeats_and_loses_nothing(home):
+    results = home / "killed"
+    arguments = ["drafter=eagle2", f"results={results}", "decode.max_new_tokens=100", weight(home, "eagle2")]
+    process = subprocess.Popen(
+        command(home, "run", *arguments),
+        cwd=ROOT,
+        env=environment(home),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = list(results.rglob("rows.jsonl"))
+        if found and found[0].read_bytes().count(b"\n") > 5:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = found[0].read_bytes()
+    whole = before[: before.rfind(b"\n") + 1]
+    assert 5 < whole.count(b"\n") < 1 + 12 * 2 * 2, "killed too late to show anything"
+    run(home, "run", *arguments)
+    after = found[0].read_bytes()
+    assert after.startswith(whole)
+    _, rows = read_cell(found[0])
+    keys = [r.key for r in rows]
+    assert len(keys) == len(set(keys)) == 12 * 2 * 2
+
+
+BAD = {
+    "unknown key": (["decode.nonsense=1"], "nonsense"),
+    "unknown drafter": (["drafter=eagel"], "eagle2"),
+    "missing weights": (["drafter=eagle2", "drafter.weights=/nowhere"], "train them"),
+    "another target's weights": (["drafter=eagle2"], "not for this one"),
+    "no such data": (["data.root=/nowhere"], "no data file"),
+    "no such model": (["model.path=/nowhere"], "config.json"),
+    "no such draft model": (["drafter=vanilla", "drafter.path=/nowhere"], "no draft model"),
+    "a GPU where none is": (["model.device=cuda:7"], "model.device=cpu"),
+    "a dtype that is none": (["model.dtype=floaty"], "floaty"),
+    "negative temperature": (["sampler.temperature=-1"], "temperature"),
+    "odd rerun": (["rerun=perhaps"], "missing or all"),
+    "no prompt left": (["data.limit=0"], "leaves no prompt"),
+    "a tree that is none": (["drafter=vanilla", "tree.gamma=0"], "gamma"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_line(home, case):
+    arguments, said = BAD[case]
+    first = [] if any(a.startswith("drafter=") for a in arguments) else ["drafter=none"]
+    assert said in run(home, "run", *first, *arguments, ok=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"turns": ["w1"]}\n{"turns": ["w', "cut off"),
+        ("hello\n", "not JSON"),
+        ("[1]\n", "JSON object"),
+        ('{"turns": ["  "]}\n', "empty prompt"),
+        ('{"turns": []}\n', "not a text"),
+        ("", "no prompts"),
+    ],
+)
+def test_bad_data_files_are_one_clear_line(home, tmp_path, content, said):
+    (tmp_path / "mtbench.jsonl").write_text(content)
+    assert said in run(home, "run", "drafter=none", f"data.root={tmp_path}", ok=False)
+
+
+def test_a_prompt_longer_than_the_context_is_a_visible_row_and_the_others_run(home, tmp_path):
+    long = {"question_id": "long", "turns": ["w1 " * 300]}
+    (tmp_path / "mtbench.jsonl").write_text(json.dumps(long) + '\n{"question_id": "short", "turns": ["w5"]}\n')
+    results = tmp_path / "results"
+    said = run(home, "run", "drafter=none", f"data.root={tmp_path}", f"results={results}", ok=False)
+    assert "1 generations failed" in said
+    _, rows = read_cell(next(results.rglob("rows.jsonl")))
+    assert [r.kind for r in rows] == ["error", "prompt"] and "300" in rows[0].error
+
+
+def train(home, name, *more):
+    return [
+        "drafter=eagle2",
+        "threads=1",
+        f"train.text.path={home / 'talk.json'}",
+        f"train.name={name}",
+        f"train.out={home / 'out' / name}",
+        "train.batch=4",
+        "train.corpus.validation=8",
+        "train.corpus.shard=10",
+        "train.corpus.answer_tokens=20",
+        "train.settings.vocabulary=32",
+        "train.settings.epochs=6",
+        "train.settings.lr=0.005",
+        "train.settings.warmup_steps=5",
+        "train.settings.checkpoint_minutes=0",
+        "train.settings.validation_answers=2",
+        *more,
+    ]
+
+
+def test_training_writes_weights_that_run_uses(home):
+    run(home, "train", *train(home, "plain"))
+    provenance = json.loads((home / "out" / "plain" / "provenance.json").read_text())
+    assert provenance["tokens_seen"] > 0 and provenance["steps"] > 20 and provenance["history"][-1]["chain_tau"] >= 1
+    out = run(
+        home, "run", "drafter=eagle2", f"drafter.weights={home / 'out' / 'plain'}", f"results={home / 'r2'}", "data.limit=1"
+    )
+    assert "eagle2" in out
+
+
+def test_training_survives_kill_9_bit_for_bit(home):
+    run(home, "train", *train(home, "whole"))
+    process = start(home, "train", *train(home, "killed"))
+    checkpoint = home / "cache" / "training" / "tiny" / "killed" / "checkpoint.pt"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if torch.load(checkpoint, weights_only=True)["step"] >= 8:
+                break
+        except (OSError, RuntimeError, EOFError):
+            pass
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    state = torch.load(checkpoint, weights_only=True)
+    assert 8 <= state["step"] < state["total"], "killed too late to show anything"
+    run(home, "train", *train(home, "killed"))
+    for name in ("whole", "killed"):
+        assert (home / "out" / name / "model.safetensors").is_file()
+    whole, killed = ((home / "out" / n / "model.safetensors").read_bytes() for n in ("whole", "killed"))
+    assert whole == killed
+
+
+def test_training_online_equals_training_stored(home):
+    """The same corpus, states read from disk or computed in the loop: the same first loss up to bfloat16 storage."""
+    logs = []
+    for name, online in (("stored", "false"), ("online", "true")):
+        run(home, "train", *train(home, name, f"train.online={online}", "train.settings.steps=3"))
+        logs.append(json.loads((home / "out" / name / "provenance.json").read_text())["history"][-1])
+    assert logs[0]["tokens"] == logs[1]["tokens"]
+    assert logs[0]["loss"] == pytest.approx(logs[1]["loss"], rel=2e-2)
+
+
+def test_training_on_the_text_itself(home):
+    run(home, "train", *train(home, "text", "train.corpus.source=text", "train.corpus.text_tokens=40"))
+    assert (home / "out" / "text" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["drafter=none"], "nothing to train"),
+        (["train.corpus.source=songs"], "answers or text"),
+        (["train.text.path=/nowhere"], "no training text"),
+        (["train.settings.optimizer=sgd"], "adamw or muon"),
+    ],
+)
+def test_bad_training_input_is_one_clear_line(home, arguments, said):
+    assert said in run(home, "train", *train(home, "bad"), *arguments, ok=False)

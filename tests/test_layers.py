@@ -1,0 +1,98 @@
+"""Who may import whom, and that every configuration composes and instantiates."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import DRAFTERS, ROOT, configuration
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+DOORS = {"specbench.run", "specbench.train", "specbench.report"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{a.name}" for a in node.names} | {node.module or ""}
+    return found
+
+
+def modules(folder: str) -> dict[str, set[str]]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return {p.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): imports(p) for p in paths}
+
+
+def of(names: set[str], *packages: str) -> set[str]:
+    return {n for n in names if any(n == p or n.startswith(p + ".") for p in packages)}
+
+
+def test_specbench_never_imports_a_drafter():
+    assert not {m: i for m, names in modules("specbench").items() if (i := of(names, "drafters"))}
+
+
+def test_only_the_doors_know_hydra():
+    everything = modules("specbench") | modules("drafters")
+    assert {m for m, names in everything.items() if of(names, "hydra", "omegaconf")} == DOORS
+
+
+def test_doors_do_not_know_each_other():
+    for door in DOORS:
+        assert not of(modules("specbench")[door], *(DOORS - {door}))
+
+
+def test_engine_knows_only_itself_and_the_error():
+    for module, names in modules("specbench/engine").items():
+        inner = of(names, "specbench") - of(names, "specbench.engine", "specbench.errors")
+        assert not inner, (module, inner)
+        if module.endswith("interface"):
+            assert not of(names, "specbench"), "the words know nothing else in the project"
+        if not module.endswith(("target", "cache")):
+            assert not of(names, "transformers"), f"{module}: only target and cache know Transformers"
+
+
+def test_drafters_know_the_engine_blocks_and_a_parent():
+    for module, names in modules("drafters").items():
+        assert not of(names, "specbench") - of(names, "specbench.engine", "specbench.errors"), module
+        if module == "drafters.blocks":
+            assert not of(names, "drafters")
+
+
+@pytest.mark.parametrize("package", ["assets", "datasets"])
+def test_assets_and_datasets_do_not_know_the_engine(package):
+    assert not of(modules("specbench")[f"specbench.{package}"], "specbench.engine")
+
+
+def options(group: str) -> list[str]:
+    return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_composes_and_instantiates(drafter):
+    config = configuration(drafter)
+    assert config.drafter.name == drafter
+    assert instantiate(config.drafter).name == drafter
+
+
+@pytest.mark.parametrize(("group", "key"), [(g, g) for g in ("model", "dataset", "tree")])
+def test_every_choice_composes_and_instantiates(group, key):
+    for choice in options(group):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = compose("run", [f"{group}={choice}"])
+        assert instantiate(config[key]) is not None
+
+
+@pytest.mark.parametrize("recipe", options("train"))
+def test_every_recipe_composes_and_instantiates(recipe):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", [f"train={recipe}"])
+    for part in ("settings", "corpus", "text"):
+        assert instantiate(config.train[part]) is not None
+
+
+def test_no_yaml_is_long():
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        assert len(path.read_text().splitlines()) <= 60, path

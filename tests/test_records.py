@@ -1,0 +1,165 @@
+"""Rows survive crashes and full disks; every metric equals a brute-force count over raw steps."""
+
+import errno
+import json
+import os
+
+import numpy as np
+import pytest
+
+from specbench import metrics, records
+from specbench.engine.interface import Step
+from specbench.errors import SpecBenchError
+from specbench.records import Cell, Failure, Row, identity, read_cell
+
+SETTINGS = {
+    "config": {
+        "drafter": {"name": "eagle2"},
+        "model": {"name": "m"},
+        "dataset": {"name": "d"},
+        "sampler": {"temperature": 0.0},
+    },
+    "parameters": {"target": 100, "drafter": 10},
+    "draft_passes": 6,
+    "lossy": False,
+}
+
+
+def random_row(rng, drafter="eagle2", question="q", turn=0):
+    """A row made of random cycles, the last one cut as the loop cuts it, and its steps."""
+    row = Row(drafter, question, "c", turn, 5, [1], 0.5, 0.0)
+    steps = []
+    for i in range(int(rng.integers(1, 9))):
+        drafted = 0 if drafter == "none" else int(rng.integers(1, 5))
+        accepted = int(rng.integers(0, drafted + 1))
+        if i > 6:
+            drafted = accepted
+        times = rng.random(4)
+        steps.append(Step([7] * (accepted + 1), 9 * (drafter != "none"), drafted, accepted, [0] * accepted, *times))
+        row.add(steps[-1])
+    row.decode_s = row.draft_s + row.target_s + row.verify_s + row.rest_s
+    return row, steps
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_metrics_equal_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    made = [random_row(rng, question=str(i)) for i in range(6)]
+    rows, steps = [r for r, _ in made], [s for _, part in made for s in part]
+    assert metrics.tau(rows) == pytest.approx(sum(len(s.tokens) for s in steps) / len(steps))
+    assert metrics.tau(rows) == pytest.approx(1 + sum(metrics.marginals(rows)))
+    macro = [sum(len(s.tokens) for s in part) / len(part) for _, part in made]
+    assert metrics.tau_macro(rows) == pytest.approx(sum(macro) / len(macro))
+    for i, alpha in enumerate(metrics.step_alphas(rows), 1):
+        tried = [s for s in steps if s.accepted >= i - 1 and s.drafted >= i]
+        assert alpha == pytest.approx(sum(s.accepted >= i for s in tried) / len(tried))
+    split = metrics.time_split(rows)
+    assert sum(split.values()) == pytest.approx(1)
+    assert split["draft"] == pytest.approx(sum(s.draft_s for s in steps) / sum(r.decode_s for r in rows))
+    assert metrics.speed(rows) == pytest.approx(sum(len(s.tokens) for s in steps) / sum(r.decode_s for r in rows))
+    assert metrics.predicted_speed_up(rows) == pytest.approx(
+        metrics.tau(rows) / (sum(s.draft_s for s in steps) / sum(s.target_s for s in steps) + 1)
+    )
+
+
+def test_tau_refuses_counts_that_contradict_the_tokens():
+    row, _ = random_row(np.random.default_rng(0))
+    row.tokens.append(3)
+    with pytest.raises(AssertionError, match="marginal"):
+        metrics.tau([row])
+
+
+def test_speed_up_is_the_ratio_of_pooled_speeds_and_its_interval_is_paired():
+    rng = np.random.default_rng(1)
+    base = [random_row(rng, "none", str(i))[0] for i in range(20)]
+    ours = []
+    for b in base:  # twice as fast on every prompt: however prompts are drawn, the ratio is two
+        row = Row("eagle2", b.question, "", 0, 5, list(b.tokens), 0.1, b.decode_s / 2, b.nodes, b.drafted, b.accepted)
+        ours.append(row)
+    found = metrics.speed_up(ours, base)
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((2, 2, 2))
+    assert metrics.speed_up(ours, []) is None
+    assert metrics.speed_up(ours[:3], base[5:]) is None
+
+
+def test_coral_estimate_by_hand():
+    assert metrics.predicted_by_parameters(3.0, 6, 10, 120) == pytest.approx(2.0)
+
+
+def test_rows_come_back_as_written(tmp_path):
+    cell = Cell(tmp_path, SETTINGS)
+    row, _ = random_row(np.random.default_rng(2))
+    cell.write(row)
+    cell.write(Failure("eagle2", "other", 1, "boom"))
+    header, rows = read_cell(tmp_path / "rows.jsonl")
+    assert header["parameters"] == SETTINGS["parameters"]
+    assert rows[0] == row
+    again = Cell(tmp_path, SETTINGS)
+    assert again.done(row.key) and not again.done(("eagle2", "other", 1))
+
+
+@pytest.mark.parametrize("keep", range(1, 60, 7))
+def test_a_cut_last_line_is_dropped_and_the_rest_kept(tmp_path, keep):
+    cell = Cell(tmp_path, SETTINGS)
+    first, _ = random_row(np.random.default_rng(3), question="a")
+    second, _ = random_row(np.random.default_rng(4), question="b")
+    cell.write(first)
+    size = cell.path.stat().st_size
+    cell.write(second)
+    os.truncate(cell.path, size + keep)
+    assert read_cell(cell.path)[1] == [first]
+    resumed = Cell(tmp_path, SETTINGS)
+    assert resumed.done(first.key) and not resumed.done(second.key)
+    resumed.write(second)
+    assert read_cell(cell.path)[1] == [first, second]
+
+
+def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch):
+    cell = Cell(tmp_path, SETTINGS)
+    row, _ = random_row(np.random.default_rng(5))
+    cell.write(row)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(records.os, "fsync", full)
+        with pytest.raises(SpecBenchError, match="free some space"):
+            cell.write(random_row(np.random.default_rng(6), question="z")[0])
+    assert read_cell(cell.path)[1] == [row]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("", "header"),
+        ('{"kind": "prompt"}\n', "header"),
+        ('{"kind": "header", "schema": 0}\n', "schema 0"),
+        ('{"kind": "header", "schema": 1}\nnonsense\n', "line 2"),
+        ('{"kind": "header", "schema": 1}\n{"kind": "prompt", "what": 1}\n', "did not write"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, content, match):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(SpecBenchError, match=match):
+        read_cell(path)
+
+
+def test_identity_sees_every_setting():
+    assert identity(SETTINGS) == identity(json.loads(json.dumps(SETTINGS)))
+    assert identity(SETTINGS) != identity({**SETTINGS, "lossy": True})
+
+
+def test_verdicts():
+    rows = [random_row(np.random.default_rng(i), question=str(i))[0] for i in range(3)]
+    assert metrics.lossless_verdict(rows) == "not audited"
+    for row in rows:
+        row.audit = {"verdict": "identical"}
+    assert metrics.lossless_verdict(rows) == "identical 3/3"
+    rows[0].audit = {"verdict": "numerical tie"}
+    assert metrics.lossless_verdict(rows) == "identical 2/3, 1 numerical ties"
+    rows[1].audit = {"verdict": "bug"}
+    assert "NOT lossless" in metrics.lossless_verdict(rows)
+    assert "LOSSY" in metrics.lossless_verdict(rows, lossy=True)
