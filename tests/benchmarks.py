@@ -1,0 +1,191 @@
+"""What the engine itself costs, on a real model: `make benchmarks`. Reported in the README, no pass or fail.
+
+1. Seconds a cycle outside target and drafter forwards, as a share of decode time.
+2. The baseline against Transformers' `generate`.      3. Vanilla SD against Transformers' assisted generation.
+4. The cost of a target pass against the size of the tree, as a plot.
+
+Ratios are taken in one process, the two sides in turn; medians over rounds. Writes `benchmarks.json` and
+`target_pass.png` into the folder given as the first argument.
+"""
+
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from specbench import measure
+from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.interface import Drafter, Step
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.tree import build
+from specbench.engine.verify import Lossless
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS, PROMPTS, ROUNDS = 64, 4, 3
+
+
+def configured(drafter: str, target: Target, *overrides: str) -> Drafter:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        made = instantiate(compose("run", [f"drafter={drafter}", *overrides]).drafter)
+    made.bind(target)
+    return made
+
+
+def generate(target: Target, drafter: Drafter, prompt: list[int]) -> tuple[list[int], list[Step], float]:
+    """Ids, steps and seconds of one whole generation, prefill included."""
+    begin = time.perf_counter()
+    events = list(decode(target, drafter, prompt, Limits(TOKENS), Lossless(), Sampler()))
+    seconds = time.perf_counter() - begin
+    assert isinstance(events[0], Prefill)
+    steps = [e for e in events[1:] if isinstance(e, Step)]
+    return [events[0].token] + [t for s in steps for t in s.tokens], steps, seconds
+
+
+class Stopwatch:
+    """Sums the time spent inside some functions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        return timed
+
+
+def overhead(target: Target, drafter: Drafter, prompts: list[list[int]]) -> dict[str, float]:
+    """Share of the cycles' time that is neither a forward of the target nor one of the drafter."""
+    watch = Stopwatch()
+    originals = target.run, target.head.forward, drafter.network  # type: ignore[attr-defined]
+    total, cycles = 0.0, 0
+    target.run = watch.around(target.run)  # type: ignore[method-assign]
+    target.head.forward = watch.around(target.head.forward)  # type: ignore[method-assign]
+    object.__setattr__(drafter, "network", watch.around(drafter.network))  # type: ignore[attr-defined]
+    try:
+        for prompt in prompts:
+            events = decode(target, drafter, prompt, Limits(TOKENS), Lossless(), Sampler())
+            next(events)
+            watch_before, begin = watch.seconds, time.perf_counter()
+            cycles += sum(1 for _ in events)
+            total += time.perf_counter() - begin
+            watch.seconds -= watch_before  # the prefill's forwards are no cycle's
+    finally:
+        target.run, target.head.forward = originals[:2]  # type: ignore[method-assign]
+        object.__delattr__(drafter, "network")
+    return {"share": 1 - watch.seconds / total, "ms_per_cycle": 1000 * (total - watch.seconds) / cycles}
+
+
+def against_transformers(
+    target: Target, drafter: Drafter, prompts: list[list[int]], assistant: Any = None
+) -> dict[str, Any]:
+    """Our seconds over theirs on the same prompts, in turn; are the ids the same?"""
+    settings = copy.deepcopy(target.model.generation_config)
+    settings.update(max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+    extra: dict[str, Any] = {}
+    if assistant is not None:
+        assistant.generation_config.update(
+            num_assistant_tokens=4,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        extra = {"assistant_model": assistant}
+    ratios, same, ours_total, theirs_total = [], 0, 0.0, 0.0
+    for _ in range(ROUNDS):
+        for prompt in prompts:
+            tokens, _, ours = generate(target, drafter, prompt)
+            begin = time.perf_counter()
+            out = target.model.generate(torch.tensor([prompt]), generation_config=settings, **extra)
+            theirs = time.perf_counter() - begin
+            ratios.append(theirs / ours)
+            ours_total, theirs_total = ours_total + ours, theirs_total + theirs
+            same += out[0, len(prompt) :].tolist() == tokens
+    count = ROUNDS * len(prompts)
+    return {
+        "our_tokens_per_s": TOKENS * count / ours_total,
+        "their_tokens_per_s": TOKENS * count / theirs_total,
+        "speed_ratio_median": statistics.median(ratios),
+        "same_tokens": f"{same}/{count}",
+    }
+
+
+@torch.inference_mode()
+def target_pass(target: Target, prompt: list[int]) -> dict[int, float]:
+    """Median milliseconds of one pass over a tree of 1 … 64 nodes, a star below the root."""
+    target.reset(len(prompt) + 80)
+    target.prefill(torch.tensor(prompt))
+    found: dict[int, list[float]] = {n: [] for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
+    for _ in range(11):
+        for n in found:
+            zeros = torch.zeros(n - 1, dtype=torch.long)
+            tree = build(
+                torch.arange(n), torch.cat([torch.tensor([-1]), zeros]), (torch.arange(n) > 0).long(), torch.arange(n), 1, n
+            )
+            begin = time.perf_counter()
+            target.forward(tree)
+            found[n].append(1000 * (time.perf_counter() - begin))
+            target.cache.truncate(len(prompt))
+    return {n: statistics.median(v) for n, v in found.items()}
+
+
+def plot(costs: dict[int, float], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    axes.plot(list(costs), [c / costs[1] for c in costs.values()], "o-", color="#0072B2")
+    axes.set(xlabel="nodes in the pass, root included", ylabel="cost, 1 = one token", title=title)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(costs), [str(n) for n in costs])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def main(folder: Path) -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("run", ["data.limit=4"])
+    target, chat = instantiate(config.model).load()
+    questions = instantiate(config.dataset).load()[:PROMPTS]
+    prompts = [chat.encode([{"role": "user", "content": q.turns[0]}]) for q in questions]
+    none, vanilla = configured("none", target), configured("vanilla", target)
+    for drafter in (none, vanilla):
+        generate(target, drafter, prompts[0])  # warm up
+    found: dict[str, Any] = {
+        "machine": measure.hardware(target.device),
+        "versions": measure.versions(),
+        "commit": measure.commit(),
+        "dtype": str(target.dtype),
+        "overhead": {
+            name: overhead(target, configured(name, target), prompts) for name in ("vanilla", "eagle1", "eagle2", "eagle2_small")
+        },
+        "generate": against_transformers(target, none, prompts),
+        "assisted_generate": against_transformers(target, vanilla, prompts, vanilla.lm.model),  # type: ignore[attr-defined]
+        "target_pass_ms": target_pass(target, prompts[0]),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmarks.json").write_text(json.dumps(found, indent=1) + "\n")
+    title = f"{config.model.name}, {found['dtype'].removeprefix('torch.')}, {found['machine']['cores']} cores"
+    plot(found["target_pass_ms"], folder / "target_pass.png", title)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
