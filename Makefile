@@ -6,7 +6,7 @@ DRAFTERS ?= none,vanilla,eagle1,eagle2,eagle2_small
 DATASETS ?= mtbench
 # The default model's benchmark fits into minutes on two cores; a larger model gets the papers' full setting.
 ifeq ($(MODEL),smollm2-135m)
-LIMIT ?= 10
+LIMIT ?= 8
 TOKENS ?= 96
 else
 LIMIT ?= null
@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench table train test lint format clean
+.PHONY: help install bench table train benchmarks test lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -39,6 +39,9 @@ table: $(READY) ## print the table of the rows that are there
 
 train: $(READY) ## train a drafter: make train DRAFTERS=eagle2
 	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(DRAFTERS)
+
+benchmarks: $(READY) ## what the engine itself costs: benchmarks.json and a plot in results/local
+	$(BIN)/python tests/benchmarks.py results/local
 
 test: $(READY) ## the whole test-suite
 	$(BIN)/python -m pytest

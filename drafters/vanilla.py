@@ -9,8 +9,10 @@ Llama layers between the target's frozen embedding and LM head, whose state at p
 Greedy decoding drafts argmax chains; sampling draws x_i from q_i and accepts it with probability min(1, p_i / q_i)
 (Algorithm S in its chain case), q being the processed distribution that is really sampled.
 
-Deviations and choices: the draft model runs the accepted tokens again instead of keeping their rows, which costs it
-nothing where they are few (one pass either way) and keeps one rule for chains and trees.
+Deviations and choices: the classification term leads, since no state is fed back into drafting (MoA's paper has no
+regression for this drafter at all, its code adds one; a tenth steadies the first steps). The draft model runs the
+accepted tokens again instead of keeping their rows, which costs it nothing where they are few (one pass either way) and
+keeps one rule for chains and trees.
 """
 
 from typing import Any
@@ -46,8 +48,8 @@ class Vanilla(TrainedDrafter):
         path: str | None = None,
         layers: int = 2,
         intermediate_size: int = 832,
-        regression: float = 1.0,
-        classification: float = 0.1,
+        regression: float = 0.1,
+        classification: float = 1.0,
     ):
         super().__init__(name, growth, None if path else weights)
         self.path, self.layers, self.intermediate_size = path, layers, intermediate_size

@@ -50,14 +50,13 @@ class Bench:
 
     def run(self, questions: list[Question], cell: Cell) -> int:
         """Decode what the cell lacks; returns how many generations failed."""
-        turns = sum(len(q.turns) for q in questions) * len(self.drafters)
         keys = [(d.name, q.id, t) for q in questions for t in range(len(q.turns)) for d in self.drafters]
         if all(cell.done(k) for k in keys):
             return 0
         self._warm_up(questions[0])
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task(" ".join(d.name for d in self.drafters), total=turns)
+            task = progress.add_task(" ".join(d.name for d in self.drafters), total=len(keys))
             for question in questions:
                 self._question(question, cell, lambda: progress.advance(task))
         return sum(not cell.done(k) for k in keys)
@@ -121,11 +120,10 @@ class Bench:
     def _warm_up(self, question: Question) -> None:
         """First calls pay for kernels and memory that later ones find ready; they are not rows."""
         prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])
-        for _ in range(self.settings.warmup):
-            for drafter in self.drafters:
-                short = Row(drafter.name, question.id, "", 0, 0, [], 0.0, 0.0)
-                events = decode(self.target, drafter, prompt, Limits(16, self.target.stop_ids), self.rule, self.sampler)
-                short.tokens = [t for e in events for t in ([e.token] if isinstance(e, Prefill) else e.tokens)]
+        limits = Limits(16, self.target.stop_ids)
+        for drafter in self.drafters * self.settings.warmup:
+            for _ in decode(self.target, drafter, prompt, limits, self.rule, self.sampler):
+                pass
 
 
 @torch.inference_mode()

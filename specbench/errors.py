@@ -13,7 +13,10 @@ class SpecBenchError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line, with its options kept and its blank lines dropped."""
+    """The error's text on one line; of a configuration library's wrapping only what it wraps."""
+    cause = error.__cause__
+    if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
+        error = cause
     return " ".join(str(error).split())
 
 

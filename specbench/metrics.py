@@ -170,7 +170,7 @@ def summarise(header: dict[str, Any], drafter: str, rows: Sequence[Row], baselin
         tau=value,
         tau_macro=tau_macro(rows),
         alphas=step_alphas(rows),
-        nodes=float(np.mean([n for r in rows for n in r.nodes] or [float("nan")])),
+        nodes=float(np.mean([float(n) for r in rows for n in r.nodes] or [float("nan")])),
         split=time_split(rows),
         predicted=predicted_speed_up(rows),
         predicted_by_parameters=predicted_by_parameters(value, passes, draft, parameters["target"]),

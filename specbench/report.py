@@ -9,7 +9,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from specbench import tables
+from specbench import figures, measure, tables
 from specbench.errors import SpecBenchError, run_door
 
 
@@ -22,6 +22,9 @@ def main(config: DictConfig) -> None:
     if config.format not in ("terminal", "markdown"):
         raise SpecBenchError(f"format={config.format}: use terminal or markdown")
     entries = tables.collect(paths)
+    if config.figures is not None:
+        weights = measure.ROOT / "drafters" / "weights" / entries[0].model
+        figures.learning_curves(weights, Path(config.figures) / "learning_curves.png")
     if config.format == "markdown":
         print(tables.markdown(entries), end="")
     else:

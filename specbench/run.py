@@ -11,6 +11,9 @@ from typing import Any
 
 import hydra
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,9 +34,9 @@ def job(config: DictConfig) -> None:
     """One cell."""
     try:
         _run(config)
-    except SpecBenchError as error:
+    except (SpecBenchError, HydraException) as error:
         if not _is_sweep():
-            raise SystemExit(_complain(str(error))) from None
+            raise
         _failures.append(f"{config.drafter.name} on {config.dataset.name}: {one_line(error)}")
         print(f"specbench: {_failures[-1]}", file=sys.stderr)
 
@@ -108,12 +111,7 @@ def _require_lossless(cell: Cell) -> None:
 
 
 def _is_sweep() -> bool:
-    return hydra.core.hydra_config.HydraConfig.get().mode == hydra.types.RunMode.MULTIRUN
-
-
-def _complain(line: str) -> int:
-    print(f"specbench: {' '.join(line.split())}", file=sys.stderr)
-    return 2
+    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def main() -> None:

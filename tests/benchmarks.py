@@ -174,7 +174,8 @@ def main(folder: Path) -> None:
         "commit": measure.commit(),
         "dtype": str(target.dtype),
         "overhead": {
-            name: overhead(target, configured(name, target), prompts) for name in ("vanilla", "eagle1", "eagle2", "eagle2_small")
+            name: overhead(target, configured(name, target), prompts)
+            for name in ("vanilla", "eagle1", "eagle2", "eagle2_small")
         },
         "generate": against_transformers(target, none, prompts),
         "assisted_generate": against_transformers(target, vanilla, prompts, vanilla.lm.model),  # type: ignore[attr-defined]

@@ -115,9 +115,7 @@ def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
 def test_a_sweep_reports_a_failed_cell_and_runs_the_others(home):
     results = home / "sweep"
     done = subprocess.run(
-        command(
-            home, "run", "-m", "drafter=vanilla,eagle2", "data.limit=1", f"results={results}", weight(home, "eagle2")
-        ),
+        command(home, "run", "-m", "drafter=vanilla,eagle2", "data.limit=1", f"results={results}", weight(home, "eagle2")),
         cwd=ROOT,
         env=environment(home),
         capture_output=True,
