@@ -31,6 +31,7 @@ CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Ta
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(config: DictConfig) -> None:
     """Build what is missing of the corpus, train, write the weights."""
+    measure.commit()  # remembered from now on: the code that trains is the code that was there at the start
     torch.set_num_threads(config.threads or torch.get_num_threads())
     spec: ModelSpec = instantiate(config.model)
     target, chat = spec.load()

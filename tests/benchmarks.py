@@ -3,6 +3,7 @@
 1. Seconds a cycle outside target and drafter forwards, as a share of decode time.
 2. The baseline against Transformers' `generate`.      3. Vanilla SD against Transformers' assisted generation.
 4. The cost of a target pass against the size of the tree, as a plot.
+5. Small trees for EAGLE-2 on this machine: tau and speed-up, on HumanEval so that MT-Bench is not tuned on.
 
 Ratios are taken in one process, the two sides in turn; medians over rounds. Writes `benchmarks.json` and
 `target_pass.png` into the folder given as the first argument.
@@ -23,6 +24,7 @@ from hydra.utils import instantiate
 
 from specbench import measure
 from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.grow import Chain, Dynamic
 from specbench.engine.interface import Drafter, Step
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
@@ -143,6 +145,36 @@ def target_pass(target: Target, prompt: list[int]) -> dict[int, float]:
     return {n: statistics.median(v) for n, v in found.items()}
 
 
+PRESETS: dict[str, Any] = {
+    "chain 1": lambda: Chain(1),
+    "chain 2": lambda: Chain(2),
+    "chain 3": lambda: Chain(3),
+    "depth 1, top-k 2, nodes 3": lambda: Dynamic(1, 2, 3),
+    "depth 2, top-k 2, nodes 4": lambda: Dynamic(2, 2, 4),
+    "depth 2, top-k 3, nodes 6": lambda: Dynamic(2, 3, 6),
+    "depth 3, top-k 4, nodes 8": lambda: Dynamic(3, 4, 8),
+    "depth 4, top-k 6, nodes 16": lambda: Dynamic(4, 6, 16),
+    "depth 6, top-k 10, nodes 60": lambda: Dynamic(6, 10, 60),
+}
+
+
+def presets(target: Target, drafter: Any, prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """tau and speed-up of the decode phase over the baseline, all trees on each prompt in turn."""
+    none = configured("none", target)
+    growths = {"none": None} | {name: make() for name, make in PRESETS.items()}
+    emitted, passes, seconds = dict.fromkeys(growths, 0), dict.fromkeys(growths, 0), dict.fromkeys(growths, 0.0)
+    for prompt in prompts:
+        for name, growth in growths.items():
+            if growth is not None:
+                drafter.growth, drafter.nodes = growth, growth.nodes
+            steps = generate(target, none if growth is None else drafter, prompt)[1]
+            emitted[name] += sum(len(s.tokens) for s in steps)
+            passes[name] += len(steps)
+            seconds[name] += sum(s.draft_s + s.target_s + s.verify_s + s.rest_s for s in steps)
+    speed = {name: emitted[name] / seconds[name] for name in growths}
+    return {n: {"tau": emitted[n] / passes[n], "speed_up": speed[n] / speed["none"]} for n in growths if n != "none"}
+
+
 def plot(costs: dict[int, float], path: Path, title: str) -> None:
     import matplotlib
 
@@ -165,6 +197,9 @@ def main(folder: Path) -> None:
     target, chat = instantiate(config.model).load()
     questions = instantiate(config.dataset).load()[:PROMPTS]
     prompts = [chat.encode([{"role": "user", "content": q.turns[0]}]) for q in questions]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        functions = instantiate(compose("run", ["dataset=humaneval", f"data.limit={PROMPTS}"]).dataset).load()
+    code = [chat.encode([{"role": "user", "content": q.turns[0]}]) for q in functions]
     none, vanilla = configured("none", target), configured("vanilla", target)
     for drafter in (none, vanilla):
         generate(target, drafter, prompts[0])  # warm up
@@ -180,6 +215,7 @@ def main(folder: Path) -> None:
         "generate": against_transformers(target, none, prompts),
         "assisted_generate": against_transformers(target, vanilla, prompts, vanilla.lm.model),  # type: ignore[attr-defined]
         "target_pass_ms": target_pass(target, prompts[0]),
+        "presets": presets(target, configured("eagle2", target), code),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "benchmarks.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -98,8 +98,7 @@ class CorpusBuilder:
         answer = self.settings.answer_tokens if self.settings.source == "answers" else 0
         tokens = sum(len(item[0]) + answer for items in self.shards.values() for item in items)
         tokens = min(tokens, self.settings.tokens or tokens)
-        size = 2 if self.target.dtype != torch.float64 else 4
-        return tokens, tokens * (5 + (self.target.hidden_size * size if self.settings.states else 0))
+        return tokens, tokens * (5 + (2 * self.target.hidden_size if self.settings.states else 0))  # bfloat16 states
 
     def build(self) -> Path:
         """Write what is missing up to `tokens`; returns the folder. Raises `SpecBenchError` if the disk is too small."""
