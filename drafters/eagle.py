@@ -56,8 +56,9 @@ class Eagle(TrainedDrafter):
         self.target_logits = target.logits
         self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=True)
         self.layer = LlamaDecoderLayer(config, layer_idx=0)
-        self.layer.input_layernorm = nn.Identity()
+        self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.rotary = LlamaRotaryEmbedding(config)
+        self.cache = KVCache(1, 0)
 
     def network(
         self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
@@ -70,9 +71,7 @@ class Eagle(TrainedDrafter):
     # Decoding -----------------------------------------------------------------------------------------------------------
 
     def reset(self, capacity: int) -> None:
-        if not hasattr(self, "cache") or self.cache.capacity < capacity + self.growth.rows:
-            self.cache = KVCache(1, capacity + self.growth.rows)
-        self.cache.truncate(0)
+        self.cache.begin(capacity + self.growth.rows)
         self.stable = 0  # cache rows of pairs with a true state
 
     def observe(self, states: TargetStates, bonus: int) -> None:

@@ -58,7 +58,7 @@ class Vanilla(TrainedDrafter):
     def build(self, target: Target) -> None:
         self.vocab_size = target.vocab_size
         if self.path is not None:
-            self.lm = CausalLM(self._pretrained(target))
+            self.lm = CausalLM(self._pretrained(self.path, target))
         else:
             changes: dict[str, Any] = {"intermediate_size": self.intermediate_size, "tie_word_embeddings": False}
             model = LlamaForCausalLM(llama_config(target, self.layers, **changes))
@@ -66,18 +66,19 @@ class Vanilla(TrainedDrafter):
             model.set_output_embeddings(target.head)
             self.lm = CausalLM(model)
         self.network, self.embedding, self.head = self.lm.decoder, self.lm.embedding, self.lm.head
+        self.cache = KVCache(self.lm.layers, 0)
 
-    def _pretrained(self, target: Target) -> nn.Module:
+    def _pretrained(self, path: str, target: Target) -> nn.Module:
         try:
-            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=target.dtype, attn_implementation="sdpa")
-            ours = AutoTokenizer.from_pretrained(self.path).get_vocab()
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, attn_implementation="sdpa")
+            ours = AutoTokenizer.from_pretrained(path).get_vocab()
         except (OSError, ValueError) as error:
-            raise SpecBenchError(f"no draft model can be read from drafter.path={self.path}: {error}") from error
+            raise SpecBenchError(f"no draft model can be read from drafter.path={path}: {error}") from error
         theirs = AutoTokenizer.from_pretrained(target.path).get_vocab() if target.path else ours
         differing = [t for t, i in ours.items() if theirs.get(t, i) != i]
         if differing or len(ours.keys() & theirs.keys()) < 0.99 * max(len(ours), len(theirs)):
             raise SpecBenchError(
-                f"the draft model {self.path} has another tokenizer than the target (vocabularies of {len(ours)} and "
+                f"the draft model {path} has another tokenizer than the target (vocabularies of {len(ours)} and "
                 f"{len(theirs)}, {len(differing)} shared tokens under other ids); choose one of the target's family"
             )
         return model.requires_grad_(False)
@@ -85,9 +86,7 @@ class Vanilla(TrainedDrafter):
     # Decoding -----------------------------------------------------------------------------------------------------------
 
     def reset(self, capacity: int) -> None:
-        if not hasattr(self, "cache") or self.cache.capacity < capacity + self.growth.rows:
-            self.cache = KVCache(self.lm.layers, capacity + self.growth.rows)
-        self.cache.truncate(0)
+        self.cache.begin(capacity + self.growth.rows)
         self.stable = 0  # cache rows of tokens that are verified
 
     def observe(self, states: TargetStates, bonus: int) -> None:

@@ -170,7 +170,8 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     print(f"converting {gguf.name} to safetensors, once", file=sys.stderr)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
-    fresh = type(loaded)(type(loaded.config).from_dict(settings)).to(torch.bfloat16)
+    fresh = type(loaded)(type(loaded.config).from_dict(settings))
+    fresh.to(torch.bfloat16)  # type: ignore[arg-type]
     fresh.load_state_dict(loaded.state_dict())
     fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(folder)

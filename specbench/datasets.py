@@ -150,7 +150,8 @@ def whole_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
     A published ShareGPT file is cut off inside a record: everything before that record is good.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    decoder, records = json.JSONDecoder(), []
+    records: list[dict[str, Any]] = []
+    decoder = json.JSONDecoder()
     at = text.find("[") + 1
     if not at:
         raise SpecBenchError(f"{path} is not a JSON array of conversations")

@@ -92,6 +92,12 @@ class KVCache(Cache):
         self.length += count
         self.pending = 0
 
+    def begin(self, capacity: int) -> None:
+        """Start a new sequence of at most `capacity` rows; storage that is large enough is used again."""
+        if capacity > self.capacity:
+            self.capacity, self.keys, self.values = capacity, None, None
+        self.truncate(0)
+
     def truncate(self, length: int) -> None:
         """Forget every row from `length` on; the storage stays."""
         self.length, self.pending = min(length, self.length), 0

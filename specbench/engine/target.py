@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return chosen
     if device.type != "cpu":
         return torch.bfloat16
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if native else torch.float32
 
@@ -47,10 +48,10 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 class CausalLM:
     """An unforked causal LM as embedding, decoder and head, run with explicit positions, masks and our cache."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):  # a PreTrainedModel, whose attributes its stubs do not know
         self.model = model
         self.config: PreTrainedConfig = model.config.get_text_config()
-        self.decoder: nn.Module = model.get_decoder()
+        self.decoder: Any = model.get_decoder()
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self.head: nn.Linear = model.get_output_embeddings()
         self.layers = len(self.decoder.layers)
@@ -112,7 +113,7 @@ class Target(CausalLM):
         path: the folder it was loaded from, where its tokenizer lies too.
     """
 
-    def __init__(self, model: nn.Module, path: Path | str | None = None):
+    def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model.eval().requires_grad_(False))
         self.path = path
         self.hidden_size: int = self.config.hidden_size
@@ -135,7 +136,8 @@ class Target(CausalLM):
             )
         except (OSError, ValueError, KeyError) as error:
             raise SpecBenchError(f"no causal language model can be read from {path}: {error}") from error
-        return cls(model.to(device), path)
+        model.to(device)  # type: ignore[arg-type]
+        return cls(model, path)
 
     def fingerprint(self) -> str:
         """Which model this is: shapes and the first rows of its embedding, alike in float32 and bfloat16."""
@@ -146,9 +148,7 @@ class Target(CausalLM):
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         """Start a new sequence. capacity: the most rows it can need (prompt + new tokens + one tree)."""
         self.taps = (taps or Taps()).resolve(self.layers)
-        if capacity > self.cache.capacity or self.cache.keys is None or self.cache.keys.shape[1] != 1:
-            self.cache = KVCache(self.layers, capacity)
-        self.cache.truncate(0)
+        self.cache.begin(capacity)
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
