@@ -3,14 +3,12 @@
 Knows the engine, prompts and rows; no configuration and no concrete drafter.
 """
 
-import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specbench.datasets import Chat, Message, Question
 from specbench.engine.decode import Limits, Prefill, decode
@@ -21,6 +19,7 @@ from specbench.engine.verify import Rule
 from specbench.errors import SpecBenchError, one_line
 from specbench.measure import Clock, PeakMemory
 from specbench.metrics import BASELINE
+from specbench.progress import progress
 from specbench.records import Cell, Failure, Row
 
 
@@ -54,14 +53,13 @@ class Bench:
         if all(cell.done(k) for k in keys):
             return 0
         self._warm_up(questions[0])
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task(" ".join(d.name for d in self.drafters), total=len(keys))
+        with progress(" ".join(d.name for d in self.drafters), len(keys), "generations") as reached:
+            reached(sum(map(cell.done, keys)))
             for question in questions:
-                self._question(question, cell, lambda: progress.advance(task))
+                self._question(question, cell, lambda: reached(sum(map(cell.done, keys))))
         return sum(not cell.done(k) for k in keys)
 
-    def _question(self, question: Question, cell: Cell, advance: Any) -> None:
+    def _question(self, question: Question, cell: Cell, advance: Callable[[], None]) -> None:
         """All turns of one question. The history holds the model's own earlier answers: the baseline's, for everyone.
 
         Half precision can part a drafter's answer from the baseline's at a numerical tie; with one history the second
@@ -119,7 +117,7 @@ class Bench:
 
     def _warm_up(self, question: Question) -> None:
         """First calls pay for kernels and memory that later ones find ready; they are not rows."""
-        prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])
+        prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]  # any ids do; few always fit
         limits = Limits(16, self.target.stop_ids)
         for drafter in self.drafters * self.settings.warmup:
             for _ in decode(self.target, drafter, prompt, limits, self.rule, self.sampler):

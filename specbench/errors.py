@@ -30,16 +30,14 @@ def run_door(main: Callable[[], None]) -> None:
         main()
     except SpecBenchError as error:
         sys.exit(_complain(one_line(error)))
-    except OSError as error:
-        if error.errno is None:
-            raise
-        sys.exit(_complain(f"{error.strerror}: {error.filename or 'while writing'}; nothing half-written was kept"))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; run the same command again to continue"))
     except Exception as error:
-        if not type(error).__module__.startswith(_CONFIG_LIBRARIES):
-            raise
-        sys.exit(_complain(one_line(error)))
+        if type(error).__module__.startswith(_CONFIG_LIBRARIES):  # some of Hydra's are OSErrors too
+            sys.exit(_complain(one_line(error)))
+        if isinstance(error, OSError) and error.errno is not None:
+            sys.exit(_complain(f"{error.strerror}: {error.filename or 'while writing'}; nothing half-written was kept"))
+        raise
 
 
 def _complain(line: str) -> int:

@@ -35,9 +35,9 @@ def main(config: DictConfig) -> None:
     spec: ModelSpec = instantiate(config.model)
     target, chat = spec.load()
     torch.manual_seed(config.train.settings.seed)
-    drafter: Any = instantiate(config.drafter, weights=config.train.start)
-    if not hasattr(drafter, "loss"):
+    if "weights" not in config.drafter:
         raise SpecBenchError(f"drafter={config.drafter.name} has nothing to train")
+    drafter: Any = instantiate(config.drafter, weights=config.train.start)
     drafter.bind(target)
 
     corpus_settings: CorpusSettings = instantiate(config.train.corpus)

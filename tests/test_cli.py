@@ -161,7 +161,10 @@ BAD = {
     "unknown key": (["decode.nonsense=1"], "nonsense"),
     "unknown drafter": (["drafter=eagel"], "eagle2"),
     "missing weights": (["drafter=eagle2", "drafter.weights=/nowhere"], "train them"),
-    "another target's weights": (["drafter=eagle2"], "not for this one"),
+    "another target's weights": (
+        ["drafter=eagle2", "drafter.weights=drafters/weights/smollm2-135m/eagle2"],
+        "not for this one",
+    ),
     "no such data": (["data.root=/nowhere"], "no data file"),
     "no such model": (["model.path=/nowhere"], "config.json"),
     "no such draft model": (["drafter=vanilla", "drafter.path=/nowhere"], "no draft model"),

@@ -163,3 +163,18 @@ def test_verdicts():
     rows[1].audit = {"verdict": "bug"}
     assert "NOT lossless" in metrics.lossless_verdict(rows)
     assert "LOSSY" in metrics.lossless_verdict(rows, lossy=True)
+
+
+def test_progress_says_in_a_log_how_far_it_is(monkeypatch, capsys):
+    from specbench import progress
+
+    clock = iter([0.0, 1.0, 10.0, 31.0, 40.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress.progress("eagle2", 100, "generations") as reached:
+        for count in (20, 30, 60, 100):  # 20 were there before
+            reached(count)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "eagle2: 60/100 generations, about 0.5 min left",
+        "eagle2: 100/100 generations, about 0.0 min left",
+    ]

@@ -10,13 +10,13 @@ drafter taps more than the last hidden state, the target computes them per batch
 import hashlib
 import itertools
 import json
+import math
 import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,6 +27,7 @@ from specbench.engine.interface import Batch, Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
+from specbench.progress import progress
 from specbench.training.sequences import Sequence, read, write
 
 VALIDATION = "validation"
@@ -113,19 +114,19 @@ class CorpusBuilder:
                 "lower train.corpus.tokens or set SPECBENCH_CACHE to a larger disk"
             )
         (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings), indent=1))
-        text = TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens")
-        with Progress(*Progress.get_default_columns()[:2], text, TimeRemainingColumn()) as progress:
-            task = progress.add_task(self.settings.source, total=tokens)
-            done = 0
+        paths = {name: self.folder / f"{name}.safetensors" for name in self.shards}
+        done = sum(_count(path) for name, path in paths.items() if name != VALIDATION and path.exists())
+        with progress(self.settings.source, tokens, "tokens") as reached:
+            reached(min(done, tokens))
             for index, (name, items) in enumerate(self.shards.items()):
-                if self.settings.tokens is not None and done >= self.settings.tokens and name != VALIDATION:
+                if paths[name].exists():
+                    continue
+                if name != VALIDATION and done >= (self.settings.tokens or math.inf):
                     break
-                path = self.folder / f"{name}.safetensors"
-                if not path.exists():
-                    self._write(path, index, items)
+                self._write(paths[name], index, items)
                 if name != VALIDATION:
-                    done += _count(path)
-                progress.update(task, completed=min(done, tokens))
+                    done += _count(paths[name])
+                reached(min(done, tokens))
         return self.folder
 
     def _tokenise(self, chat: Chat, chats: list[list[Message]]) -> list[tuple[list[int], list[bool]]]:
