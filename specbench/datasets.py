@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,18 +122,20 @@ class Conversations:
     hub: str | None = None
     hub_file: str | None = None
 
-    def load(self) -> tuple[list[list[Message]], bool]:
-        """Whole conversations that a user starts, and whether the file was cut off behind them."""
+    def load(self) -> list[list[Message]]:
+        """The whole conversations that hold a user's turn; says how many there are, and whether the file was cut off."""
         records, cut = whole_records(self._file())
         chats = [chat for record in records if (chat := _messages(record))]
+        behind = "; the file is cut off behind them" if cut else ""
+        print(f"{len(records):,} whole conversations, {len(chats):,} usable{behind}", file=sys.stderr)
         if not chats:
             raise SpecBenchError(f"{self._file()} holds no whole conversation")
-        return chats, cut
+        return chats
 
     def _file(self) -> Path:
         if self.path is not None:
             if not Path(self.path).is_file():
-                raise SpecBenchError(f"no training text at data.path={self.path}")
+                raise SpecBenchError(f"no training text at train.text.path={self.path}")
             return Path(self.path)
         if self.wheel is not None:
             return file_from_wheel(self.wheel)
@@ -141,7 +144,7 @@ class Conversations:
         try:
             return Path(hf_hub_download(str(self.hub), str(self.hub_file), repo_type="dataset"))
         except Exception as error:
-            raise SpecBenchError(f"cannot fetch {self.hub} from the hub; pass data.path=FILE") from error
+            raise SpecBenchError(f"cannot fetch {self.hub} from the hub; pass train.text.path=FILE") from error
 
 
 def whole_records(path: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -42,8 +42,7 @@ def main(config: DictConfig) -> None:
 
     corpus_settings: CorpusSettings = instantiate(config.train.corpus)
     text: Conversations = instantiate(config.train.text)
-    chats, cut = text.load()
-    print(f"{len(chats):,} whole conversations{', the file is cut off behind them' if cut else ''}", file=sys.stderr)
+    chats = text.load()
     builder = CorpusBuilder(corpus_settings, target, chat, chats, cache_root() / "corpora")
     folder = builder.build() if config.train.build else builder.folder
     online = target if config.train.online or not corpus_settings.states else None

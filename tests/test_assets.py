@@ -135,7 +135,7 @@ def test_training_text_that_is_cut_off_gives_its_whole_records(tmp_path, cut):
     assert whole_records(path) == (records, False)
 
 
-def test_conversations_start_with_the_user_and_alternate(tmp_path):
+def test_conversations_start_with_the_user_and_alternate(tmp_path, capsys):
     def talk(*turns):
         return {"conversations": [{"from": f, "value": v} for f, v in turns]}
 
@@ -150,8 +150,8 @@ def test_conversations_start_with_the_user_and_alternate(tmp_path):
             ]
         )
     )
-    chats, cut = Conversations(path=str(path)).load()
-    assert not cut
+    chats = Conversations(path=str(path)).load()
+    assert "4 whole conversations, 1 usable\n" in capsys.readouterr().err
     assert [[m["role"] + m["content"] for m in c] for c in chats] == [["usera", "assistantb"]]
 
 
