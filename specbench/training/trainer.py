@@ -157,7 +157,9 @@ class Trainer:
         left = self.seconds / self.step * (self.total - self.step)
         shown = " ".join(f"{k} {v:.4f}" for k, v in running.items())
         console.print(
-            f"step {self.step}/{self.total}  {shown}  {speed:,.0f} tokens/s  {left / 60:.1f} min left", highlight=False
+            f"step {self.step}/{self.total}  {shown}  {speed:,.0f} tokens/s  {left / 60:.1f} min left",
+            highlight=False,
+            soft_wrap=True,
         )
 
     def _log(self, console: Console, running: dict[str, float]) -> None:
@@ -166,7 +168,7 @@ class Trainer:
         entry |= {k: round(v, 5) for k, v in running.items()} | self.validate()
         self.drafter.train()
         self.history.append(entry)
-        console.print(f"held out: {entry}", highlight=False)
+        console.print(f"held out: {entry}", highlight=False, soft_wrap=True)
 
     def _save(self) -> None:
         """Everything a resumed run needs, atomically."""
