@@ -62,6 +62,13 @@ class TrainedDrafter(nn.Module):
         """The training objective of the method's paper: `loss`, and what else is worth logging."""
         raise TypeError(f"{type(self).__name__} has no training objective")
 
+    def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]]) -> Any:
+        """What a method measures on held-out answers when training is over; kept with the weights, None for nothing.
+
+        sequences: (tokens [T], states [T, D], index of the first answer token).
+        """
+        return None
+
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         return self.growth.grow(self, root, sampler, generator)  # type: ignore[arg-type]
 
@@ -94,10 +101,19 @@ def llama_config(target: Target, layers: int, **changes: Any) -> LlamaConfig:
     return config
 
 
-def distill(predicted: Tensor, batch: Batch, head: nn.Linear, regression: float, classification: float) -> dict:
+def distill(
+    predicted: Tensor,
+    batch: Batch,
+    head: nn.Linear,
+    regression: float,
+    classification: float,
+    topk: int = 0,
+    topk_weight: float = 0.0,
+) -> dict[str, Tensor]:
     """EAGLE's objective, also Beagle's, HASS's and MoA's: regress the target's state and match its distribution.
 
     loss = regression * SmoothL1(f, f_hat) + classification * CE(softmax(head(f)), softmax(head(f_hat)))
+           + topk_weight * TopK, HASS's cross-entropy over the target's `topk` likeliest ids alone, not renormalised
 
     Only scored positions count. With `batch.vocabulary` both softmaxes run over those ids alone (not in any paper: it
     saves most of a small machine's training time, and the last steps should run without it).
@@ -116,8 +132,12 @@ def distill(predicted: Tensor, batch: Batch, head: nn.Linear, regression: float,
     logits = F.linear(guess, rows).float()
     cross_entropy = F.cross_entropy(logits, p)
     smooth_l1 = F.smooth_l1_loss(guess.float(), truth.float())
+    loss = regression * smooth_l1 + classification * cross_entropy
+    if topk_weight:
+        mass, ids = p.topk(topk, dim=-1)
+        loss = loss - topk_weight * (mass * logits.log_softmax(-1).gather(-1, ids)).sum(-1).mean()
     return {
-        "loss": regression * smooth_l1 + classification * cross_entropy,
+        "loss": loss,
         "regression": smooth_l1.detach(),
         "classification": cross_entropy.detach(),
         "agreement": (logits.argmax(-1) == best).float().mean(),

@@ -18,6 +18,7 @@ embedding first (official code); noise is U(-noise, noise) as in the paper, what
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from drafters.blocks import TrainedDrafter, distill, llama_config
@@ -61,7 +62,7 @@ class Eagle(TrainedDrafter):
         self.cache = KVCache(1, 0)
 
     def network(
-        self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
+        self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """f_hat of B x T pairs. states [B, T, D], tokens [B, T], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
         x = self.fc(torch.cat([self.embedding(tokens).to(states.dtype), states], -1))
@@ -107,15 +108,22 @@ class Eagle(TrainedDrafter):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `distill` for the objective."""
-        states, tokens = batch.states[:, :-1], batch.tokens[:, 1:]
-        noisy = states + (torch.rand_like(states) * 2 - 1) * self.noise  # a copy: the targets stay clean
+        states, tokens = self.noisy(batch.states[:, :-1]), batch.tokens[:, 1:]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        predicted = self.network(noisy, tokens, positions, None, None)
-        shifted = Batch(
-            tokens=tokens,
-            states=batch.states[:, 1:],
-            valid=batch.valid[:, 1:],
-            scored=batch.scored[:, 1:],
-            vocabulary=batch.vocabulary,
-        )
-        return distill(predicted, shifted, self.head, self.regression, self.classification)
+        predicted = self.network(states, tokens, positions, None, None)
+        return distill(predicted, following(batch), self.head, self.regression, self.classification)
+
+    def noisy(self, states: Tensor) -> Tensor:
+        """Input states with uniform noise: a copy, the targets stay clean."""
+        return states + (torch.rand_like(states) * 2 - 1) * self.noise
+
+
+def following(batch: Batch) -> Batch:
+    """What pair i is to predict: everything one position on."""
+    return Batch(
+        tokens=batch.tokens[:, 1:],
+        states=batch.states[:, 1:],
+        valid=batch.valid[:, 1:],
+        scored=batch.scored[:, 1:],
+        vocabulary=batch.vocabulary,
+    )

@@ -21,9 +21,10 @@ from specbench.engine.grow import Chain
 from specbench.errors import SpecBenchError, run_door
 from specbench.models import ModelSpec
 from specbench.training.features import Corpus, CorpusBuilder, CorpusSettings, held_out
-from specbench.training.replay import replay
+from specbench.training.replay import known_states, replay
 from specbench.training.trainer import Trainer, TrainSettings
 
+CALIBRATION = 64  # held-out answers of a drafter's calibration
 CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
 
 
@@ -71,6 +72,7 @@ def main(config: DictConfig) -> None:
         file=sys.stderr,
     )
     history = trainer.run()
+    calibration = drafter.calibrate([known_states(target, ids, begin) for ids, begin in held_out(folder, CALIBRATION)])
     provenance = {
         "drafter": OmegaConf.to_container(config.drafter, resolve=True),
         "target": config.model.name,
@@ -89,6 +91,7 @@ def main(config: DictConfig) -> None:
         "versions": measure.versions(),
         "commit": measure.commit(),
         "history": history,
+        "calibration": calibration,
     }
     out = Path(config.train.out)
     with atomic_path(out / weights.WEIGHTS) as temporary:

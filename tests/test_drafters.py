@@ -28,7 +28,7 @@ def batch_of(target, rows=8, length=24, seed=0):
     tokens = torch.tensor(tokens)
     states, hidden, kv = target.tapped(tokens, target.taps)
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
-    return Batch(tokens, states, everywhere, everywhere, hidden=hidden, kv=kv)
+    return Batch(tokens, states, everywhere, everywhere.clone(), hidden=hidden, kv=kv)
 
 
 def trained(drafter, target, steps=120, shift=0, seed=1):

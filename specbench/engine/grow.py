@@ -6,9 +6,11 @@ its ancestors and itself. Nothing here reads a value back to the host.
 
     Chain(gamma)   one candidate a level (Leviathan et al.)
     Static(paths)  a fixed set of rank paths (EAGLE-1)
+    Calibrated(..) the static tree that measured accuracies favour (Medusa)
     Dynamic(...)   expand the best top_k of a level, rerank all that were seen, verify the best (EAGLE-2)
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -121,6 +123,34 @@ class Chain(Static):
         if gamma < 1:
             raise SpecBenchError(f"tree.gamma={gamma}: a chain drafts at least one token")
         super().__init__([[0] * length for length in range(1, gamma + 1)], candidates)
+
+
+class Calibrated(Static):
+    """Medusa's sparse tree: the paths that are likeliest to be accepted, judged by measured accuracies.
+
+    A path's worth is the product over its levels of the share of cases in which that level's candidate of that rank was
+    right. The `nodes - 1` worthiest paths are taken one after the other, each behind its parent.
+
+    Args:
+        nodes: of the target pass, root included. levels, top_k: of the guess that serves until `calibrate` is called.
+    """
+
+    def __init__(self, nodes: int, levels: int = 5, top_k: int = 10):
+        self.wanted = nodes
+        self.calibrate([[0.5 ** (rank + 1) for rank in range(top_k)]] * levels)
+
+    def calibrate(self, accuracy: Sequence[Sequence[float]]) -> None:
+        """accuracy[level][rank]: how often that level's candidate of that rank is the right token."""
+        paths: list[list[int]] = []
+        heap = [(-a, [rank]) for rank, a in enumerate(accuracy[0])]
+        heapq.heapify(heap)
+        while heap and len(paths) < self.wanted - 1:
+            worth, path = heapq.heappop(heap)
+            paths.append(path)
+            if len(path) < len(accuracy):
+                for rank, a in enumerate(accuracy[len(path)]):
+                    heapq.heappush(heap, (worth * a, [*path, rank]))
+        super().__init__(paths)
 
 
 class Dynamic:

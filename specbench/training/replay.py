@@ -7,6 +7,7 @@ accepted exactly when it is the answer's next token: what is counted here is wha
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from specbench.engine.interface import Drafter
 from specbench.engine.sampling import Sampler
@@ -71,6 +72,14 @@ def replay(target: Target, drafter: Drafter, answers: list[tuple[list[int], int]
             result.add(accepted, min(drafted, len(ahead)))
             root_at += accepted + 1
     return result
+
+
+@torch.inference_mode()
+def known_states(target: Target, ids: list[int], begin: int) -> tuple[Tensor, Tensor, int]:
+    """A held-out answer with the target's states: (tokens [T], states [T, D], index of the first answer token)."""
+    tokens = torch.tensor(ids, device=target.device)
+    target.reset(len(ids))
+    return tokens, target.prefill(tokens).last, begin
 
 
 def _matched(draft: list[int], truth: list[int]) -> int:
