@@ -113,6 +113,12 @@ class Eagle(TrainedDrafter):
         predicted = self.network(states, tokens, positions, None, None)
         return distill(predicted, following(batch), self.head, self.regression, self.classification)
 
+    def teacher_forced(self, batch: Batch) -> tuple[Tensor, Batch]:
+        """f_hat [B, T - 1, D] from the target's own clean states, and what it was to predict."""
+        tokens = batch.tokens[:, 1:]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return self.network(batch.states[:, :-1], tokens, positions, None, None), following(batch)
+
     def noisy(self, states: Tensor) -> Tensor:
         """Input states with uniform noise: a copy, the targets stay clean."""
         return states + (torch.rand_like(states) * 2 - 1) * self.noise

@@ -68,7 +68,10 @@ def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
     """A drafter as configured, untrained, bound to a target."""
     config = configuration(drafter, *overrides)
     torch.manual_seed(seed)
-    made = instantiate(config.drafter, weights=None) if drafter != "none" else instantiate(config.drafter)
+    for part in (config.drafter, config.drafter.get("base") or {}):
+        if "weights" in part:
+            part["weights"] = None
+    made = instantiate(config.drafter)
     made.bind(target)
     if isinstance(made, torch.nn.Module):
         made.eval()

