@@ -192,7 +192,7 @@ class Beagle(TrainedDrafter):
         simulated = torch.zeros_like(states)  # the one predicted half, written in place
         masks = late_mask(length, steps, offset, device)
 
-        def predict(queries: Tensor, simulated: Tensor) -> Tensor:
+        def predict(queries: Tensor) -> Tensor:
             predicted = self.keys_values(simulated, positions)
             keys, values = (torch.cat(pair, 2) for pair in zip(true, predicted, strict=True))
             return self.network(tokens[:, queries], positions[:, queries], keys, values, masks[queries][None])
@@ -202,7 +202,7 @@ class Beagle(TrainedDrafter):
             if step == 0:
                 queries = torch.cat([torch.arange(offset, device=device), queries])  # those before the first window
             # Recomputed in the backward pass, from what is then a fuller `simulated`: the mask hides the rest of it.
-            predicted = checkpoint(predict, queries, simulated, use_reentrant=False)
+            predicted = checkpoint(predict, queries, use_reentrant=False)
             simulated[:, queries] = predicted.detach()
             yield queries, predicted
 
