@@ -117,6 +117,6 @@ def test_recomputed_late_steps_have_the_gradient_of_kept_ones(monkeypatch):
         gradients.append([p.grad.clone() for p in made.parameters() if p.requires_grad])
         monkeypatch.setattr(beagle, "checkpoint", lambda predict, queries, use_reentrant: predict(queries))
         plain = type(made).keys_values
-        monkeypatch.setattr(made, "keys_values", lambda states, at: plain(made, states.clone(), at))
+        monkeypatch.setattr(made, "keys_values", lambda states, at, plain=plain: plain(made, states.clone(), at))
     for ours, kept in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, kept)
