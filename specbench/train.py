@@ -72,6 +72,8 @@ def main(config: DictConfig) -> None:
         file=sys.stderr,
     )
     history = trainer.run()
+    recipe = OmegaConf.to_container(config.train, resolve=True)
+    assert isinstance(recipe, dict)
     calibration = drafter.calibrate([known_states(target, ids, begin) for ids, begin in held_out(folder, CALIBRATION)])
     provenance = {
         "drafter": OmegaConf.to_container(config.drafter, resolve=True),
@@ -83,7 +85,7 @@ def main(config: DictConfig) -> None:
             "unique_tokens": corpus.tokens,
             "shards": len(corpus.shards),
         },
-        "recipe": OmegaConf.to_container(config.train, resolve=True),
+        "recipe": {k: v for k, v in recipe.items() if k not in ("name", "out")},  # where it was written is no recipe
         "tokens_seen": trainer.tokens,
         "steps": trainer.step,
         "hours": round(trainer.seconds / 3600, 3),

@@ -23,6 +23,8 @@ from specbench.engine.target import Target
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml"))
 TRAINED = [d for d in DRAFTERS if d != "none"]
+WEIGHTS = {p.parent.name for p in (ROOT / "drafters" / "weights" / "smollm2-135m").glob("*/model.safetensors")}
+SHIPPED = [d for d in TRAINED if d in WEIGHTS or d.startswith("eagle") and "router" not in d]  # eagle1 shares eagle2's
 
 SIZES = {
     "vocab_size": 61,
