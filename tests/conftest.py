@@ -23,8 +23,6 @@ from specbench.engine.target import Target
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml"))
 TRAINED = [d for d in DRAFTERS if d != "none"]
-WEIGHTS = {p.parent.name for p in (ROOT / "drafters" / "weights" / "smollm2-135m").glob("*/model.safetensors")}
-SHIPPED = [d for d in TRAINED if d in WEIGHTS or d.startswith("eagle") and "router" not in d]  # eagle1 shares eagle2's
 
 SIZES = {
     "vocab_size": 61,
@@ -64,6 +62,10 @@ def configuration(drafter: str, *overrides: str) -> Any:
     """The composed run configuration of a drafter."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose("run", [f"drafter={drafter}", *overrides])
+
+
+# Of the configured drafters those whose weights for the default target lie in the repository.
+SHIPPED = [d for d in TRAINED if (ROOT / configuration(d).drafter.weights / "model.safetensors").exists()]
 
 
 def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
