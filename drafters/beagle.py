@@ -24,7 +24,6 @@ memory does not grow with s. The late window is s (the paper gives 4 and 3 for s
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from drafters.blocks import TrainedDrafter, distill, llama_config
+from drafters.blocks import TrainedDrafter, distill, llama_config, window_mask
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
@@ -69,7 +68,7 @@ class Beagle(TrainedDrafter):
         self.regression, self.classification = regression, classification
 
     def build(self, target: Target) -> None:
-        config: Any = llama_config(target, layers=1)
+        config = llama_config(target, layers=1)
         width, self.head_dim = target.hidden_size, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.embedding, self.head = target.embedding, target.head
@@ -155,7 +154,7 @@ class Beagle(TrainedDrafter):
         """Block attention over true states; see `distill` for the objective."""
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         keys, values = self.keys_values(batch.states, positions)
-        mask = early_mask(batch.tokens.shape[1], window, offset, batch.tokens.device)
+        mask = window_mask(batch.tokens.shape[1], window, offset, batch.tokens.device)
         predicted = self.network(batch.tokens, positions, keys, values, mask[None])
         return distill(predicted, batch, self.head, self.regression, self.classification)
 
@@ -207,24 +206,9 @@ class Beagle(TrainedDrafter):
             yield queries, predicted
 
 
-def early_mask(length: int, window: int, offset: int, device: torch.device | None = None) -> Tensor:
-    """[T, T] bool: position i sees states before its window; before the first window, states before itself.
-
-    length 6, window 2, offset 1      . . . . . .
-                                      x . . . . .
-                                      x . . . . .
-                                      x x x . . .
-                                      x x x . . .
-                                      x x x x x .
-    """
-    row = torch.arange(length, device=device)
-    start = torch.where(row < offset, row, row - (row - offset) % window)
-    return torch.arange(length, device=device)[None, :] < start[:, None]
-
-
 def late_mask(length: int, window: int, offset: int, device: torch.device | None = None) -> Tensor:
-    """[T, 2 T] bool: true states as in `early_mask`, then predicted ones of the same window, strictly before."""
+    """[T, 2 T] bool: true states as in `window_mask`, then predicted ones of the same window, strictly before."""
     row = torch.arange(length, device=device)
-    true = early_mask(length, window, offset, device)
+    true = window_mask(length, window, offset, device)
     before = row[None, :] < row[:, None]
     return torch.cat([true, before & ~true], 1)

@@ -73,7 +73,7 @@ class TrainedDrafter(nn.Module):
         return self.growth.grow(self, root, sampler, generator)  # type: ignore[arg-type]
 
 
-def llama_config(target: Target, layers: int, **changes: Any) -> LlamaConfig:
+def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a LlamaConfig; its stubs make numbers optional
     """A Llama configuration of the target's own shape, whatever architecture the target has.
 
     Attention biases follow the target (Qwen2 has them on q, k, v though its config does not say so).
@@ -142,3 +142,18 @@ def distill(
         "classification": cross_entropy.detach(),
         "agreement": (logits.argmax(-1) == best).float().mean(),
     }
+
+
+def window_mask(length: int, window: int, offset: int, device: torch.device | None = None) -> Tensor:
+    """[T, T] bool: position i sees states before its window; before the first window, states before itself.
+
+    length 6, window 2, offset 1      . . . . . .
+                                      x . . . . .
+                                      x . . . . .
+                                      x x x . . .
+                                      x x x . . .
+                                      x x x x x .
+    """
+    row = torch.arange(length, device=device)
+    start = torch.where(row < offset, row, row - (row - offset) % window)
+    return torch.arange(length, device=device)[None, :] < start[:, None]

@@ -18,6 +18,7 @@ from specbench.assets import atomic_path, cache_root
 from specbench.datasets import Conversations
 from specbench.engine import weights
 from specbench.engine.grow import Chain
+from specbench.engine.interface import Taps
 from specbench.errors import SpecBenchError, run_door
 from specbench.models import ModelSpec
 from specbench.training.features import Corpus, CorpusBuilder, CorpusSettings, held_out
@@ -46,7 +47,8 @@ def main(config: DictConfig) -> None:
     chats = text.load()
     builder = CorpusBuilder(corpus_settings, target, chat, chats, cache_root() / "corpora")
     folder = builder.build() if config.train.build else builder.folder
-    online = target if config.train.online or not corpus_settings.states else None
+    stored = corpus_settings.states and not config.train.online and drafter.taps == Taps()  # shards hold last states only
+    online = None if stored else target
     settings: TrainSettings = instantiate(config.train.settings)
     taps = drafter.taps
     corpus = Corpus(

@@ -6,7 +6,8 @@ from conftest import make, tiny
 from test_drafters import batch_of
 
 from drafters import beagle
-from drafters.beagle import early_mask, late_mask
+from drafters.beagle import late_mask
+from drafters.blocks import window_mask
 
 
 def window_start(i, window, offset):
@@ -17,7 +18,7 @@ def window_start(i, window, offset):
 def test_masks_are_the_definition(window):
     length = 11
     for offset in range(window):
-        early, late = early_mask(length, window, offset), late_mask(length, window, offset)
+        early, late = window_mask(length, window, offset), late_mask(length, window, offset)
         for i in range(length):
             start = window_start(i, window, offset)
             for j in range(length):
@@ -26,7 +27,7 @@ def test_masks_are_the_definition(window):
 
 
 def test_window_one_is_next_token_prediction():
-    assert torch.equal(early_mask(7, 1, 0), torch.ones(7, 7, dtype=torch.bool).tril(-1))
+    assert torch.equal(window_mask(7, 1, 0), torch.ones(7, 7, dtype=torch.bool).tril(-1))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])

@@ -11,7 +11,7 @@ from test_decode import PROMPT, generate, plain
 from drafters.vanilla import Vanilla
 from specbench.engine import weights
 from specbench.engine.grow import Chain, Dynamic
-from specbench.engine.interface import Batch, Drafter
+from specbench.engine.interface import Batch, Drafter, Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import paths_of
 from specbench.errors import SpecBenchError
@@ -26,7 +26,8 @@ def batch_of(target, rows=8, length=24, seed=0):
         start = torch.randint(0, 60, (4,), generator=generator).tolist()
         tokens.append(start + plain(target, start, length - 4))
     tokens = torch.tensor(tokens)
-    states, hidden, kv = target.tapped(tokens, target.taps)
+    layers = tuple(range(target.layers))
+    states, hidden, kv = target.tapped(tokens, Taps(hidden=layers, kv=layers))
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
     return Batch(tokens, states, everywhere, everywhere.clone(), hidden=hidden, kv=kv)
 

@@ -5,7 +5,7 @@ of preallocated rows stands in for the model's own, and forward hooks read the l
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,16 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+class _Appender:
+    """What a decoder layer asks of a cache, answered by a function."""
+
+    def __init__(self, append: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]):
+        self.append = append
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.append(layer, keys, values)
+
+
 class CausalLM:
     """An unforked causal LM as embedding, decoder and head, run with explicit positions, masks and our cache."""
 
@@ -82,6 +92,33 @@ class CausalLM:
             use_cache=cache is not None,
         )
         return out.last_hidden_state
+
+    def tail(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        count: int,
+        append: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """The last `count` layers and the final norm, on states that need not be the model's own.
+
+        Args:
+            hidden: [B, T, D] what enters those layers. positions: [B, T]. mask: bool [B, 1, T, S].
+            append: called per layer with its index and the new keys and values [B, H, T, Dh]; returns all S of each.
+
+        Returns:
+            [B, T, D] post-norm.
+        """
+        if getattr(self.config, "sliding_window", None):
+            raise SpecBenchError(f"{self.config.model_type}: target layers with a sliding window cannot be run alone")
+        rotary = self.decoder.rotary_emb(hidden, positions)
+        for layer in self.decoder.layers[-count:]:
+            hidden = layer(
+                hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=_Appender(append), use_cache=True
+            )
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.decoder.norm(hidden)
 
     def _masks(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None

@@ -1,0 +1,234 @@
+"""MoA: a mixture of attentions over the target's keys and values (arXiv:2410.03804).
+
+    LSA  layer self-attention: per verified token, its keys and values of all L layers are a sequence of L vectors [k; v];
+         one bidirectional decoder layer over it (RoPE over the layer index), the mean, a linear map to the hidden size: g_j
+    SA   one causal decoder layer over the embeddings of all tokens, drafted ones included: s_i
+    CA   cross-attention: queries from s_i, keys and values from g_j of verified tokens, residual, MLP: h_hat_i, about f_i
+
+No shift: position i reads tokens up to i and predicts f_i, hence t_{i+1}. LSA runs once a cycle, over new tokens only.
+
+Target Layer Inference (`tli` > 0): h_hat_i stands for what enters the target's last `tli` layers; these, frozen, run on it
+with the target's own keys and values of verified tokens, and the drafted tokens' behind them, then the final norm.
+
+Training (section 4): L = SmoothL1(f, h_hat) + 0.1 KL(p || p_hat); with TLI the regression is half before the last layers,
+half after. A query sees the states of tokens before its window only, windows being T ~ U(5, 15) tokens long (T-step-bounded
+mask), because while drafting the newest keys are as old as the drafted depth.
+
+Deviations and choices: a window's own states are hidden from its first query too (the official code shows a boundary its
+own keys and still scores it); T and the offset are drawn once a sequence; prompt tokens are treated like all others; the
+official code's curriculum on SA's reach is not built; true keys and values reach the last layers in training and decoding
+(the released code copies but never passes them); KL as cross-entropy, which has the same gradient; layer and MLP widths
+scale with the target instead of the paper's figures for one model.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from drafters.blocks import TrainedDrafter, distill, llama_config, window_mask
+from specbench.engine.cache import KVCache
+from specbench.engine.grow import Growth
+from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.target import Target
+
+Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, new keys, new values -> all keys, all values
+
+
+class MoA(TrainedDrafter):
+    """Layer self-attention, self-attention, cross-attention, and optionally the target's last layers.
+
+    Args:
+        name: as tables show it. growth: of its trees. weights: folder of trained weights.
+        tli: target layers run on top. lsa: False takes the plain mean over layers.
+        mlp_ratio: width of each MLP over its layer's width.
+        regression, classification: weights of the two loss terms.
+        periods: least and most T. window: a fixed T instead.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        growth: Growth,
+        weights: str | None = None,
+        tli: int = 0,
+        lsa: bool = True,
+        mlp_ratio: float = 1.5,
+        regression: float = 1.0,
+        classification: float = 0.1,
+        periods: tuple[int, int] = (5, 15),
+        window: int | None = None,
+    ):
+        super().__init__(name, growth, weights)
+        self.tli, self.use_lsa, self.mlp_ratio = tli, lsa, mlp_ratio
+        self.regression, self.classification = regression, classification
+        self.periods, self.window = tuple(periods), window
+
+    def build(self, target: Target) -> None:
+        self.target, self.layers = target, target.layers
+        self.embedding, self.head = target.embedding, target.head
+        self.taps = Taps(kv=tuple(range(target.layers)), hidden=(target.layers - self.tli - 1,) if self.tli else ())
+        width = target.hidden_size
+        self.config = llama_config(target, layers=1, intermediate_size=int(self.mlp_ratio * width))
+        heads, head_dim = self.config.num_key_value_heads, self.config.head_dim
+        stacked = 2 * heads * head_dim  # keys and values of one layer
+        if self.use_lsa:
+            sizes = {"hidden_size": stacked, "num_attention_heads": 2 * heads, "num_key_value_heads": 2 * heads}
+            across = llama_config(
+                target, layers=1, **sizes, intermediate_size=int(self.mlp_ratio * stacked), attention_bias=False
+            )
+            self.lsa, self.lsa_rotary = LlamaDecoderLayer(across, layer_idx=0), LlamaRotaryEmbedding(across)
+        self.mix = nn.Linear(stacked, width, bias=True)
+        self.sa, self.rotary = LlamaDecoderLayer(self.config, layer_idx=0), LlamaRotaryEmbedding(self.config)
+        self.norm = LlamaRMSNorm(width, self.config.rms_norm_eps)  # of queries, keys and values alike
+        self.q = nn.Linear(width, self.config.num_attention_heads * head_dim, bias=False)
+        self.k = nn.Linear(width, heads * head_dim, bias=False)
+        self.v = nn.Linear(width, heads * head_dim, bias=False)
+        self.o = nn.Linear(self.config.num_attention_heads * head_dim, width, bias=False)
+        self.mlp_norm, self.mlp = LlamaRMSNorm(width, self.config.rms_norm_eps), LlamaMLP(self.config)
+        self.tokens_cache, self.states_cache = KVCache(1, 0), KVCache(1, 0)
+        self.tail_cache = KVCache(self.tli, 0)
+
+    def layer_attention(self, kv: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """g of every verified token. kv: layer -> 2 x [B, H, T, Dh] -> [B, T, D]"""
+        x = torch.stack([torch.cat(kv[i], -1).transpose(1, 2).flatten(2) for i in range(self.layers)], 2)
+        batch, length = x.shape[:2]
+        if self.use_lsa:
+            x = x.flatten(0, 1)  # [B * T, L, 2 H Dh]
+            layer = torch.arange(self.layers, device=x.device)[None]
+            everything = torch.ones(1, 1, self.layers, self.layers, dtype=torch.bool, device=x.device)
+            x = self.lsa(x, attention_mask=everything, position_embeddings=self.lsa_rotary(x, layer))
+            x = x.unflatten(0, (batch, length))
+        return self.mix(x.mean(2))
+
+    def keys_values(self, mixed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """g as cross-attention sees it. [B, S, D], [B, S] -> 2 x [B, H, S, Dh]"""
+        normed = self.norm(mixed)
+        return self._rotate(self._heads(self.k(normed)), positions), self._heads(self.v(normed))
+
+    def cross(self, s: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """h_hat of B x T queries. s [B, T, D]; keys, values [B, H, S, Dh]; mask [B, T, S] -> [B, T, D]"""
+        q = self._rotate(self._heads(self.q(self.norm(s))), positions)
+        blind = None
+        if mask is not None:
+            blind = ~mask.any(-1)  # without a key attention is nothing, not a mean over what it must not see
+            mask = (mask | blind[..., None])[:, None]
+        a = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+        y = s + self.o(a if blind is None else a.masked_fill(blind[..., None], 0.0))
+        return y + self.mlp(self.mlp_norm(y))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.rotary(x, positions)
+        return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+    # Decoding -----------------------------------------------------------------------------------------------------------
+
+    def reset(self, capacity: int) -> None:
+        for cache in (self.tokens_cache, self.states_cache, self.tail_cache):
+            cache.begin(capacity + self.growth.rows + 1)
+        self.stable = 0  # rows of SA for verified tokens and the root
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        """LSA over what was verified; SA up to the bonus, the next root, which drafts level 1."""
+        n = states.tokens.shape[0]
+        mixed = self.layer_attention({i: (k[None], v[None]) for i, (k, v) in states.kv.items()})
+        self.states_cache.append(0, *self.keys_values(mixed, states.positions[None]))
+        self.states_cache.keep()
+        self.tokens_cache.truncate(self.stable)
+        first = int(self.stable > 0)  # the old root was run when it was the bonus
+        tokens = torch.cat([states.tokens[first:], states.tokens.new_full((1,), bonus)])
+        n, mask = tokens.shape[0], None
+        if n > 1 and self.stable:
+            mask = torch.ones(n, self.stable + n, dtype=torch.bool, device=tokens.device).tril(self.stable)
+        positions = torch.arange(self.stable, self.stable + n, device=tokens.device)
+        s = self._self_attention(tokens, positions, mask)
+        self.stable = self.tokens_cache.length
+        self.tail_cache.truncate(0)
+        own = torch.ones(1, 1, dtype=torch.bool, device=tokens.device)
+        self.logits = self._draft(s[-1:], positions[-1:], own)[0]
+
+    def root_logits(self) -> Tensor:
+        return self.logits
+
+    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+        positions = torch.full_like(tokens, self.stable + depth - 1)  # the root stands at stable - 1
+        prefix = visible.new_ones(tokens.shape[0], self.stable)
+        s = self._self_attention(tokens, positions, torch.cat([prefix, visible], 1))
+        return self._draft(s, positions, torch.cat([visible.new_ones(tokens.shape[0], 1), visible], 1))
+
+    def _self_attention(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """SA of N tokens behind its cache, whose rows are kept. mask [N, S] -> [N, D]"""
+        x = self.embedding(tokens)[None]
+        mask = None if mask is None else mask[None, None]
+        rotary = self.rotary(x, positions[None])
+        s = self.sa(x, attention_mask=mask, past_key_values=self.tokens_cache, position_embeddings=rotary)[0]
+        self.tokens_cache.keep()
+        return s
+
+    def _draft(self, s: Tensor, positions: Tensor, drafted: Tensor) -> Tensor:
+        """CA over verified tokens, then the target's last layers. s [N, D], drafted [N, 1 + rows] -> logits [N, V]"""
+        known = self.states_cache.length
+        keys, values = self.states_cache.rows(0, 0, known)
+        hidden = self.cross(s[None], positions[None], keys[None], values[None], None)
+        if self.tli:
+
+            def append(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+                true = self.target.cache.rows(layer, 0, known)
+                mine = self.tail_cache.append(layer - self.layers + self.tli, k, v)
+                return tuple(torch.cat([t[None], m], 2) for t, m in zip(true, mine, strict=True))  # type: ignore[return-value]
+
+            mask = torch.cat([drafted.new_ones(drafted.shape[0], known), drafted], 1)
+            hidden = self.target.tail(hidden, positions[None], mask[None, None], self.tli, append)
+            self.tail_cache.keep()
+        return self.target.logits(hidden[0])
+
+    # Training -----------------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """Tokens up to i, states of tokens before i's window, predict f_i."""
+        before, final = self.predict(batch)
+        metrics = distill(final, batch, self.head, self.regression, self.classification)
+        if not self.tli:
+            return metrics
+        pre = F.smooth_l1_loss(before[batch.scored].float(), batch.hidden[self.layers - self.tli - 1][batch.scored].float())
+        halved = metrics["loss"] - 0.5 * self.regression * F.smooth_l1_loss(
+            final[batch.scored].float(), batch.states[batch.scored].float()
+        )
+        return metrics | {"loss": halved + 0.5 * self.regression * pre, "before_tail": pre.detach()}
+
+    def predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """h_hat before and after the target's last layers (the same without any), [B, T, D] each."""
+        tokens, device = batch.tokens, batch.tokens.device
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        mask = self._windows(tokens.shape[0], tokens.shape[1], device)  # [B, T, T]
+        keys, values = self.keys_values(self.layer_attention(dict(batch.kv)), positions)
+        x = self.embedding(tokens).to(keys.dtype)
+        s = self.sa(x, attention_mask=None, position_embeddings=self.rotary(x, positions))
+        hidden = self.cross(s, positions, keys, values, mask)
+        if not self.tli:
+            return hidden, hidden
+
+        def append(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            true_k, true_v = batch.kv[layer]
+            return torch.cat([true_k, k], 2), torch.cat([true_v, v], 2)
+
+        own = torch.ones_like(mask[0]).tril() & ~mask  # drafted: the window up to the query itself
+        both = torch.cat([mask, own], -1)[:, None]
+        return hidden, self.target.tail(hidden, positions, both, self.tli, append)
+
+    def _windows(self, batch: int, length: int, device: torch.device) -> Tensor:
+        """One period and offset a sequence; [B, T, T] bool."""
+        low, high = (self.window, self.window) if self.window else self.periods
+        periods = torch.randint(low, high + 1, (batch,)).tolist()
+        return torch.stack([window_mask(length, t, int(torch.randint(t, ())), device) for t in periods])
