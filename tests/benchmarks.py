@@ -72,11 +72,13 @@ class Stopwatch:
 def overhead(target: Target, drafter: Drafter, prompts: list[list[int]]) -> dict[str, float]:
     """Share of the cycles' time that is neither a forward of the target nor one of the drafter."""
     watch = Stopwatch()
-    originals = target.run, target.head.forward, drafter.network  # type: ignore[attr-defined]
+    originals = target.run, target.head.forward
+    network: Any = drafter.network  # type: ignore[attr-defined]
+    owner, name = (network, "forward") if isinstance(network, torch.nn.Module) else (drafter, "network")
     total, inside, cycles = 0.0, 0.0, 0
     target.run = watch.around(target.run)  # type: ignore[method-assign]
     target.head.forward = watch.around(target.head.forward)  # type: ignore[method-assign]
-    object.__setattr__(drafter, "network", watch.around(drafter.network))  # type: ignore[attr-defined]
+    object.__setattr__(owner, name, watch.around(getattr(owner, name)))
     try:
         for prompt in prompts:
             events = decode(target, drafter, prompt, Limits(TOKENS), Lossless(), Sampler())
@@ -86,8 +88,8 @@ def overhead(target: Target, drafter: Drafter, prompts: list[list[int]]) -> dict
             total += time.perf_counter() - begin
             inside += watch.seconds - prefill
     finally:
-        target.run, target.head.forward = originals[:2]  # type: ignore[method-assign]
-        object.__delattr__(drafter, "network")
+        target.run, target.head.forward = originals  # type: ignore[method-assign]
+        object.__delattr__(owner, name)
     return {"share": 1 - inside / total, "ms_per_cycle": 1000 * (total - inside) / cycles}
 
 

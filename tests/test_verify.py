@@ -5,13 +5,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import specbench.engine.verify as module
 from specbench.engine import tree as trees
 from specbench.engine.grow import Chain, Dynamic, Static
 from specbench.engine.interface import DraftTree
-from specbench.engine.sampling import Sampler, draw, draw_without_replacement
+from specbench.engine.sampling import Sampler, argmax, draw, draw_without_replacement, top
 from specbench.engine.verify import Lossless, algorithm_d, verify
 
 V = 6
@@ -289,6 +291,19 @@ def test_probabilities_match_transformers_processors():
     ours = Sampler(0.7, top_p=0.8, top_k=20).probabilities(logits)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8)])
     torch.testing.assert_close(ours, warpers(None, logits.clone()).softmax(-1))
+
+
+@given(st.integers(1, 5), st.sampled_from([128, 256, 384, 200, 61]), st.integers(1, 3), st.integers(0, 10**6))
+def test_two_stage_choices_are_torchs(rows, size, k, seed):
+    """Coarse values make ties: argmax still returns the first, and top the same values as topk."""
+    logits = torch.randint(-4, 4, (rows, size), generator=torch.Generator().manual_seed(seed)).float()
+    assert torch.equal(argmax(logits), logits.argmax(-1))
+    assert torch.equal(argmax(logits[0]), logits[0].argmax(-1))
+    values, ids = top(logits, k)
+    assert torch.equal(values, logits.topk(k, -1).values) and torch.equal(logits.gather(1, ids), values)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    logits[0, size // 2] = float("nan")
+    assert argmax(logits)[0] == size // 2 and torch.isnan(top(logits, k)[0][0, 0])
 
 
 def test_draws_without_replacement_follow_sequential_draws():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specbench.engine import tree
 from specbench.engine.interface import DraftTree
-from specbench.engine.sampling import Sampler, draw, draw_without_replacement
+from specbench.engine.sampling import Sampler, draw, draw_without_replacement, top
 from specbench.errors import SpecBenchError
 
 
@@ -109,7 +109,7 @@ class Static:
     ) -> tuple[Tensor, Tensor | None]:
         """[F, V] -> ([F, count] ids by rank, the distribution they were drawn from or None)."""
         if not sampled:
-            return logits.topk(count, dim=-1).indices, None
+            return top(logits, count)[1], None
         q = sampler.probabilities(logits)
         if self.candidates == "sample":
             return draw_without_replacement(q, count, generator), q
@@ -225,6 +225,6 @@ class Dynamic:
 def best_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k likeliest ids of each row and their log-probabilities in float32. [F, V] -> [F, k], [F, k]"""
     logits = logits.float()
-    top = logits.topk(k, dim=-1)
+    values, ids = top(logits, k)
     # Never above 0: a child worth more than its parent would tear the tree apart.
-    return top.indices, (top.values - logits.logsumexp(-1, keepdim=True)).clamp(max=0)
+    return ids, (values - logits.logsumexp(-1, keepdim=True)).clamp(max=0)

@@ -49,8 +49,31 @@ class Sampler:
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """One id per row: the argmax, or a draw. [..., V] -> [...]"""
         if self.greedy:
-            return logits.argmax(-1)
+            return argmax(logits)
         return draw(self.probabilities(logits), generator)
+
+
+_CHUNK = 128  # ids; divides the vocabularies of this field
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The first best id of each row, [..., V] -> [...]. On a CPU in two stages, which take a quarter of torch's time."""
+    if logits.device.type != "cpu" or logits.shape[-1] % _CHUNK:
+        return logits.argmax(-1)
+    chunks = logits.unflatten(-1, (-1, _CHUNK))
+    chunk = chunks.amax(-1).argmax(-1)  # [...] the first chunk that holds the best value
+    return chunk * _CHUNK + chunks.take_along_dim(chunk[..., None, None], -2)[..., 0, :].argmax(-1)
+
+
+def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and ids of the k best of each row, best first, [F, V] -> 2 x [F, k]: they lie in the k best chunks."""
+    count = logits.shape[-1] // _CHUNK
+    if logits.device.type != "cpu" or logits.shape[-1] % _CHUNK or count < k:
+        return tuple(logits.topk(k, dim=-1))  # type: ignore[return-value]
+    chunks = logits.unflatten(-1, (count, _CHUNK))
+    best = chunks.amax(-1).topk(k, dim=-1).indices  # [F, k]
+    values, place = chunks.take_along_dim(best[..., None], -2).flatten(-2).topk(k, dim=-1)
+    return values, best.gather(-1, place // _CHUNK) * _CHUNK + place % _CHUNK
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
