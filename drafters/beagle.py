@@ -7,7 +7,8 @@ that no shift between tokens and states is needed):
 
 While drafting, h_hat of a node joins the keys of its descendants (`concat`), or no node sees any but true states.
 
-Training (section 4): L = 10 SmoothL1(f, h_hat) + CE(p, p_hat), over windows of k positions with a random offset.
+Training (section 4): L = 10 SmoothL1(f, h_hat) + CE(p, p_hat), over windows of k positions with a random offset, the first
+half of it early, the second late.
 
     early   every query of a window sees the true states before the window, nothing of it (block attention)
     late    step i = 1 … s computes the i-th position of all windows at once, which sees the true states before its window
@@ -31,12 +32,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from drafters.blocks import TrainedDrafter, distill, llama_config, window_mask
+from drafters.blocks import Teacher, TrainedDrafter, llama_config, window_mask
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError
 
 
 class Beagle(TrainedDrafter):
@@ -45,7 +45,8 @@ class Beagle(TrainedDrafter):
     Args:
         name: as tables show it. growth: of its trees. weights: folder of trained weights.
         concat: nodes see the predicted states of their ancestors; False: true states only.
-        stage: `early` or `late` training. window: k of the early stage. steps: s of the late stage.
+        late_from: share of the training after which the late stage begins; above 1 never.
+        window: k of the early stage. steps: s of the late stage.
         regression, classification: weights of the two loss terms.
     """
 
@@ -55,16 +56,14 @@ class Beagle(TrainedDrafter):
         growth: Growth,
         weights: str | None = None,
         concat: bool = True,
-        stage: str = "early",
+        late_from: float = 0.5,
         window: int = 5,
         steps: int = 4,
         regression: float = 10.0,
         classification: float = 1.0,
     ):
         super().__init__(name, growth, weights)
-        if stage not in ("early", "late"):
-            raise SpecBenchError(f"drafter.stage={stage}: use early or late")
-        self.concat, self.stage, self.window, self.steps = concat, stage, window, steps
+        self.concat, self.late_from, self.window, self.steps = concat, late_from, window, steps
         self.regression, self.classification = regression, classification
 
     def build(self, target: Target) -> None:
@@ -146,17 +145,16 @@ class Beagle(TrainedDrafter):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens up to i and states before i predict f_i, in windows; one offset a batch."""
-        window = self.window if self.stage == "early" else self.steps
-        offset = int(torch.randint(window, ()))
-        return self.early(batch, window, offset) if self.stage == "early" else self.late(batch, window, offset)
+        stage, window = (self.early, self.window) if batch.progress < self.late_from else (self.late, self.steps)
+        return stage(batch, window, int(torch.randint(window, ())))
 
     def early(self, batch: Batch, window: int, offset: int) -> dict[str, Tensor]:
-        """Block attention over true states; see `distill` for the objective."""
+        """Block attention over true states; see `Teacher` for the objective."""
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         keys, values = self.keys_values(batch.states, positions)
         mask = window_mask(batch.tokens.shape[1], window, offset, batch.tokens.device)
         predicted = self.network(batch.tokens, positions, keys, values, mask[None])
-        return distill(predicted, batch, self.head, self.regression, self.classification)
+        return Teacher(batch, self.head).loss(predicted, self.regression, self.classification)
 
     def late(self, batch: Batch, steps: int, offset: int) -> dict[str, Tensor]:
         """The loss of every simulated step, earlier steps counting more; step 1's metrics are logged."""
@@ -171,7 +169,7 @@ class Beagle(TrainedDrafter):
                 vocabulary=batch.vocabulary,
             )
             if part.scored.any():
-                metrics = distill(predicted, part, self.head, self.regression, self.classification)
+                metrics = Teacher(part, self.head).loss(predicted, self.regression, self.classification)
                 total = total + (steps - step) / steps * metrics["loss"]
                 logged = logged or metrics
         return logged | {"loss": total}

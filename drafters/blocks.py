@@ -101,47 +101,41 @@ def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a Llama
     return config
 
 
-def distill(
-    predicted: Tensor,
-    batch: Batch,
-    head: nn.Linear,
-    regression: float,
-    classification: float,
-    topk: int = 0,
-    topk_weight: float = 0.0,
-) -> dict[str, Tensor]:
-    """EAGLE's objective, also Beagle's, HASS's and MoA's: regress the target's state and match its distribution.
+class Teacher:
+    """The target where a batch is scored, and EAGLE's objective against it, also Beagle's, HASS's and MoA's.
 
     loss = regression * SmoothL1(f, f_hat) + classification * CE(softmax(head(f)), softmax(head(f_hat)))
            + topk_weight * TopK, HASS's cross-entropy over the target's `topk` likeliest ids alone, not renormalised
 
-    Only scored positions count. With `batch.vocabulary` both softmaxes run over those ids alone (not in any paper: it
-    saves most of a small machine's training time, and the last steps should run without it).
-
-    Args:
-        predicted: [B, T, D] f_hat for the states of `batch`.
-
-    Returns:
-        loss, regression, classification and the share of positions whose argmax agrees.
+    With `batch.vocabulary` both softmaxes run over those ids alone (not in any paper: it saves most of a small machine's
+    training time, and the last steps should run without it).
     """
-    guess, truth = predicted[batch.scored], batch.states[batch.scored]  # [M, D]
-    rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]
-    with torch.no_grad():
-        p = F.linear(truth, rows).float()
-        best, p = p.argmax(-1), p.softmax(-1)
-    logits = F.linear(guess, rows).float()
-    cross_entropy = F.cross_entropy(logits, p)
-    smooth_l1 = F.smooth_l1_loss(guess.float(), truth.float())
-    loss = regression * smooth_l1 + classification * cross_entropy
-    if topk_weight:
-        mass, ids = p.topk(topk, dim=-1)
-        loss = loss - topk_weight * (mass * logits.log_softmax(-1).gather(-1, ids)).sum(-1).mean()
-    return {
-        "loss": loss,
-        "regression": smooth_l1.detach(),
-        "classification": cross_entropy.detach(),
-        "agreement": (logits.argmax(-1) == best).float().mean(),
-    }
+
+    def __init__(self, batch: Batch, head: nn.Linear):
+        self.scored, self.states = batch.scored, batch.states[batch.scored]  # [M, D]
+        self.rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]
+        with torch.no_grad():
+            logits = F.linear(self.states, self.rows).float()
+            self.best, self.p = logits.argmax(-1), logits.softmax(-1)
+
+    def loss(
+        self, predicted: Tensor, regression: float, classification: float, topk: int = 0, topk_weight: float = 0.0
+    ) -> dict[str, Tensor]:
+        """predicted: [B, T, D] f_hat of the batch's states -> loss, its two parts, and how often the argmax agrees."""
+        guess = predicted[self.scored]  # [M, D]
+        log_q = F.linear(guess, self.rows).float().log_softmax(-1)
+        cross_entropy = -(self.p * log_q).sum(-1).mean()
+        smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float())
+        loss = regression * smooth_l1 + classification * cross_entropy
+        if topk_weight:
+            mass, ids = self.p.topk(topk, dim=-1)
+            loss = loss - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1).mean()
+        return {
+            "loss": loss,
+            "regression": smooth_l1.detach(),
+            "classification": cross_entropy.detach(),
+            "agreement": (log_q.argmax(-1) == self.best).float().mean(),
+        }
 
 
 def window_mask(length: int, window: int, offset: int, device: torch.device | None = None) -> Tensor:

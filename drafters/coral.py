@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.blocks import distill
+from drafters.blocks import Teacher
 from drafters.eagle import following
 from drafters.hass import Hass
 from specbench.engine.grow import Growth
@@ -36,6 +36,7 @@ class Coral(Hass):
 
     Args:
         temperature: of the contrast. samples: M. csra_weight: None to balance, 0 for alignment only.
+        step_regression: weight of a step's regression term.
         others: as for `Hass`.
     """
 
@@ -47,27 +48,30 @@ class Coral(Hass):
         temperature: float = 0.07,
         samples: int = 512,
         csra_weight: float | None = None,
-        regression: float = 0.5,
+        step_regression: float = 0.5,
         topk_weight: float = 0.0,
         **hass: Any,
     ):
-        super().__init__(name, growth, weights, regression=regression, topk_weight=topk_weight, **hass)
+        super().__init__(name, growth, weights, topk_weight=topk_weight, **hass)
         self.temperature, self.samples, self.csra_weight = temperature, samples, csra_weight
+        self.step_regression = step_regression
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
+        if batch.progress < self.align_from:
+            return super().loss(batch)
         truth, weight = following(batch), 1.0
+        teacher = Teacher(truth, self.head)
         places = truth.scored.nonzero()  # [P, 2]
         places = places[torch.randperm(len(places), device=places.device)[: self.samples]]
         views = [truth.states[places[:, 0], places[:, 1]]]  # [M, D] each: the target's, then each earlier step's
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
         for predicted in self.aligned(self.noisy(batch.states[:, :-1]), batch.tokens[:, 1:]):
-            metrics = distill(
-                predicted, truth, self.head, self.regression, self.classification, self.topk, self.topk_weight
-            )
+            terms = self.step_regression, self.classification, self.topk, self.topk_weight
+            metrics = teacher.loss(predicted, *terms)
             current = predicted[places[:, 0], places[:, 1]]
             contrast = csra(current, views, self.temperature)
-            balanced = self.regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
+            balanced = self.step_regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
             share = balanced if self.csra_weight is None else self.csra_weight
             total = total + weight * (metrics["loss"] + share * contrast)
             weight *= self.beta

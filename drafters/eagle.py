@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.blocks import TrainedDrafter, distill, llama_config
+from drafters.blocks import Teacher, TrainedDrafter, llama_config
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
@@ -107,11 +107,11 @@ class Eagle(TrainedDrafter):
     # Training -----------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `distill` for the objective."""
+        """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `Teacher` for the objective."""
         states, tokens = self.noisy(batch.states[:, :-1]), batch.tokens[:, 1:]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         predicted = self.network(states, tokens, positions, None, None)
-        return distill(predicted, following(batch), self.head, self.regression, self.classification)
+        return Teacher(following(batch), self.head).loss(predicted, self.regression, self.classification)
 
     def teacher_forced(self, batch: Batch) -> tuple[Tensor, Batch]:
         """f_hat [B, T - 1, D] from the target's own clean states, and what it was to predict."""

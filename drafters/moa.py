@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from drafters.blocks import TrainedDrafter, distill, llama_config, window_mask
+from drafters.blocks import Teacher, TrainedDrafter, llama_config, window_mask
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
@@ -198,7 +198,7 @@ class MoA(TrainedDrafter):
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens up to i, states of tokens before i's window, predict f_i."""
         before, final = self.predict(batch)
-        metrics = distill(final, batch, self.head, self.regression, self.classification)
+        metrics = Teacher(batch, self.head).loss(final, self.regression, self.classification)
         if not self.tli:
             return metrics
         pre = F.smooth_l1_loss(before[batch.scored].float(), batch.hidden[self.layers - self.tli - 1][batch.scored].float())

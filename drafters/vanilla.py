@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from drafters.blocks import TrainedDrafter, distill, llama_config
+from drafters.blocks import Teacher, TrainedDrafter, llama_config
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
@@ -122,9 +122,9 @@ class Vanilla(TrainedDrafter):
     # Training -----------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """Tokens up to i predict f_i; see `distill` for the objective."""
+        """Tokens up to i predict f_i; see `Teacher` for the objective."""
         if self.path is not None:
             raise SpecBenchError("drafter.path names a finished draft model; leave it out to train one")
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         predicted = self.lm.run(batch.tokens, positions, None, None)
-        return distill(predicted, batch, self.head, self.regression, self.classification)
+        return Teacher(batch, self.head).loss(predicted, self.regression, self.classification)

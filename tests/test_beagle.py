@@ -95,8 +95,8 @@ def test_without_concat_no_node_sees_a_predicted_state():
 def test_both_stages_train():
     target = tiny()
     batch = batch_of(target)
-    for stage in ("early", "late"):
-        made = make("beagle", target, f"+drafter.stage={stage}")
+    for stage, progress in (("early", 0.0), ("late", 0.5)):
+        made, batch.progress = make("beagle", target), progress
         optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], 3e-3)
         losses = []
         for _ in range(80):
@@ -110,7 +110,7 @@ def test_both_stages_train():
 
 def test_recomputed_late_steps_have_the_gradient_of_kept_ones(monkeypatch):
     target = tiny()
-    made, batch = make("beagle", target, "+drafter.stage=late"), batch_of(target)
+    made, batch = make("beagle", target), batch_of(target)
     gradients = []
     for _ in range(2):
         made.zero_grad()

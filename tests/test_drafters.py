@@ -139,7 +139,7 @@ def test_training_forward_equals_decoding_forward(drafter):
     if hasattr(made, "noise"):
         made.noise = 0.0
     if hasattr(made, "window"):
-        made.window = 1  # of Beagle: see all that drafting sees
+        made.window = made.steps = 1  # of Beagle and MoA: see all that drafting sees
     begin = 6
     batch.scored[:, :begin] = False
     batch.scored[:, -1] = False

@@ -98,6 +98,7 @@ class Batch:
     valid: Tensor  # [B, T] bool: not padding
     scored: Tensor  # [B, T] bool: states whose prediction counts (valid, and leading to an answer token if so asked)
     vocabulary: Tensor | None = None  # [K] ids to which the classification loss is confined; None for all V
+    progress: float = 1.0  # share of the training that is done: methods whose papers train in stages go by it
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [B, T, D], as tapped
     kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([B, H, T, Dh], [B, H, T, Dh])
 

@@ -114,6 +114,7 @@ class Trainer:
                     batch = self.corpus.load(items, device, dtype)
                     if self.step < settings.full_vocabulary_from * self.total:
                         batch.vocabulary = self.frequent
+                    batch.progress = self.step / self.total
                     with self.accelerator.autocast():
                         metrics = self.drafter.loss(batch)  # type: ignore[operator]
                     self.accelerator.backward(metrics["loss"] / settings.accumulate)
