@@ -12,6 +12,10 @@ Training (EAGLE, section 4.2): L = SmoothL1(f, f_hat) + 0.1 CE(p, p_hat), unifor
 
 EAGLE-1 decodes with a static tree, EAGLE-2 with a dynamic one: the same weights, another `growth`.
 
+`inputs` selects what a pair holds, for the comparison of EAGLE's Figure 10: `shifted` (above), `unshifted` (f_i; t_i),
+`feature` (f_i alone) or `token` (t_{i+1} alone). In the middle two the draft cannot know which token was sampled from
+f_i: all children of a node expand alike.
+
 Deviations and choices: the position of a pair is that of its state (official code); the concatenation puts the
 embedding first (official code); noise is U(-noise, noise) as in the paper, whatever the sequence length.
 """
@@ -26,6 +30,9 @@ from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.target import Target
+from specbench.errors import SpecBenchError
+
+INPUTS = ("shifted", "unshifted", "feature", "token")
 
 
 class Eagle(TrainedDrafter):
@@ -37,6 +44,7 @@ class Eagle(TrainedDrafter):
         weights: folder of trained weights.
         regression, classification: weights of the two loss terms.
         noise: half-width of the uniform noise on input states while training.
+        inputs: `shifted`, or an ablation: `unshifted`, `feature`, `token`.
     """
 
     def __init__(
@@ -47,15 +55,20 @@ class Eagle(TrainedDrafter):
         regression: float = 1.0,
         classification: float = 0.1,
         noise: float = 0.1,
+        inputs: str = "shifted",
     ):
         super().__init__(name, growth, weights)
+        if inputs not in INPUTS:
+            raise SpecBenchError(f"drafter.inputs={inputs}: use {', '.join(INPUTS)}")
+        self.inputs = inputs
         self.regression, self.classification, self.noise = regression, classification, noise
 
     def build(self, target: Target) -> None:
         config = llama_config(target, layers=1)
         self.embedding, self.head = target.embedding, target.head
         self.target_logits = target.logits
-        self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=True)
+        parts = 2 if "shifted" in self.inputs else 1
+        self.fc = nn.Linear(parts * target.hidden_size, target.hidden_size, bias=True)
         self.layer = LlamaDecoderLayer(config, layer_idx=0)
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.rotary = LlamaRotaryEmbedding(config)
@@ -65,7 +78,9 @@ class Eagle(TrainedDrafter):
         self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """f_hat of B x T pairs. states [B, T, D], tokens [B, T], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
-        x = self.fc(torch.cat([self.embedding(tokens).to(states.dtype), states], -1))
+        embedded = self.embedding(tokens).to(states.dtype)
+        parts = {"feature": [states], "token": [embedded]}.get(self.inputs, [embedded, states])
+        x = self.fc(torch.cat(parts, -1))
         rotary = self.rotary(x, positions)
         return self.layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
 
@@ -80,10 +95,12 @@ class Eagle(TrainedDrafter):
         self.cache.truncate(self.stable)
         n = states.tokens.shape[0]
         following = torch.cat([states.tokens[1:], states.tokens.new_full((1,), bonus)])
+        self.row_tokens = following[-1:]  # [1 + R] of the root, then of every node expanded in this cycle
+        read = states.tokens if self.inputs == "unshifted" else following
         mask = None
         if n > 1 and self.stable:  # causal behind a visible prefix; alone, `None` means just that
             mask = torch.ones(n, self.stable + n, dtype=torch.bool, device=following.device).tril(self.stable)
-        predicted = self._extend(states.last, following, states.positions, mask)
+        predicted = self._extend(states.last, read, states.positions, mask)
         self.stable = self.cache.length
         self.rows = predicted[-1:]  # [1 + R, D] f_hat of the root, then of every node expanded in this cycle
 
@@ -93,8 +110,9 @@ class Eagle(TrainedDrafter):
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
         prefix = visible.new_ones(tokens.shape[0], self.stable)
         positions = torch.full_like(tokens, self.stable + depth - 1)  # of the parent's state
-        predicted = self._extend(self.rows[parents + 1], tokens, positions, torch.cat([prefix, visible], 1))
-        self.rows = torch.cat([self.rows, predicted])
+        read = self.row_tokens[parents + 1] if self.inputs == "unshifted" else tokens
+        predicted = self._extend(self.rows[parents + 1], read, positions, torch.cat([prefix, visible], 1))
+        self.rows, self.row_tokens = torch.cat([self.rows, predicted]), torch.cat([self.row_tokens, tokens])
         return self.target_logits(predicted)
 
     def _extend(self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
@@ -108,16 +126,18 @@ class Eagle(TrainedDrafter):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `Teacher` for the objective."""
-        states, tokens = self.noisy(batch.states[:, :-1]), batch.tokens[:, 1:]
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        predicted = self.network(states, tokens, positions, None, None)
+        predicted = self.predict(self.noisy(batch.states[:, :-1]), batch.tokens)
         return Teacher(following(batch), self.head).loss(predicted, self.regression, self.classification)
 
     def teacher_forced(self, batch: Batch) -> tuple[Tensor, Batch]:
         """f_hat [B, T - 1, D] from the target's own clean states, and what it was to predict."""
-        tokens = batch.tokens[:, 1:]
+        return self.predict(batch.states[:, :-1], batch.tokens), following(batch)
+
+    def predict(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """f_hat of all pairs of B sequences. states [B, T - 1, D], tokens [B, T] -> [B, T - 1, D]"""
+        tokens = tokens[:, :-1] if self.inputs == "unshifted" else tokens[:, 1:]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return self.network(batch.states[:, :-1], tokens, positions, None, None), following(batch)
+        return self.network(states, tokens, positions, None, None)
 
     def noisy(self, states: Tensor) -> Tensor:
         """Input states with uniform noise: a copy, the targets stay clean."""

@@ -37,9 +37,8 @@ def trained(drafter, target, steps=120, shift=0, seed=1):
     made = make(drafter, target, seed=seed)
     batch = batch_of(target)
     if hasattr(made, "base"):  # a second stage on top of a finished first one
-        optimise(made.base.requires_grad_(True), batch, steps)
-        made.base.requires_grad_(False)
-        target.model.requires_grad_(False)
+        first, _ = trained(made.base.name, target, steps, shift, seed)
+        made.base.load_state_dict(first.state_dict())
     if shift:
         batch.tokens = batch.tokens.roll(shift, 1)
     losses = optimise(made, batch, steps)
