@@ -39,6 +39,7 @@ from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.target import Target
+from specbench.errors import SpecBenchError
 
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, new keys, new values -> all keys, all values
 
@@ -73,6 +74,8 @@ class MoA(TrainedDrafter):
         self.periods, self.window = tuple(periods), window
 
     def build(self, target: Target) -> None:
+        if not 0 <= self.tli < target.layers:
+            raise SpecBenchError(f"drafter.tli={self.tli}: one of the target's {target.layers} layers must stay below")
         self.target, self.layers = target, target.layers
         self.embedding, self.head = target.embedding, target.head
         self.taps = Taps(kv=tuple(range(target.layers)), hidden=(target.layers - self.tli - 1,) if self.tli else ())
