@@ -46,8 +46,9 @@ class Routed(TrainedDrafter):
         self.base.bind(target)
         self.base.requires_grad_(False)
         self.embedding, self.head = target.embedding, target.head
-        self.router = nn.Linear(target.hidden_size, self.groups)
         self.size = -(-target.vocab_size // self.groups)  # ids a group; the last may be smaller
+        self.groups = -(-target.vocab_size // self.size)  # none is empty
+        self.router = nn.Linear(target.hidden_size, self.groups)
         self.whole_head = target.logits
         self.base.target_logits = self.routed
 
