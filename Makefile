@@ -4,7 +4,8 @@ VENV ?= .venv
 MODEL ?= smollm2-135m
 DRAFTERS ?= none,vanilla,eagle1,eagle2,eagle2_small
 DATASETS ?= mtbench
-TRAIN ?= vanilla,eagle2
+TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
+ROUTERS ?= eagle2_router,coral_router
 # The default model's benchmark fits into minutes on two cores; a larger model gets the papers' full setting.
 ifeq ($(MODEL),smollm2-135m)
 LIMIT ?= 8
@@ -38,8 +39,9 @@ bench: $(READY) ## decode MODEL with every drafter beside the baseline, print th
 table: $(READY) ## print the table of the rows that are there
 	$(BIN)/python -m specbench.report
 
-train: $(READY) ## train drafters for MODEL: make train TRAIN=eagle2
-	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(TRAIN)
+train: $(READY) ## train the drafters that MODEL has no weights for, after saying what it takes
+	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(TRAIN) train.missing=true
+	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(ROUTERS) train=router train.missing=true
 
 benchmarks: $(READY) ## what the engine itself costs: benchmarks.json and a plot in results/local
 	$(BIN)/python tests/benchmarks.py results/local

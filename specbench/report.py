@@ -26,7 +26,7 @@ def main(config: DictConfig) -> None:
         weights = measure.ROOT / "drafters" / "weights" / entries[0].model
         figures.learning_curves(weights, Path(config.figures) / "learning_curves.png")
     if config.format == "markdown":
-        print(tables.markdown(entries), end="")
+        print(tables.markdown(entries) + "\n" + tables.training_markdown(entries), end="")
     else:
         tables.show(entries)
 

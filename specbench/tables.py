@@ -1,5 +1,6 @@
 """Rows to tables: collects cells, summarises them, shows them on a terminal or as Markdown."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,17 @@ COLUMNS = (
     "peak",
     "lossless",
 )
+TRAINING = (
+    "drafter",
+    "trained parameters",
+    "multiplied a draft pass",
+    "different tokens",
+    "tokens seen",
+    "steps",
+    "hours",
+    "held-out chain tau",
+    "trained on",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,8 @@ class Entry:
     dtype: str
     summary: Summary
     failed: int
+    parameters: int  # that one draft pass multiplies, the shared LM head included
+    weights: dict[str, Any]  # provenance, empty where the drafter brings no weights of ours
 
 
 def collect(paths: list[Path]) -> list[Entry]:
@@ -64,6 +78,8 @@ def _entry(header: dict[str, Any], summary: Summary, failed: int) -> Entry:
         dtype=header["target"]["dtype"],
         summary=summary,
         failed=failed,
+        parameters=header["parameters"]["drafter"],
+        weights=header["weights"] if summary.drafter != BASELINE else {},
     )
 
 
@@ -85,6 +101,33 @@ def cells(entry: Entry) -> list[str]:
     ]
 
 
+def training_cells(entry: Entry) -> list[str]:
+    """What a drafter cost, in the order of `TRAINING`; with a second stage on top of another drafter, both together."""
+    parts, last = [entry.weights], entry.weights["history"][-1]
+    while "base" in parts[-1]:
+        parts.append(parts[-1]["base"])
+
+    def total(key: str) -> float:
+        return sum(part[key] for part in parts)
+
+    return [
+        entry.summary.drafter,
+        f"{total('parameters'):,}",
+        f"{entry.parameters:,}",
+        f"{entry.weights['data']['unique_tokens']:,}",
+        f"{total('tokens_seen'):,}",
+        f"{total('steps'):,}",
+        f"{total('hours'):.2f}",
+        f"{last['chain_tau']:.2f}",
+        f"{entry.weights['machine']['device']}, {entry.weights['machine']['cores']} cores",
+    ]
+
+
+def trained(entries: list[Entry]) -> list[Entry]:
+    """One entry for every drafter whose training is on record."""
+    return list({e.summary.drafter: e for e in entries if e.weights}.values())
+
+
 def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
     """Entries under one caption: same model, dataset, temperature, machine. One baseline line is enough."""
     groups: dict[str, list[Entry]] = {}
@@ -101,20 +144,34 @@ def show(entries: list[Entry], console: Console | None = None) -> None:
     """Print to the terminal."""
     console = console or Console(width=190)
     for caption, group in _groups(entries).items():
-        table = Table(title=f"{caption}, {group[0].summary.prompts} generations", title_justify="left")
-        for i, column in enumerate(COLUMNS):
-            table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-        for entry in group:
-            table.add_row(*cells(entry))
-        console.print(table)
+        console.print(_terminal(f"{caption}, {group[0].summary.prompts} generations", COLUMNS, map(cells, group)))
+    if trained(entries):
+        console.print(_terminal("training", TRAINING, map(training_cells, trained(entries))))
+
+
+def _terminal(title: str, columns: Iterable[str], lines: Iterable[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    return table
 
 
 def markdown(entries: list[Entry]) -> str:
-    """The same as Markdown."""
+    """The decoding tables as Markdown."""
     parts = []
     for caption, group in _groups(entries).items():
-        lines = [f"{caption}, {group[0].summary.prompts} generations", ""]
-        lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-        lines += ["| " + " | ".join(cells(e)) + " |" for e in group]
-        parts.append("\n".join(lines))
+        parts.append(f"{caption}, {group[0].summary.prompts} generations\n\n{_markdown(COLUMNS, map(cells, group))}")
     return "\n\n".join(parts) + "\n"
+
+
+def training_markdown(entries: list[Entry]) -> str:
+    """What the drafters of these entries cost to train, as Markdown."""
+    return _markdown(TRAINING, map(training_cells, trained(entries))) + "\n"
+
+
+def _markdown(columns: Iterable[str], lines: Iterable[list[str]]) -> str:
+    columns = list(columns)
+    table = [columns, ["---"] * len(columns), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in table).replace("| --- ", "|---").replace("--- |", "---|")

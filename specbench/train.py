@@ -22,6 +22,7 @@ from specbench.engine.interface import Taps
 from specbench.errors import SpecBenchError, run_door
 from specbench.models import ModelSpec
 from specbench.training.features import Corpus, CorpusBuilder, CorpusSettings, held_out
+from specbench.training.plan import plan
 from specbench.training.replay import known_states, replay
 from specbench.training.trainer import Trainer, TrainSettings
 
@@ -32,6 +33,9 @@ CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Ta
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(config: DictConfig) -> None:
     """Build what is missing of the corpus, train, write the weights."""
+    if config.train.missing and (Path(config.train.out) / weights.WEIGHTS).exists():
+        print(f"{config.train.out}: there already (train.missing=false trains anew)")
+        return
     measure.commit()  # remembered from now on: the code that trains is the code that was there at the start
     torch.set_num_threads(config.threads or torch.get_num_threads())
     spec: ModelSpec = instantiate(config.model)
@@ -46,10 +50,12 @@ def main(config: DictConfig) -> None:
     text: Conversations = instantiate(config.train.text)
     chats = text.load()
     builder = CorpusBuilder(corpus_settings, target, chat, chats, cache_root() / "corpora")
-    folder = builder.build() if config.train.build else builder.folder
     stored = corpus_settings.states and not config.train.online and drafter.taps == Taps()  # shards hold last states only
     online = None if stored else target
     settings: TrainSettings = instantiate(config.train.settings)
+    estimate = plan(builder, drafter, target, settings, config.train.batch, not stored, builder.folder)
+    print(estimate, flush=True)
+    folder = builder.build() if config.train.build else builder.folder
     taps = drafter.taps
     corpus = Corpus(
         folder, config.train.batch, config.train.answers_only, settings.seed, online, taps, corpus_settings.tokens

@@ -274,6 +274,18 @@ def test_training_online_equals_training_stored(home):
     assert logs[0]["loss"] == pytest.approx(logs[1]["loss"], rel=2e-2)
 
 
+def test_training_says_what_it_takes_and_refuses_what_cannot_fit(home):
+    said = run(home, "train", *train(home, "plan", "train.settings.steps=2"))
+    assert "plan: corpus" in said and "GB free" in said
+    folder = home / "out" / "plan"
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    said = run(home, "train", *train(home, "plan", "train.missing=true"))
+    assert "there already" in said and (folder / "model.safetensors").stat().st_mtime_ns == before
+    huge = "train.batch=10000000"
+    assert "more memory" in run(home, "train", *train(home, "huge"), huge, ok=False)
+    assert not (home / "out" / "huge").exists()
+
+
 def test_training_on_the_text_itself(home):
     run(home, "train", *train(home, "text", "train.corpus.source=text", "train.corpus.text_tokens=40"))
     assert (home / "out" / "text" / "model.safetensors").is_file()

@@ -1,0 +1,142 @@
+"""What a training takes, said before it starts: time from a trial of a few seconds, disk, memory. Refuses what cannot fit.
+
+Knows the corpus, the trainer's settings and that a drafter owns its loss.
+"""
+
+import os
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbench.engine.interface import Batch
+from specbench.engine.target import Target
+from specbench.errors import SpecBenchError
+from specbench.training.features import CorpusBuilder
+from specbench.training.trainer import TrainSettings
+
+TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual length
+STAGES = (0.1, 0.4, 0.6, 0.9)  # shares of the training that are tried: methods with stages differ between them
+FLOATS = 4  # of a logit's size that a loss over the vocabulary holds at once
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Estimates: seconds, bytes, and tokens they are for."""
+
+    corpus_tokens: int  # still to be written
+    corpus_seconds: float
+    corpus_bytes: int
+    training_tokens: int  # at most
+    training_seconds: float
+    checkpoint_bytes: int
+    memory_bytes: int  # beyond the target and the drafter: gradients, optimiser, the loss over the whole vocabulary
+    folder: Path
+    device: torch.device
+
+    def __str__(self) -> str:
+        return (
+            f"plan: corpus {self.corpus_tokens:,} more tokens, about {self.corpus_seconds / 60:.0f} min; training at most "
+            f"{self.training_tokens:,} tokens, about {self.training_seconds / 60:.0f} min; disk "
+            f"{(self.corpus_bytes + self.checkpoint_bytes) / 1e9:.2f} GB of {self.free_disk() / 1e9:.0f} GB free; memory "
+            f"about {self.memory_bytes / 1e9:.1f} GB of {self.free_memory() / 1e9:.0f} GB free"
+        )
+
+    def free_disk(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+    def free_memory(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _file_cache()
+
+    def check(self) -> None:
+        """Raises `SpecBenchError` where disk or memory do not suffice, with what would."""
+        disk = self.corpus_bytes + self.checkpoint_bytes
+        if disk > self.free_disk():
+            raise SpecBenchError(
+                f"this training needs up to {disk / 1e9:.1f} GB and {self.folder} has {self.free_disk() / 1e9:.1f} GB "
+                "free; lower train.corpus.tokens or set SPECBENCH_CACHE to a larger disk"
+            )
+        if self.memory_bytes > self.free_memory():
+            raise SpecBenchError(
+                f"this training needs about {self.memory_bytes / 1e9:.1f} GB more memory and {self.device} has "
+                f"{self.free_memory() / 1e9:.1f} GB free; lower train.batch (with train.settings.accumulate) or confine "
+                "the loss with train.settings.vocabulary and full_vocabulary_from=1"
+            )
+
+
+def plan(
+    builder: CorpusBuilder, drafter: Any, target: Target, settings: TrainSettings, batch: int, online: bool, folder: Path
+) -> Plan:
+    """Try a training batch and, if tokens are missing, a pass that writes them; estimate the rest from these.
+
+    Raises:
+        SpecBenchError: disk or memory do not suffice.
+    """
+    tokens, _ = builder.estimate()
+    missing = max(0, tokens - builder.written())
+    own = [p for p in drafter.parameters() if p.requires_grad]
+    size = sum(p.numel() * p.element_size() for p in own)
+    longest = builder.longest()
+    logits = FLOATS * 4 * batch * longest * target.vocab_size
+    if settings.vocabulary is not None and settings.full_vocabulary_from >= 1:
+        logits = logits * settings.vocabulary // target.vocab_size
+    passes = settings.epochs * tokens
+    if settings.steps is not None:
+        passes = min(passes, settings.steps * settings.accumulate * batch * longest)
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = Plan(
+        corpus_tokens=missing,
+        corpus_seconds=0.0,
+        corpus_bytes=missing * builder.bytes_per_token,
+        training_tokens=passes,
+        training_seconds=0.0,
+        checkpoint_bytes=2 * 3 * size,  # weights and two moments, old and new file side by side
+        memory_bytes=3 * size + logits,
+        folder=folder,
+        device=target.device,
+    )
+    sizes.check()  # before the trial would fill the memory
+    return replace(
+        sizes,
+        corpus_seconds=missing * builder.seconds_per_token() if missing else 0.0,
+        training_seconds=passes * _training_seconds(drafter, target, settings, batch, online),
+    )
+
+
+def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, batch: int, online: bool) -> float:
+    """Per token, over the stages, on random tokens and states; leaves gradients and random state as they were."""
+    length = min(TRIAL_LENGTH, target.max_context)
+    seconds = 0.0
+    drafter.train()
+    with torch.random.fork_rng():
+        tokens = torch.randint(target.vocab_size, (batch, length), device=target.device)
+        everywhere = torch.ones_like(tokens, dtype=torch.bool)
+        states = torch.randn(batch, length, target.hidden_size, device=target.device, dtype=target.dtype)
+        for trial, progress in enumerate((STAGES[0], *STAGES)):
+            begin = time.perf_counter()
+            made = Batch(tokens, states, everywhere, everywhere.clone(), progress=progress)
+            if online:
+                made.states, made.hidden, made.kv = target.tapped(tokens, drafter.taps)
+            if settings.vocabulary is not None:
+                made.vocabulary = torch.arange(min(settings.vocabulary, target.vocab_size), device=target.device)
+            loss = drafter.loss(made)["loss"]
+            loss.backward()
+            float(loss.detach())  # waits for the device
+            drafter.zero_grad(set_to_none=True)
+            if trial:  # the first one warms up
+                seconds += time.perf_counter() - begin
+    return seconds / len(STAGES) / tokens.numel()
+
+
+def _file_cache() -> int:
+    """Bytes that the kernel would give back from its file cache; 0 where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Cached:"))
+    except (OSError, StopIteration):
+        return 0
