@@ -1,5 +1,6 @@
 """Figures from rows and provenance. Colours are Okabe and Ito's, which colour-blind readers can tell apart."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -20,7 +21,9 @@ def learning_curves(weights: Path, path: Path) -> list[str]:
     """
     found = {p.parent.name: json.loads(p.read_text()) for p in sorted(weights.rglob("provenance.json"))}
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-    for (name, provenance), colour, marker in zip(found.items(), COLOURS, MARKERS, strict=False):
+    for (name, provenance), colour, marker in zip(
+        found.items(), itertools.cycle(COLOURS), itertools.cycle(MARKERS + "<>"), strict=False
+    ):
         points = [h for h in provenance["history"] if "chain_tau" in h]
         tokens = [h["tokens"] / 1e6 for h in points]
         style = {"color": colour, "marker": marker, "label": name, "markersize": 4}

@@ -1,8 +1,11 @@
 """The loop: greedy identity, exact ends, oracles, and caches that equal a fresh prefill."""
 
+from collections import Counter
+
 import pytest
 import torch
 from conftest import ARCHITECTURES, DRAFTERS, TRAINED, make, tiny
+from scipy.stats import chi2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbench.engine.decode import Limits, Prefill, decode
@@ -159,6 +162,32 @@ def test_same_seed_same_tokens(drafter):
     made = make(drafter, target)
     runs = [generate(target, made, sampler=Sampler(0.9), seed=s)[0] for s in (5, 5, 6)]
     assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("drafter", TRAINED)
+def test_sampled_output_follows_the_target(drafter):
+    """Continuations of three tokens against the exact product of the target's conditionals, by chi-square."""
+    target, sampler, runs = tiny(), Sampler(1.0, top_k=3), 300
+    made = make(drafter, target)
+    expected = {(): 1.0}
+    with torch.inference_mode():
+        for _ in range(3):
+            longer = {}
+            for path, probability in expected.items():
+                p = sampler.probabilities(target.model(torch.tensor([[*PROMPT, *path]])).logits[0, -1])
+                longer |= {(*path, int(t)): probability * float(p[t]) for t in p.nonzero()[:, 0]}
+            expected = longer
+    assert len(expected) == 27 and sum(expected.values()) == pytest.approx(1)
+    found = Counter(tuple(generate(target, made, cap=3, sampler=sampler, seed=s)[0]) for s in range(runs))
+    assert not found.keys() - expected.keys()
+    frequent = [path for path, p in expected.items() if p * runs >= 5]
+    observed, wanted = [found[p] for p in frequent], [expected[p] * runs for p in frequent]
+    rest = runs - sum(wanted)
+    if rest >= 5:
+        observed, wanted = [*observed, runs - sum(observed)], [*wanted, rest]
+    assert len(wanted) > 4, "the test has no power if one continuation is certain"
+    statistic = sum((o - w) ** 2 / w for o, w in zip(observed, wanted, strict=True))
+    assert chi2.sf(statistic, len(wanted) - 1) > 1e-4
 
 
 @pytest.mark.parametrize("drafter", TRAINED)
