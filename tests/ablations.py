@@ -1,6 +1,6 @@
 """Short trainings and decoding variants that take one thing away at a time: `python tests/ablations.py FOLDER [GROUP …]`.
 
-Rows go to FOLDER/<group>/<variant>; the trained variants go to results/local, which is not kept. Whatever is
+Rows go to FOLDER/<group>, under the variant's name; the trained variants go to results/local, which is not kept. Whatever is
 there is not done again, so a killed run goes on where it was. Budgets are in `GROUPS`: within a group all variants get
 the same number of steps over the same data in the same order.
 """
@@ -112,7 +112,8 @@ def run(folder: Path, group: str, name: str, variant: Variant) -> None:
             "train.settings.validation_answers=24",
         )
         weights = [f"drafter.weights={out}"]
-    call("run", *options, *weights, *PROMPTS, *variant.decoding, f"results={folder / group / name}")
+    shown = variant.drafter if name == variant.drafter else f"{variant.drafter}-{name}"
+    call("run", *options, f"drafter.name={shown}", *weights, *PROMPTS, *variant.decoding, f"results={folder / group}")
 
 
 def main(folder: Path, chosen: list[str]) -> None:
