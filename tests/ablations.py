@@ -1,7 +1,7 @@
 """Short trainings and decoding variants that take one thing away at a time: `python tests/ablations.py FOLDER [GROUP …]`.
 
-Rows go to FOLDER/<group>, under the variant's name; the trained variants go to results/local, which is not kept. Whatever is
-there is not done again, so a killed run goes on where it was. Budgets are in `GROUPS`: within a group all variants get
+Rows go to FOLDER/<group>, under the variant's name; the trained variants go to results/local, which is not kept.
+Whatever is there is not done again, so a killed run goes on where it was. Budgets are in `GROUPS`: within a group all get
 the same number of steps over the same data in the same order.
 """
 
