@@ -1,8 +1,10 @@
 """The one exception a user is meant to read, and the wrapper that prints it. Knows nothing else in the project."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 # Printed instead of a traceback: they are mistakes in what was asked for, and their text says which.
 _CONFIG_LIBRARIES = ("hydra.", "omegaconf.")
@@ -20,24 +22,32 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def run_door(main: Callable[[], None]) -> None:
-    """Run a command-line door: mistakes end in one clear line and exit code 2, bugs keep their traceback.
+def spoken(job: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a job: mistakes end in one clear line and exit code 2 here, before Hydra adds lines of its own.
 
-    A full disk is a mistake of the machine, not a bug: it gets its one line too.
+    A full disk is a mistake of the machine, not a bug: it gets its one line too. Bugs keep their traceback.
     """
+
+    @functools.wraps(job)
+    def wrapped(*args: Any) -> None:
+        try:
+            job(*args)
+        except KeyboardInterrupt:
+            sys.exit(_complain("interrupted; run the same command again to continue"))
+        except Exception as error:
+            if isinstance(error, SpecBenchError) or type(error).__module__.startswith(_CONFIG_LIBRARIES):
+                sys.exit(_complain(one_line(error)))  # some of Hydra's are OSErrors too
+            if isinstance(error, OSError) and error.errno is not None:
+                sys.exit(_complain(f"{error.strerror}: {error.filename or 'while writing'}; nothing half-written was kept"))
+            raise
+
+    return wrapped
+
+
+def run_door(main: Callable[[], None]) -> None:
+    """Run a command-line door; mistakes in the configuration itself are `spoken` too."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
-    try:
-        main()
-    except SpecBenchError as error:
-        sys.exit(_complain(one_line(error)))
-    except KeyboardInterrupt:
-        sys.exit(_complain("interrupted; run the same command again to continue"))
-    except Exception as error:
-        if type(error).__module__.startswith(_CONFIG_LIBRARIES):  # some of Hydra's are OSErrors too
-            sys.exit(_complain(one_line(error)))
-        if isinstance(error, OSError) and error.errno is not None:
-            sys.exit(_complain(f"{error.strerror}: {error.filename or 'while writing'}; nothing half-written was kept"))
-        raise
+    spoken(main)()
 
 
 def _complain(line: str) -> int:

@@ -174,10 +174,11 @@ def summarise(header: dict[str, Any], drafter: str, rows: Sequence[Row], baselin
         split=time_split(rows),
         predicted=predicted_speed_up(rows),
         predicted_by_parameters=predicted_by_parameters(value, passes, draft, parameters["target"]),
-        peak_bytes=max((max(_bytes(r)) for r in rows), default=0),
+        peak_bytes=max((max(peak_bytes(r)) for r in rows), default=0),
         lossless=lossless_verdict(rows, sampled, drafter != BASELINE and header["lossy"]),
     )
 
 
-def _bytes(row: Row) -> list[int]:
+def peak_bytes(row: Row) -> list[int]:
+    """Peaks of a generation, one by source."""
     return [v for v in row.peak.values() if isinstance(v, int) and not isinstance(v, bool)] or [0]

@@ -21,7 +21,7 @@ from specbench import measure, tables
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet
 from specbench.engine.interface import Drafter
-from specbench.errors import SpecBenchError, one_line, run_door
+from specbench.errors import SpecBenchError, one_line, run_door, spoken
 from specbench.metrics import BASELINE
 from specbench.models import ModelSpec
 from specbench.records import Cell, identity
@@ -30,6 +30,7 @@ _failures: list[str] = []  # of all jobs of a sweep: a failed cell is reported a
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="run")
+@spoken
 def job(config: DictConfig) -> None:
     """One cell."""
     try:

@@ -19,7 +19,7 @@ from specbench.datasets import Conversations
 from specbench.engine import weights
 from specbench.engine.grow import Chain
 from specbench.engine.interface import Taps
-from specbench.errors import SpecBenchError, run_door
+from specbench.errors import SpecBenchError, run_door, spoken
 from specbench.models import ModelSpec
 from specbench.training.features import Corpus, CorpusBuilder, CorpusSettings, held_out
 from specbench.training.plan import plan
@@ -31,6 +31,7 @@ CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Ta
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+@spoken
 def main(config: DictConfig) -> None:
     """Build what is missing of the corpus, train, write the weights."""
     if config.train.missing and (Path(config.train.out) / weights.WEIGHTS).exists():

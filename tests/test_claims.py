@@ -1,0 +1,104 @@
+"""The ledger of claims: every verdict from synthetic rows, and the shipped list well-formed."""
+
+import json
+
+import pytest
+from conftest import DRAFTERS, ROOT
+from omegaconf import OmegaConf
+
+from specbench import claims
+from specbench.claims import INCONCLUSIVE, METRICS, NOT_REPRODUCED, NOT_RUN, REPRODUCED, Evidence
+from specbench.errors import SpecBenchError
+from specbench.records import Row
+
+
+def evidence(accepted, speed=1.0, questions=12, parameters=100):
+    """Rows whose cycles accept `accepted[i % len]` tokens in turn; the baseline's beside them."""
+    rows, baseline = [], []
+    for q in range(questions):
+        path = [accepted[(q + c) % len(accepted)] for c in range(10)]
+        tokens = [0] * (1 + sum(path) + len(path))
+        ours = Row("x", str(q), "", 0, 5, tokens, 0.1, len(tokens) / speed, accepted=path, drafted=[5] * len(path))
+        ours.nodes, ours.peak, ours.draft_s = [5] * len(path), {"resident": 2**20}, 1.0
+        rows.append(ours)
+        baseline.append(Row("none", str(q), "", 0, 5, tokens, 0.1, float(len(tokens)), accepted=[0] * (len(tokens) - 1)))
+    return Evidence(tuple(rows), tuple(baseline), parameters)
+
+
+def verdict(test, known, tmp_path):
+    return claims.ledger([{"tests": [test]}], known, tmp_path)[0].verdict
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ({"metric": "tau", "of": "good", "over": "poor", "is": "more"}, REPRODUCED),
+        ({"metric": "tau", "of": "good", "over": "poor", "is": "less"}, NOT_REPRODUCED),
+        ({"metric": "tau", "of": "good", "over": "good", "is": "more"}, INCONCLUSIVE),
+        ({"metric": "tau", "of": "good", "over": "absent", "is": "more"}, NOT_RUN),
+        ({"metric": "tau", "of": "good", "over": "poor", "is": "more", "by": 1.5}, REPRODUCED),
+        ({"metric": "tau", "of": "good", "over": "poor", "is": "more", "by": 2.5}, NOT_REPRODUCED),
+        ({"metric": "speed_up", "of": "good", "over": "poor", "is": "more"}, REPRODUCED),
+        ({"metric": "speed_up", "of": "poor", "over": "poor", "within": 0.05}, REPRODUCED),
+        ({"metric": "speed_up", "of": "good", "over": "poor", "within": 0.05}, NOT_REPRODUCED),
+        ({"metric": "late_alpha", "of": "good", "over": "poor", "is": "more"}, REPRODUCED),
+        ({"metric": "alpha0", "of": "good", "over_metric": "alpha4", "is": "more"}, REPRODUCED),
+        ({"metric": "parameters", "of": "good", "over": "poor", "is": "less"}, REPRODUCED),
+        ({"metric": "memory", "of": "good", "over": "poor", "within": 0.01}, REPRODUCED),
+        ({"metric": "draft_ms", "of": "good", "over": "poor", "within": 0.01}, REPRODUCED),
+        ({"file": "numbers.json", "of": "a.1", "over": "a.2", "within": 0.1}, REPRODUCED),
+        ({"file": "numbers.json", "of": "a.3", "over": "a.2", "is": "more", "by": 0.5}, REPRODUCED),
+        ({"file": "numbers.json", "of": "a.3", "over": "a.2", "within": 0.1}, NOT_REPRODUCED),
+        ({"file": "missing.json", "of": "a.3", "over": "a.2", "within": 0.1}, NOT_RUN),
+    ],
+)
+def test_verdicts(test, expected, tmp_path):
+    (tmp_path / "numbers.json").write_text(json.dumps({"a": {"1": 10.2, "2": 10.0, "3": 30.0}}))
+    known = {"good": evidence([3, 3, 4, 2], speed=2.0, parameters=50), "poor": evidence([1, 1, 2, 0])}
+    assert verdict(test, known, tmp_path) == expected
+
+
+def test_a_claim_is_as_good_as_its_worst_test(tmp_path):
+    known = {"good": evidence([3, 3, 4, 2]), "poor": evidence([1, 1, 2, 0])}
+    right = {"metric": "tau", "of": "good", "over": "poor", "is": "more"}
+    wrong, open_, absent = {**right, "is": "less"}, {**right, "over": "good"}, {**right, "over": "absent"}
+    for tests, expected in (
+        ([right, right], REPRODUCED),
+        ([right, open_], INCONCLUSIVE),
+        ([open_, wrong, right], NOT_REPRODUCED),
+        ([wrong, absent], NOT_RUN),
+    ):
+        assert claims.ledger([{"tests": tests}], known, tmp_path)[0].verdict == expected
+
+
+def test_late_acceptance_is_everything_behind_the_first_step():
+    e = evidence([0, 1, 5, 3])
+    tried = passed = 0
+    for row in e.rows:
+        for accepted, drafted in zip(row.accepted, row.drafted, strict=True):
+            for depth in range(2, drafted + 1):
+                if accepted >= depth - 1:
+                    tried, passed = tried + 1, passed + (accepted >= depth)
+    assert METRICS["late_alpha"](e) == pytest.approx(passed / tried)
+
+
+def test_an_unknown_metric_is_named(tmp_path):
+    with pytest.raises(SpecBenchError, match="unknown metric beauty"):
+        verdict({"metric": "beauty", "of": "a", "over": "a", "is": "more"}, {"a": evidence([1])}, tmp_path)
+
+
+def test_the_shipped_claims_are_well_formed(tmp_path):
+    files = sorted((ROOT / "conf" / "claims").glob("*.yaml"))
+    listed = [claim for file in files for claim in OmegaConf.to_container(OmegaConf.load(file))]
+    assert len(listed) > 15
+    for claim in listed:
+        assert all(claim[key] for key in ("says", "source", "published", "tests", "run"))
+        for test in claim["tests"]:
+            assert ("is" in test) != ("within" in test) and test.get("is", "more") in ("more", "less")
+            if "file" not in test:
+                assert test["metric"] in METRICS
+                assert any(test[k].split("-")[0] in DRAFTERS for k in ("of", "over") if k in test)
+    verdicts = claims.ledger(listed, {}, tmp_path)
+    assert {v.verdict for v in verdicts} == {NOT_RUN}
+    shown = claims.markdown(verdicts)
+    assert all(claim["run"] in shown and claim["says"] in shown for claim in listed)
