@@ -125,7 +125,7 @@ def training_cells(entry: Entry) -> list[str]:
 
 def trained(entries: list[Entry]) -> list[Entry]:
     """One entry for every drafter whose training is on record."""
-    return list({e.summary.drafter: e for e in entries if e.weights}.values())
+    return list({e.summary.drafter: e for e in entries if e.weights.get("history")}.values())
 
 
 def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
