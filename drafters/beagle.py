@@ -27,12 +27,11 @@ memory does not grow with s. The late window is s (the paper gives 4 and 3 for s
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from drafters.blocks import Teacher, TrainedDrafter, llama_config, window_mask
+from drafters.blocks import Teacher, TrainedDrafter, attend, llama_config, rotate, split_heads, window_mask
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
@@ -83,27 +82,15 @@ class Beagle(TrainedDrafter):
 
     def keys_values(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """States as seen by queries. [B, S, D], [B, S] -> 2 x [B, H, S, Dh]"""
-        k = self.k(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        v = self.v(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return self._rotate(k, positions), v
+        k, v = (split_heads(part(states), self.head_dim) for part in (self.k, self.v))
+        return rotate(k, self.rotary, positions), v
 
     def network(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """h_hat of B x T queries. tokens, positions [B, T]; keys, values [B, H, S, Dh]; mask [B or 1, T, S] -> [B, T, D]"""
         e = self.embedding(tokens).to(keys.dtype)
-        q = self._rotate(self.q(self.query_norm(e)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2), positions)
-        if mask is not None:
-            blind = ~mask.any(-1)  # a query without a key, the first position, attends to nothing at all
-            mask = (mask | blind[..., None])[:, None]
-        a = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-        a = a.transpose(1, 2).flatten(2)
-        if mask is not None:
-            a = a.masked_fill(blind[..., None], 0.0)
-        y = e + self.o(a)
+        q = rotate(split_heads(self.q(self.query_norm(e)), self.head_dim), self.rotary, positions)
+        y = e + self.o(attend(q, keys, values, mask))
         return y + self.mlp(self.mlp_norm(y))
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rotary(x, positions)
-        return apply_rotary_pos_emb(x, x, cos, sin)[0]
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.blocks import Teacher, TrainedDrafter, llama_config
+from drafters.blocks import Teacher, TrainedDrafter, behind, llama_config
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
@@ -93,13 +93,10 @@ class Eagle(TrainedDrafter):
     def observe(self, states: TargetStates, bonus: int) -> None:
         """Append the pairs (f_i, t_{i+1}) that are now known; the last one, with the bonus, drafts level 1."""
         self.cache.truncate(self.stable)
-        n = states.tokens.shape[0]
         following = torch.cat([states.tokens[1:], states.tokens.new_full((1,), bonus)])
         self.row_tokens = following[-1:]  # [1 + R] of the root, then of every node expanded in this cycle
         read = states.tokens if self.inputs == "unshifted" else following
-        mask = None
-        if n > 1 and self.stable:  # causal behind a visible prefix; alone, `None` means just that
-            mask = torch.ones(n, self.stable + n, dtype=torch.bool, device=following.device).tril(self.stable)
+        mask = behind(self.stable, len(following), following.device)
         predicted = self._extend(states.last, read, states.positions, mask)
         self.stable = self.cache.length
         self.rows = predicted[-1:]  # [1 + R, D] f_hat of the root, then of every node expanded in this cycle
@@ -110,9 +107,11 @@ class Eagle(TrainedDrafter):
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
         prefix = visible.new_ones(tokens.shape[0], self.stable)
         positions = torch.full_like(tokens, self.stable + depth - 1)  # of the parent's state
-        read = self.row_tokens[parents + 1] if self.inputs == "unshifted" else tokens
+        read = tokens
+        if self.inputs == "unshifted":
+            read, self.row_tokens = self.row_tokens[parents + 1], torch.cat([self.row_tokens, tokens])
         predicted = self._extend(self.rows[parents + 1], read, positions, torch.cat([prefix, visible], 1))
-        self.rows, self.row_tokens = torch.cat([self.rows, predicted]), torch.cat([self.row_tokens, tokens])
+        self.rows = torch.cat([self.rows, predicted])
         return self.target_logits(predicted)
 
     def _extend(self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:

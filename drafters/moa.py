@@ -31,10 +31,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
 )
 
-from drafters.blocks import Teacher, TrainedDrafter, llama_config, window_mask
+from drafters.blocks import Teacher, TrainedDrafter, attend, behind, llama_config, rotate, split_heads, window_mask
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
@@ -115,25 +114,14 @@ class MoA(TrainedDrafter):
     def keys_values(self, mixed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """g as cross-attention sees it. [B, S, D], [B, S] -> 2 x [B, H, S, Dh]"""
         normed = self.norm(mixed)
-        return self._rotate(self._heads(self.k(normed)), positions), self._heads(self.v(normed))
+        k, v = (split_heads(part(normed), self.config.head_dim) for part in (self.k, self.v))
+        return rotate(k, self.rotary, positions), v
 
     def cross(self, s: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """h_hat of B x T queries. s [B, T, D]; keys, values [B, H, S, Dh]; mask [B, T, S] -> [B, T, D]"""
-        q = self._rotate(self._heads(self.q(self.norm(s))), positions)
-        blind = None
-        if mask is not None:
-            blind = ~mask.any(-1)  # without a key attention is nothing, not a mean over what it must not see
-            mask = (mask | blind[..., None])[:, None]
-        a = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
-        y = s + self.o(a if blind is None else a.masked_fill(blind[..., None], 0.0))
+        q = rotate(split_heads(self.q(self.norm(s)), self.config.head_dim), self.rotary, positions)
+        y = s + self.o(attend(q, keys, values, mask))
         return y + self.mlp(self.mlp_norm(y))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rotary(x, positions)
-        return apply_rotary_pos_emb(x, x, cos, sin)[0]
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 
@@ -144,17 +132,14 @@ class MoA(TrainedDrafter):
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         """LSA over what was verified; SA up to the bonus, the next root, which drafts level 1."""
-        n = states.tokens.shape[0]
         mixed = self.layer_attention({i: (k[None], v[None]) for i, (k, v) in states.kv.items()})
         self.states_cache.append(0, *self.keys_values(mixed, states.positions[None]))
         self.states_cache.keep()
         self.tokens_cache.truncate(self.stable)
         first = int(self.stable > 0)  # the old root was run when it was the bonus
         tokens = torch.cat([states.tokens[first:], states.tokens.new_full((1,), bonus)])
-        n, mask = tokens.shape[0], None
-        if n > 1 and self.stable:
-            mask = torch.ones(n, self.stable + n, dtype=torch.bool, device=tokens.device).tril(self.stable)
-        positions = torch.arange(self.stable, self.stable + n, device=tokens.device)
+        mask = behind(self.stable, len(tokens), tokens.device)
+        positions = torch.arange(self.stable, self.stable + len(tokens), device=tokens.device)
         s = self._self_attention(tokens, positions, mask)
         self.stable = self.tokens_cache.length
         self.tail_cache.truncate(0)
@@ -201,14 +186,12 @@ class MoA(TrainedDrafter):
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens up to i, states of tokens before i's window, predict f_i."""
         before, final = self.predict(batch)
-        metrics = Teacher(batch, self.head).loss(final, self.regression, self.classification)
+        regression = 0.5 * self.regression if self.tli else self.regression
+        metrics = Teacher(batch, self.head).loss(final, regression, self.classification)
         if not self.tli:
             return metrics
         pre = F.smooth_l1_loss(before[batch.scored].float(), batch.hidden[self.layers - self.tli - 1][batch.scored].float())
-        halved = metrics["loss"] - 0.5 * self.regression * F.smooth_l1_loss(
-            final[batch.scored].float(), batch.states[batch.scored].float()
-        )
-        return metrics | {"loss": halved + 0.5 * self.regression * pre, "before_tail": pre.detach()}
+        return metrics | {"loss": metrics["loss"] + regression * pre, "before_tail": pre.detach()}
 
     def predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """h_hat before and after the target's last layers (the same without any), [B, T, D] each."""

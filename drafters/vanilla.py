@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from drafters.blocks import Teacher, TrainedDrafter, llama_config
+from drafters.blocks import Teacher, TrainedDrafter, behind, llama_config
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
@@ -94,11 +94,8 @@ class Vanilla(TrainedDrafter):
         self.cache.truncate(self.stable)
         first = int(self.stable > 0)  # the old root was already run when it was the bonus
         tokens = torch.cat([states.tokens[first:], states.tokens.new_full((1,), bonus)])
-        n = tokens.shape[0]
-        mask = None
-        if n > 1 and self.stable:
-            mask = torch.ones(n, self.stable + n, dtype=torch.bool, device=tokens.device).tril(self.stable)
-        positions = torch.arange(self.stable, self.stable + n, device=tokens.device)
+        mask = behind(self.stable, len(tokens), tokens.device)
+        positions = torch.arange(self.stable, self.stable + len(tokens), device=tokens.device)
         self.logits = self._extend(tokens, positions, mask, last_only=True)[-1]
         self.stable = self.cache.length
 

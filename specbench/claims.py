@@ -75,7 +75,7 @@ METRICS: dict[str, Callable[[Evidence], float]] = {
 
 
 def evidence(paths: Sequence[Path], dataset: str) -> dict[str, Evidence]:
-    """Complete greedy cells on a dataset, by the drafter's name; of several with one name the one with most rows."""
+    """Greedy cells on a dataset, by the drafter's name; of several with one name the one with most rows."""
     found: dict[str, Evidence] = {}
     for path in paths:
         header, records = read_cell(path)
@@ -110,16 +110,20 @@ def compare(test: Mapping[str, Any], known: Mapping[str, Evidence], folder: Path
     questions = sorted({r.question for r in ours.rows} & {r.question for r in theirs.rows})
     if not questions:
         return None
-    difference = first == "tau" or "alpha" in first
 
     def effect(drawn: Sequence[str]) -> float:
         a, b = METRICS[first](ours.drawn(drawn)), METRICS[second](theirs.drawn(drawn))
-        return a - b if difference else a / b
+        return a - b if _subtracted(test) else a / b
 
     random = np.random.default_rng(0)
     draws = [effect([questions[i] for i in random.integers(len(questions), size=len(questions))]) for _ in range(SAMPLES)]
     low, high = np.nanpercentile(draws, [2.5, 97.5])
     return Interval(effect(questions), float(low), float(high))
+
+
+def _subtracted(test: Mapping[str, Any]) -> bool:
+    """Is the effect a difference? Otherwise it is a ratio."""
+    return "file" not in test and (test["metric"] == "tau" or "alpha" in test["metric"])
 
 
 def _lookup(data: Any, key: str) -> float:
@@ -132,7 +136,7 @@ def judge(test: Mapping[str, Any], effect: Interval | None) -> str:
     """A verdict from an effect and what the test expects of it."""
     if effect is None:
         return NOT_RUN
-    neutral = 0.0 if "file" not in test and (test["metric"] == "tau" or "alpha" in test["metric"]) else 1.0
+    neutral = 0.0 if _subtracted(test) else 1.0
     if "within" in test:
         low, high = neutral - test["within"], neutral + test["within"]
         if low <= effect.low and effect.high <= high:
@@ -185,6 +189,6 @@ def _effect(test: Mapping[str, Any], effect: Interval | None) -> str:
         return f"{name}: -"
     if "file" in test:
         return f"{name}: x{effect.value:.2f}"
-    if test["metric"] == "tau" or "alpha" in test["metric"]:
+    if _subtracted(test):
         return f"{name}: {effect.value:+.2f} [{effect.low:+.2f}, {effect.high:+.2f}]"
     return f"{name}: x{effect.value:.2f} [{effect.low:.2f}, {effect.high:.2f}]"

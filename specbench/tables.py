@@ -1,6 +1,6 @@
 """Rows to tables: collects cells, summarises them, shows them on a terminal or as Markdown."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,6 @@ def training_markdown(entries: list[Entry]) -> str:
     return _markdown(TRAINING, map(training_cells, trained(entries))) + "\n"
 
 
-def _markdown(columns: Iterable[str], lines: Iterable[list[str]]) -> str:
-    columns = list(columns)
-    table = [columns, ["---"] * len(columns), *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in table).replace("| --- ", "|---").replace("--- |", "---|")
+def _markdown(columns: Sequence[str], lines: Iterable[list[str]]) -> str:
+    heading, *rest = ("| " + " | ".join(line) + " |" for line in (columns, *lines))
+    return "\n".join([heading, "|---" * len(columns) + "|", *rest])

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,12 +93,11 @@ class CorpusBuilder:
             for at in range(0, len(ordered), settings.shard):
                 self.shards[f"shard-{len(self.shards) - 1:05d}"] = ordered[at : at + settings.shard]
 
-    def estimate(self) -> tuple[int, int]:
-        """At most how many tokens, and bytes on disk, the whole corpus takes."""
+    def estimate(self) -> int:
+        """At most how many tokens the whole corpus has."""
         answer = self.settings.answer_tokens if self.settings.source == "answers" else 0
         tokens = sum(len(item[0]) + answer for items in self.shards.values() for item in items)
-        tokens = min(tokens, self.settings.tokens or tokens)
-        return tokens, tokens * self.bytes_per_token
+        return min(tokens, self.settings.tokens or tokens)
 
     @property
     def bytes_per_token(self) -> int:
@@ -130,8 +128,7 @@ class CorpusBuilder:
     def build(self) -> Path:
         """Write what is missing up to `tokens`; returns the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        tokens, size = self.estimate()
-        print(f"corpus {self.folder.name}: at most {tokens:,} tokens, {size / 1e9:.2f} GB", file=sys.stderr)
+        tokens = self.estimate()
         (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings), indent=1))
         paths = {name: self.folder / f"{name}.safetensors" for name in self.shards}
         done = self.written()

@@ -77,7 +77,7 @@ def plan(
     Raises:
         SpecBenchError: disk or memory do not suffice.
     """
-    tokens, _ = builder.estimate()
+    tokens = builder.estimate()
     missing = max(0, tokens - builder.written())
     own = [p for p in drafter.parameters() if p.requires_grad]
     size = sum(p.numel() * p.element_size() for p in own)
