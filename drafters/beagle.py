@@ -46,6 +46,7 @@ class Beagle(TrainedDrafter):
         concat: nodes see the predicted states of their ancestors; False: true states only.
         late_from: share of the training after which the late stage begins; above 1 never.
         window: k of the early stage. steps: s of the late stage.
+        decreasing: late steps weigh s - i + 1; False: all alike, with the same sum.
         regression, classification: weights of the two loss terms.
     """
 
@@ -58,12 +59,13 @@ class Beagle(TrainedDrafter):
         late_from: float = 0.5,
         window: int = 5,
         steps: int = 4,
+        decreasing: bool = True,
         regression: float = 10.0,
         classification: float = 1.0,
     ):
         super().__init__(name, growth, weights)
         self.concat, self.late_from, self.window, self.steps = concat, late_from, window, steps
-        self.regression, self.classification = regression, classification
+        self.decreasing, self.regression, self.classification = decreasing, regression, classification
 
     def build(self, target: Target) -> None:
         config = llama_config(target, layers=1)
@@ -157,7 +159,8 @@ class Beagle(TrainedDrafter):
             )
             if part.scored.any():
                 metrics = Teacher(part, self.head).loss(predicted, self.regression, self.classification)
-                total = total + (steps - step) / steps * metrics["loss"]
+                weight = (steps - step) / steps if self.decreasing else (steps + 1) / (2 * steps)
+                total = total + weight * metrics["loss"]
                 logged = logged or metrics
         return logged | {"loss": total}
 

@@ -4,6 +4,7 @@ A claim is a list of tests; a test compares one metric of a drafter with the sam
 
     {metric: tau, of: hass, over: eagle2, is: more}          tau(hass) - tau(eagle2) > 0
     {metric: speed_up, of: beagle, over: eagle2, within: 0.05}   the ratio lies in 1 +- 0.05
+    {metric: tau, of: medusa, than: 2.0, is: more}           tau(medusa) > 2, a number instead of another drafter
 
 or two measured numbers of a benchmark file (`file`, dotted keys in `of` and `over`; no interval there). Differences are
 taken of tau and acceptances, ratios of everything else. The 95% interval resamples questions, for both drafters the same.
@@ -11,7 +12,7 @@ taken of tau and acceptances, ratios of everything else. The 95% interval resamp
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,15 @@ class Evidence:
 
     rows: tuple[Row, ...]
     baseline: tuple[Row, ...]
-    parameters: int
+    parameters: int  # that a draft pass multiplies
+    target_parameters: int = 1
+    passes: int = 1  # draft passes a cycle
 
     def drawn(self, questions: Sequence[str]) -> "Evidence":
         """The same with these questions, as often as they are named."""
         ours, theirs = _by_question(self.rows), _by_question(self.baseline)
         rows = tuple(r for q in questions for r in ours.get(q, ()))
-        return Evidence(rows, tuple(r for q in questions for r in theirs.get(q, ())), self.parameters)
+        return replace(self, rows=rows, baseline=tuple(r for q in questions for r in theirs.get(q, ())))
 
 
 def _by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -63,6 +66,12 @@ def _late_alpha(e: Evidence) -> float:
     return passed / tried if tried else float("nan")
 
 
+def _draft_cost(e: Evidence) -> float:
+    """Seconds of a draft pass over seconds of a target pass for one token."""
+    draft = sum(r.draft_s for r in e.rows) / (metrics.cycles(e.rows) * max(e.passes, 1))
+    return draft / (sum(r.target_s for r in e.baseline) / metrics.cycles(e.baseline))
+
+
 METRICS: dict[str, Callable[[Evidence], float]] = {
     "tau": lambda e: metrics.tau(e.rows),
     "late_alpha": _late_alpha,
@@ -71,6 +80,8 @@ METRICS: dict[str, Callable[[Evidence], float]] = {
     "draft_ms": lambda e: 1000 * sum(r.draft_s for r in e.rows) / metrics.cycles(e.rows),
     "memory": lambda e: max(max(metrics.peak_bytes(r)) for r in e.rows) / 2**20,
     "parameters": lambda e: float(e.parameters),
+    "draft_cost": _draft_cost,
+    "draft_cost_by_parameters": lambda e: e.parameters / e.target_parameters,
 }
 
 
@@ -85,8 +96,10 @@ def evidence(paths: Sequence[Path], dataset: str) -> dict[str, Evidence]:
         rows = [r for r in records if isinstance(r, Row)]
         name = config["drafter"]["name"]
         mine = tuple(r for r in rows if r.drafter == name)
-        if name != BASELINE and mine and len(mine) > len(found.get(name, Evidence((), (), 0)).rows):
-            found[name] = Evidence(mine, tuple(r for r in rows if r.drafter == BASELINE), header["parameters"]["drafter"])
+        if name != BASELINE and mine and len(mine) > len(found[name].rows if name in found else ()):
+            counts = header["parameters"]
+            base = tuple(r for r in rows if r.drafter == BASELINE)
+            found[name] = Evidence(mine, base, counts["drafter"], counts["target"], header["draft_passes"])
     return found
 
 
@@ -112,7 +125,8 @@ def compare(test: Mapping[str, Any], known: Mapping[str, Evidence], folder: Path
         return None
 
     def effect(drawn: Sequence[str]) -> float:
-        a, b = METRICS[first](ours.drawn(drawn)), METRICS[second](theirs.drawn(drawn))
+        a = METRICS[first](ours.drawn(drawn))
+        b = test["than"] if "than" in test else METRICS[second](theirs.drawn(drawn))
         return a - b if _subtracted(test) else a / b
 
     random = np.random.default_rng(0)
@@ -183,6 +197,8 @@ def _effect(test: Mapping[str, Any], effect: Interval | None) -> str:
     name = f"{test.get('metric', test.get('file'))} of {test['of']}"
     if test.get("over", test["of"]) != test["of"]:
         name += f" against {test['over']}"
+    if "than" in test:
+        name += f" against {test['than']}"
     if test.get("over_metric"):
         name += f" against {test['over_metric']}"
     if effect is None:

@@ -22,7 +22,8 @@ def evidence(accepted, speed=1.0, questions=12, parameters=100):
         ours.nodes, ours.peak, ours.draft_s = [5] * len(path), {"resident": 2**20}, 1.0
         rows.append(ours)
         baseline.append(Row("none", str(q), "", 0, 5, tokens, 0.1, float(len(tokens)), accepted=[0] * (len(tokens) - 1)))
-    return Evidence(tuple(rows), tuple(baseline), parameters)
+        baseline[-1].target_s = len(tokens) - 1.0  # a second a pass; drafting takes a second a question, 0.1 a cycle
+    return Evidence(tuple(rows), tuple(baseline), parameters, target_parameters=1000, passes=2)
 
 
 def verdict(test, known, tmp_path):
@@ -46,6 +47,10 @@ def verdict(test, known, tmp_path):
         ({"metric": "parameters", "of": "good", "over": "poor", "is": "less"}, REPRODUCED),
         ({"metric": "memory", "of": "good", "over": "poor", "within": 0.01}, REPRODUCED),
         ({"metric": "draft_ms", "of": "good", "over": "poor", "within": 0.01}, REPRODUCED),
+        ({"metric": "tau", "of": "poor", "than": 1.9, "is": "more"}, REPRODUCED),
+        ({"metric": "tau", "of": "poor", "than": 2.1, "is": "more"}, NOT_REPRODUCED),
+        ({"metric": "draft_cost", "of": "good", "over_metric": "draft_cost_by_parameters", "within": 0.1}, REPRODUCED),
+        ({"metric": "draft_cost", "of": "poor", "over_metric": "draft_cost_by_parameters", "within": 0.1}, NOT_REPRODUCED),
         ({"file": "numbers.json", "of": "a.1", "over": "a.2", "within": 0.1}, REPRODUCED),
         ({"file": "numbers.json", "of": "a.3", "over": "a.2", "is": "more", "by": 0.5}, REPRODUCED),
         ({"file": "numbers.json", "of": "a.3", "over": "a.2", "within": 0.1}, NOT_REPRODUCED),
