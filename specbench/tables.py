@@ -1,5 +1,6 @@
 """Rows to tables: collects cells, summarises them, shows them on a terminal or as Markdown."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,8 @@ def cells(entry: Entry) -> list[str]:
     ]
 
 
-def training_cells(entry: Entry) -> list[str]:
-    """What a drafter cost, in the order of `TRAINING`; with a second stage on top of another drafter, both together."""
+def training_cells(drafters: str, entry: Entry) -> list[str]:
+    """What weights cost, in the order of `TRAINING`; with a second stage on top of another drafter, both together."""
     parts, last = [entry.weights], entry.weights["history"][-1]
     while "base" in parts[-1]:
         parts.append(parts[-1]["base"])
@@ -111,7 +112,7 @@ def training_cells(entry: Entry) -> list[str]:
         return sum(part[key] for part in parts)
 
     return [
-        entry.summary.drafter,
+        drafters,
         f"{total('parameters'):,}",
         f"{entry.parameters:,}",
         f"{entry.weights['data']['unique_tokens']:,}",
@@ -123,9 +124,15 @@ def training_cells(entry: Entry) -> list[str]:
     ]
 
 
-def trained(entries: list[Entry]) -> list[Entry]:
-    """One entry for every drafter whose training is on record."""
-    return list({e.summary.drafter: e for e in entries if e.weights.get("history")}.values())
+def training_lines(entries: list[Entry]) -> list[list[str]]:
+    """One line for all drafters that use the same weights, if their training is on record."""
+    groups: dict[str, list[Entry]] = {}
+    for e in entries:
+        if e.weights.get("history"):
+            groups.setdefault(json.dumps(e.weights, sort_keys=True), []).append(e)
+    return [
+        training_cells(", ".join(dict.fromkeys(e.summary.drafter for e in group)), group[0]) for group in groups.values()
+    ]
 
 
 def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
@@ -145,8 +152,8 @@ def show(entries: list[Entry], console: Console | None = None) -> None:
     console = console or Console(width=190)
     for caption, group in _groups(entries).items():
         console.print(_terminal(f"{caption}, {group[0].summary.prompts} generations", COLUMNS, map(cells, group)))
-    if trained(entries):
-        console.print(_terminal("training", TRAINING, map(training_cells, trained(entries))))
+    if training_lines(entries):
+        console.print(_terminal("training", TRAINING, training_lines(entries)))
 
 
 def _terminal(title: str, columns: Iterable[str], lines: Iterable[list[str]]) -> Table:
@@ -168,7 +175,7 @@ def markdown(entries: list[Entry]) -> str:
 
 def training_markdown(entries: list[Entry]) -> str:
     """What the drafters of these entries cost to train, as Markdown."""
-    return _markdown(TRAINING, map(training_cells, trained(entries))) + "\n"
+    return _markdown(TRAINING, training_lines(entries)) + "\n"
 
 
 def _markdown(columns: Sequence[str], lines: Iterable[list[str]]) -> str:

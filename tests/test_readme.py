@@ -11,10 +11,11 @@ README = (ROOT / "README.md").read_text()
 ROWS = ROOT / "results" / "smollm2-135m-cpu"
 
 
-def test_the_table_is_the_committed_rows():
-    shown = re.search(r"<!-- table: make bench -->\n(.*?)<!-- end of table -->", README, re.S)
+@pytest.mark.parametrize(("door", "made"), [("make bench", tables.markdown), ("make train", tables.training_markdown)])
+def test_the_tables_are_the_committed_rows(door, made):
+    shown = re.search(rf"<!-- table: {door} -->\n(.*?)<!-- end of table -->", README, re.S)
     assert shown is not None
-    assert shown.group(1).strip() == tables.markdown(tables.collect(sorted(ROWS.rglob("rows.jsonl")))).strip()
+    assert shown.group(1).strip() == made(tables.collect(sorted(ROWS.rglob("rows.jsonl")))).strip()
 
 
 def test_the_first_thirty_lines_hold_claim_table_and_commands():

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from specbench import metrics, records
+from specbench import metrics, records, tables
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
 from specbench.records import Cell, Failure, Row, identity, read_cell
@@ -150,6 +150,26 @@ def test_damaged_files_are_named(tmp_path, content, match):
 def test_identity_sees_every_setting():
     assert identity(SETTINGS) == identity(json.loads(json.dumps(SETTINGS)))
     assert identity(SETTINGS) != identity({**SETTINGS, "lossy": True})
+
+
+def test_training_table_joins_shared_weights_and_adds_up_stages():
+    def weights(**more):
+        stage = {"parameters": 100, "tokens_seen": 10, "steps": 2, "hours": 0.5, "data": {"unique_tokens": 5}}
+        return stage | {"history": [{"chain_tau": 1.5}], "machine": {"device": "toaster", "cores": 1}} | more
+
+    def entry(drafter, provenance):
+        rng = np.random.default_rng(0)
+        header = {**SETTINGS, "config": {**SETTINGS["config"], "drafter": {"name": drafter}}}
+        summary = metrics.summarise(header, drafter, [random_row(rng, drafter)[0]], [])
+        return tables.Entry("m", "d", 0.0, "toaster", "float32", summary, 0, 1000, provenance)
+
+    first, second = weights(), weights(parameters=7)
+    routed = weights(parameters=3, base=second)
+    lines = tables.training_lines(
+        [entry("a", first), entry("b", second), entry("a2", first), entry("r", routed), entry("none", {})]
+    )
+    assert [line[:2] for line in lines] == [["a, a2", "100"], ["b", "7"], ["r", "10"]]
+    assert lines[2][4:7] == ["20", "4", "1.00"]
 
 
 def test_verdicts():
