@@ -11,8 +11,9 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from specbench import claims, figures, measure, tables
+from specbench import measure
 from specbench.errors import SpecBenchError, run_door, spoken
+from specbench.reporting import claims, figures, tables
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="report")

@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from specbench import measure, tables
+from specbench import measure
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet
 from specbench.engine.interface import Drafter
@@ -25,6 +25,7 @@ from specbench.errors import SpecBenchError, one_line, run_door, spoken
 from specbench.metrics import BASELINE
 from specbench.models import ModelSpec
 from specbench.records import Cell, identity
+from specbench.reporting import tables
 
 _failures: list[str] = []  # of all jobs of a sweep: a failed cell is reported and does not stop the others
 

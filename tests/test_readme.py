@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from specbench import tables
+from specbench.reporting import tables
 
 README = (ROOT / "README.md").read_text()
 ROWS = ROOT / "results" / "smollm2-135m-cpu"

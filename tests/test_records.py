@@ -7,10 +7,11 @@ import os
 import numpy as np
 import pytest
 
-from specbench import metrics, records, tables
+from specbench import metrics, records
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
 from specbench.records import Cell, Failure, Row, identity, read_cell
+from specbench.reporting import tables
 
 SETTINGS = {
     "config": {

@@ -11,78 +11,45 @@ taken of tau and acceptances, ratios of everything else. The 95% interval resamp
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specbench import metrics
 from specbench.errors import SpecBenchError
-from specbench.metrics import BASELINE, Interval
+from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval
 from specbench.records import Row, read_cell
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_RUN = "reproduced", "not reproduced", "inconclusive", "not run here"
-SAMPLES = 500
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Greedy rows of one drafter on one dataset, with the baseline's beside them."""
+    """Greedy rows of one drafter on one dataset, added up with the baseline's beside them."""
 
-    rows: tuple[Row, ...]
-    baseline: tuple[Row, ...]
+    totals: Totals
+    generations: int
     parameters: int  # that a draft pass multiplies
     target_parameters: int = 1
     passes: int = 1  # draft passes a cycle
 
-    def drawn(self, questions: Sequence[str]) -> "Evidence":
-        """The same with these questions, as often as they are named."""
-        ours, theirs = _by_question(self.rows), _by_question(self.baseline)
-        rows = tuple(r for q in questions for r in ours.get(q, ()))
-        return replace(self, rows=rows, baseline=tuple(r for q in questions for r in theirs.get(q, ())))
+    def rate(self, metric: str) -> Rate:
+        """A metric of this drafter. Raises `SpecBenchError` for an unknown one."""
+        if metric in RATES:
+            return RATES[metric]
+        if metric == "parameters":
+            return lambda s: np.full_like(s["cycles"], self.parameters)
+        if metric == "draft_cost_by_parameters":
+            return lambda s: np.full_like(s["cycles"], self.parameters / self.target_parameters)
+        if metric == "draft_cost":  # seconds of a draft pass over seconds of a target pass for one token
+            per_cycle = max(self.passes, 1)
+            return lambda s: s["draft"] / s["cycles"] / per_cycle / (s["base_target"] / s["base_cycles"])
+        raise SpecBenchError(f"unknown metric {metric} in a claim; there are {', '.join(METRICS)}")
 
 
-def _by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.question, []).append(row)
-    return found
-
-
-def _alpha(depth: int) -> Callable[[Evidence], float]:
-    def alpha(e: Evidence) -> float:
-        found = metrics.step_alphas(e.rows)
-        return found[depth] if depth < len(found) else float("nan")
-
-    return alpha
-
-
-def _late_alpha(e: Evidence) -> float:
-    """Acceptance at depth 2 and deeper, all steps pooled."""
-    tried = sum(max(0, min(a + 1, d) - 1) for r in e.rows for a, d in zip(r.accepted, r.drafted, strict=True))
-    passed = sum(max(0, a - 1) for r in e.rows for a in r.accepted)
-    return passed / tried if tried else float("nan")
-
-
-def _draft_cost(e: Evidence) -> float:
-    """Seconds of a draft pass over seconds of a target pass for one token."""
-    draft = sum(r.draft_s for r in e.rows) / (metrics.cycles(e.rows) * max(e.passes, 1))
-    return draft / (sum(r.target_s for r in e.baseline) / metrics.cycles(e.baseline))
-
-
-METRICS: dict[str, Callable[[Evidence], float]] = {
-    "tau": lambda e: metrics.tau(e.rows),
-    "late_alpha": _late_alpha,
-    **{f"alpha{depth}": _alpha(depth) for depth in range(6)},
-    "speed_up": lambda e: metrics.speed(e.rows) / metrics.speed(e.baseline),
-    "draft_ms": lambda e: 1000 * sum(r.draft_s for r in e.rows) / metrics.cycles(e.rows),
-    "memory": lambda e: max(max(metrics.peak_bytes(r)) for r in e.rows) / 2**20,
-    "parameters": lambda e: float(e.parameters),
-    "draft_cost": _draft_cost,
-    "draft_cost_by_parameters": lambda e: e.parameters / e.target_parameters,
-}
+METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters")
 
 
 def evidence(paths: Sequence[Path], dataset: str) -> dict[str, Evidence]:
@@ -94,12 +61,11 @@ def evidence(paths: Sequence[Path], dataset: str) -> dict[str, Evidence]:
         if config["dataset"]["name"] != dataset or config["sampler"]["temperature"] != 0 or header["lossy"]:
             continue
         rows = [r for r in records if isinstance(r, Row)]
-        name = config["drafter"]["name"]
-        mine = tuple(r for r in rows if r.drafter == name)
-        if name != BASELINE and mine and len(mine) > len(found[name].rows if name in found else ()):
-            counts = header["parameters"]
-            base = tuple(r for r in rows if r.drafter == BASELINE)
-            found[name] = Evidence(mine, base, counts["drafter"], counts["target"], header["draft_passes"])
+        name, counts = config["drafter"]["name"], header["parameters"]
+        mine = [r for r in rows if r.drafter == name]
+        if name != BASELINE and len(mine) > (found[name].generations if name in found else 0):
+            totals = Totals.of(mine, [r for r in rows if r.drafter == BASELINE])
+            found[name] = Evidence(totals, len(mine), counts["drafter"], counts["target"], header["draft_passes"])
     return found
 
 
@@ -112,27 +78,23 @@ def compare(test: Mapping[str, Any], known: Mapping[str, Evidence], folder: Path
         data = json.loads(path.read_text())
         value = _lookup(data, test["of"]) / _lookup(data, test["over"])
         return Interval(value, value, value)
-    first = test["metric"]
-    second = test.get("over_metric", first)
-    for name in (first, second):
+    second = test.get("over_metric", test["metric"])
+    for name in (test["metric"], second):
         if name not in METRICS:
             raise SpecBenchError(f"unknown metric {name} in a claim; there are {', '.join(METRICS)}")
     ours, theirs = known.get(test["of"]), known.get(test.get("over", test["of"]))
     if ours is None or theirs is None:
         return None
-    questions = sorted({r.question for r in ours.rows} & {r.question for r in theirs.rows})
-    if not questions:
-        return None
+    rate = ours.rate(test["metric"])
+    if "than" in test:
+        found = interval(rate, ours.totals)
+        return found and _against(found, test["than"], _subtracted(test))
+    return contrast(rate, ours.totals, theirs.totals, ratio=not _subtracted(test), other=theirs.rate(second))
 
-    def effect(drawn: Sequence[str]) -> float:
-        a = METRICS[first](ours.drawn(drawn))
-        b = test["than"] if "than" in test else METRICS[second](theirs.drawn(drawn))
-        return a - b if _subtracted(test) else a / b
 
-    random = np.random.default_rng(0)
-    draws = [effect([questions[i] for i in random.integers(len(questions), size=len(questions))]) for _ in range(SAMPLES)]
-    low, high = np.nanpercentile(draws, [2.5, 97.5])
-    return Interval(effect(questions), float(low), float(high))
+def _against(found: Interval, number: float, subtracted: bool) -> Interval:
+    values = (v - number if subtracted else v / number for v in (found.value, found.low, found.high))
+    return Interval(*values)
 
 
 def _subtracted(test: Mapping[str, Any]) -> bool:
