@@ -78,7 +78,6 @@ GROUPS: dict[str, dict[str, Variant]] = {
     "trees": {
         "dynamic-26": Variant("eagle2", decoding=("tree.nodes=26", "tree.depth=5")),
         "static-26": Variant("eagle1", decoding=()),
-        "chain-5": Variant("eagle2"),
     },
     "beagle-concat": {
         "concat": Variant("beagle", decoding=()),
@@ -94,7 +93,7 @@ GROUPS: dict[str, dict[str, Variant]] = {
     },
     # 0-alpha … 4-alpha of every shipped drafter
     "n-alpha": {
-        d: Variant(d)
+        f"{d}-chain": Variant(d)
         for d in ("vanilla", "medusa", "eagle2", "hass", "coral", "eagle2_router", "coral_router", "beagle", "moa")
     },
 }

@@ -3,11 +3,14 @@
 1. Training: peak memory above what was resident before, and seconds a step, against simulated steps (Beagle's memory is
    claimed constant, HASS's grows), and tokens a second of every method. Random tokens and states, 8 sequences of 256.
 2. Drafting: milliseconds a cycle and the shares of the LM head, of the drafter's own network, and of the rest.
+3. Memory: peak resident set of a process that loads target and drafter and decodes one prompt, `none` being the baseline.
 
-Every training is measured in a process of its own, since a peak cannot be taken back. Writes `drafters.json`.
+Every training and every peak is measured in a process of its own, since a peak cannot be taken back. The routers of other
+sizes come from `tests/ablations.py FOLDER router`, which must have run before. Writes `drafters.json`.
 """
 
 import gc
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -32,6 +35,7 @@ from specbench.engine.verify import Lossless
 SEQUENCES, LENGTH, VOCABULARY, REPEATS, PROMPTS = 8, 256, 8192, 5, 4
 METHODS = ("vanilla", "medusa", "eagle2", "hass", "coral", "eagle2_router", "beagle", "moa")
 STEPS = (1, 2, 3, 4, 5)
+ROUTERS = "results/local/ablations/router-N{}"
 
 
 def composed(*overrides: str) -> Any:
@@ -80,15 +84,30 @@ def train(overrides: tuple[str, ...], progress: float, queue: Any) -> None:
     )
 
 
-def apart(overrides: tuple[str, ...], progress: float = 1.0) -> dict[str, float]:
-    """`train` in a fresh process."""
+def occupy(overrides: tuple[str, ...], queue: Any) -> None:
+    """Resident memory once target and drafter are loaded, and the peak of decoding one prompt, both in MiB."""
+    config = composed(*overrides)
+    target, chat = instantiate(config.model).load()
+    drafter = configured(config.drafter.name, target)
+    question = instantiate(composed("data.limit=1").dataset).load()[0]
+    prompt = chat.encode([{"role": "user", "content": question.turns[0]}])
+    gc.collect()
+    loaded, peak = resident(), measure.PeakMemory(target.device)
+    peak.start()
+    for _ in decode(target, drafter, prompt, Limits(TOKENS), Lossless(), Sampler()):
+        pass
+    queue.put({"loaded_mib": loaded / 2**20, "peak_mib": int(peak.read()["resident"]) / 2**20})
+
+
+def apart(work: Callable[..., None], *arguments: Any) -> dict[str, float]:
+    """What a function puts into its queue, in a fresh process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=train, args=(overrides, progress, queue))
+    process = context.Process(target=work, args=(*arguments, queue))
     process.start()
     found: dict[str, float] = queue.get(timeout=600)
     process.join()
-    print(overrides, progress, {k: round(v, 2) for k, v in found.items()}, flush=True)
+    print(work.__name__, *arguments, {k: round(v, 2) for k, v in found.items()}, flush=True)
     return found
 
 
@@ -146,6 +165,9 @@ def drafting(target: Target, name: str, prompts: list[list[int]], *overrides: st
 
 
 def main(folder: Path) -> None:
+    for n in (8, 16, 32):
+        if not (ROOT / ROUTERS.format(n)).exists():
+            raise SystemExit(f"no weights in {ROUTERS.format(n)}; run `python tests/ablations.py results/ablations router` first")
     target, chat = instantiate(composed().model).load()
     questions = instantiate(composed(f"data.limit={PROMPTS}").dataset).load()
     prompts = [chat.encode([{"role": "user", "content": q.turns[0]}]) for q in questions]
@@ -155,10 +177,22 @@ def main(folder: Path) -> None:
         "versions": measure.versions(),
         "commit": measure.commit(),
         "dtype": str(target.dtype),
-        "training": {m: apart((f"drafter={m}",)) for m in METHODS},
-        "hass_steps": {n: apart(("drafter=hass", f"+drafter.steps={n}")) for n in STEPS},
-        "beagle_steps": {n: apart(("drafter=beagle", f"+drafter.steps={n}")) for n in STEPS},
+        "training": {m: apart(train, (f"drafter={m}",), 1.0) for m in METHODS},
+        "hass_steps": {n: apart(train, ("drafter=hass", f"+drafter.steps={n}"), 1.0) for n in STEPS},
+        "beagle_steps": {n: apart(train, ("drafter=beagle", f"+drafter.steps={n}"), 1.0) for n in STEPS},
+        "memory": {name: apart(occupy, (f"drafter={name}",)) for name in ("none", *shipped)},
         "drafting": {name: drafting(target, name, prompts) for name in shipped},
+        "router": {
+            f"N{n}-top{g}": drafting(
+                target,
+                "eagle2_router",
+                prompts,
+                f"+drafter.groups={n}",
+                f"+drafter.active={g}",
+                f"drafter.weights={ROUTERS.format(n)}",
+            )
+            for n, g in itertools.product((8, 16, 32), (1, 2, 3))
+        },
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "drafters.json").write_text(json.dumps(found, indent=1) + "\n")
