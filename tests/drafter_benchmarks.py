@@ -167,7 +167,9 @@ def drafting(target: Target, name: str, prompts: list[list[int]], *overrides: st
 def main(folder: Path) -> None:
     for n in (8, 16, 32):
         if not (ROOT / ROUTERS.format(n)).exists():
-            raise SystemExit(f"no weights in {ROUTERS.format(n)}; run `python tests/ablations.py results/ablations router` first")
+            raise SystemExit(
+                f"no weights in {ROUTERS.format(n)}; run `python tests/ablations.py results/ablations router` first"
+            )
     target, chat = instantiate(composed().model).load()
     questions = instantiate(composed(f"data.limit={PROMPTS}").dataset).load()
     prompts = [chat.encode([{"role": "user", "content": q.turns[0]}]) for q in questions]
