@@ -171,7 +171,7 @@ BAD = {
     "a GPU where none is": (["model.device=cuda:7"], "model.device=cpu"),
     "a dtype that is none": (["model.dtype=floaty"], "floaty"),
     "negative temperature": (["sampler.temperature=-1"], "temperature"),
-    "odd rerun": (["rerun=perhaps"], "missing or all"),
+    "odd rerun": (["rerun=perhaps"], "missing, failed or all"),
     "no prompt left": (["data.limit=0"], "leaves no prompt"),
     "a tree that is none": (["drafter=vanilla", "tree.gamma=0"], "gamma"),
 }

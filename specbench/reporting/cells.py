@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specbench.metrics import BASELINE, Summary, Totals, summarise
-from specbench.records import CellFailure, Failure, Row, read_cell, read_failures
+from specbench.records import CellFailure, Failure, Row, read_cell
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,16 @@ def groups(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     return found
 
 
+def cut_off(path: Path) -> bool:
+    """Does the file end inside a row, as after a crash?"""
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        if not file.tell():
+            return True
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
 def failures(root: Path) -> list[CellFailure]:
     """Cells under a results folder that could not even begin."""
-    return [f for path in sorted(root.rglob("failed.json")) for f in read_failures(path)]
+    return [CellFailure.read(path) for path in sorted(root.rglob("*.failed.json"))]

@@ -21,6 +21,7 @@ import numpy as np
 from specbench.errors import SpecBenchError
 from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval
 from specbench.records import Row, read_cell
+from specbench.reporting.tables import markdown_table
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_RUN = "reproduced", "not reproduced", "inconclusive", "not run here"
 
@@ -145,14 +146,19 @@ def ledger(claims: Sequence[Mapping[str, Any]], known: Mapping[str, Evidence], f
     return found
 
 
+COLUMNS = ("claim", "source", "published", "measured", "verdict")
+
+
+def cells(v: Verdict) -> list[str]:
+    """One line of the ledger, in the order of `COLUMNS`; the measured effect of each test with its interval."""
+    measured = "; ".join(map(_effect, v.claim["tests"], v.effects))
+    verdict = f"{v.verdict}: {v.claim['run']}" if v.verdict == NOT_RUN else v.verdict
+    return [v.claim["says"], v.claim["source"], v.claim["published"], measured, verdict]
+
+
 def markdown(verdicts: Sequence[Verdict]) -> str:
-    """The ledger as a table; the measured effect of each test with its interval."""
-    lines = ["| claim | source | published | measured | verdict |", "|---|---|---|---|---|"]
-    for v in verdicts:
-        measured = "; ".join(map(_effect, v.claim["tests"], v.effects))
-        verdict = f"{v.verdict}: `{v.claim['run']}`" if v.verdict == NOT_RUN else v.verdict
-        lines.append(f"| {v.claim['says']} | {v.claim['source']} | {v.claim['published']} | {measured} | {verdict} |")
-    return "\n".join(lines) + "\n"
+    """The ledger as a table."""
+    return markdown_table(COLUMNS, map(cells, verdicts)) + "\n"
 
 
 def _effect(test: Mapping[str, Any], effect: Interval | None) -> str:

@@ -1,22 +1,19 @@
-"""Rows to tables: collects cells, summarises them, shows them on a terminal or as Markdown."""
+"""Entries to tables, on a terminal or as Markdown: decoding, training, and who beats whom."""
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from specbench.metrics import BASELINE, Summary, summarise
-from specbench.records import Failure, Row, read_cell
+from specbench.metrics import BASELINE, RATES, Interval, contrast, interval
+from specbench.reporting.cells import Entry, groups
 
 COLUMNS = (
     "drafter",
     "tok/s",
     "speed-up [95%]",
-    "tau (macro)",
+    "tau [95%] (macro)",
     "alpha per step",
     "nodes",
     "draft/target/verify/rest",
@@ -37,62 +34,14 @@ TRAINING = (
 )
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One drafter of one cell, ready to be shown."""
-
-    model: str
-    dataset: str
-    temperature: float
-    machine: str
-    dtype: str
-    summary: Summary
-    failed: int
-    parameters: int  # that one draft pass multiplies, the shared LM head included
-    weights: dict[str, Any]  # provenance, empty where the drafter brings no weights of ours
-
-
-def collect(paths: list[Path]) -> list[Entry]:
-    """Summaries of all drafters of all cells; the baseline's rows of several cells on a dataset are shown once each."""
-    entries = []
-    for path in paths:
-        header, records = read_cell(path)
-        latest: dict[tuple[str, str, int], Row | Failure] = {r.key: r for r in records}
-        rows = [r for r in latest.values() if isinstance(r, Row)]
-        own = header["config"]["drafter"]["name"]
-        baseline = [r for r in rows if r.drafter == BASELINE]
-        for drafter in dict.fromkeys([BASELINE, own]):
-            mine = [r for r in rows if r.drafter == drafter]
-            failed = sum(isinstance(r, Failure) and r.drafter == drafter for r in latest.values())
-            if mine or failed:
-                entries.append(_entry(header, summarise(header, drafter, mine, baseline), failed))
-    return entries
-
-
-def _entry(header: dict[str, Any], summary: Summary, failed: int) -> Entry:
-    config, hardware = header["config"], header["hardware"]
-    return Entry(
-        model=config["model"]["name"],
-        dataset=config["dataset"]["name"],
-        temperature=config["sampler"]["temperature"],
-        machine=f"{hardware['device']}, {hardware['cores']} cores, torch {header['versions']['torch']}",
-        dtype=header["target"]["dtype"],
-        summary=summary,
-        failed=failed,
-        parameters=header["parameters"]["drafter"],
-        weights=header["weights"] if summary.drafter != BASELINE else {},
-    )
-
-
 def cells(entry: Entry) -> list[str]:
     """One table line, in the order of `COLUMNS`."""
     s = entry.summary
-    up = s.speed_up
     return [
         s.drafter + (f" ({entry.failed} FAILED)" if entry.failed else ""),
         f"{s.speed:.1f}",
-        f"{up.value:.2f} [{up.low:.2f}, {up.high:.2f}]" if up else "-",
-        f"{s.tau:.2f} ({s.tau_macro:.2f})",
+        shown(s.speed_up),
+        f"{shown(s.tau_interval)} ({s.tau_macro:.2f})",
         " ".join(f"{a:.2f}" for a in s.alphas) or "-",
         f"{s.nodes:.1f}",
         "/".join(f"{100 * s.split[p]:.0f}%" for p in ("draft", "target", "verify", "rest")),
@@ -100,6 +49,67 @@ def cells(entry: Entry) -> list[str]:
         f"{s.peak_bytes / 2**20:,.0f} MiB",
         s.lossless,
     ]
+
+
+def shown(found: Interval | None) -> str:
+    """A value with its interval; one that has none, or no width, alone."""
+    if found is None:
+        return "-"
+    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]" if found.low < found.high else f"{found.value:.2f}"
+
+
+def ranking(group: Sequence[Entry]) -> list[Entry]:
+    """The drafters of one caption, fastest first, the baseline among them."""
+    return sorted(group, key=lambda e: e.summary.speed_up.value if e.summary.speed_up else 0.0, reverse=True)
+
+
+VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
+
+
+def versus(group: Sequence[Entry]) -> list[list[str]]:
+    """Every drafter against every slower one: a difference is called only where its interval excludes none at all."""
+    lines = []
+    drafters = [e for e in ranking(group) if e.name != BASELINE]
+    for i, a in enumerate(drafters):
+        for b in drafters[i + 1 :]:
+            speed = contrast(RATES["speed_up"], a.totals, b.totals, ratio=True)
+            tau = contrast(RATES["tau"], a.totals, b.totals)
+            calls = called(speed, 1.0, "yes", "no"), called(tau, 0.0, "yes", "no, less")
+            lines.append([a.name, b.name, shown(speed), shown(tau), *calls])
+    return lines
+
+
+def called(effect: Interval | None, neutral: float, above: str, below: str) -> str:
+    """What may be said of an effect: nothing while its interval holds the neutral value."""
+    if effect is None:
+        return "no shared prompts"
+    return above if effect.low > neutral else below if effect.high < neutral else "not shown"
+
+
+def verdict(group: Sequence[Entry]) -> str:
+    """One sentence: which drafter wins, by how much, and whether that is real."""
+    first, *others = ranking(group)
+    drafters = [e for e in others if e.name != BASELINE]
+    if first.name == BASELINE or first.summary.speed_up is None:
+        return "No drafter is faster than plain decoding here."
+    up = first.summary.speed_up
+    sure = "" if up.low > 1 else ", which the interval does not tell from 1"
+    said = f"{first.name} is fastest: {shown(up)} times plain decoding{sure}."
+    gap = contrast(RATES["speed_up"], first.totals, drafters[0].totals, ratio=True) if drafters else None
+    if gap is not None:
+        real = "a real difference" if gap.low > 1 else "not told apart by these prompts"
+        said += f" Next comes {drafters[0].name}; the ratio of the two is {shown(gap)}, {real}."
+    most = max((e for e in (first, *drafters)), key=lambda e: e.summary.tau)
+    return said + f" {most.name} accepts most: tau {shown(most.summary.tau_interval)}."
+
+
+ALPHAS = ("drafter", "tau [95%]", *(f"step {i + 1} [95%]" for i in range(6)))
+
+
+def alphas(entry: Entry) -> list[str]:
+    """tau and per-step acceptance with their intervals, in the order of `ALPHAS`."""
+    steps = [shown(interval(RATES[f"alpha{i}"], entry.totals)) for i in range(6)]
+    return [entry.name, shown(entry.summary.tau_interval), *steps]
 
 
 def training_cells(drafters: str, entry: Entry) -> list[str]:
@@ -135,22 +145,10 @@ def training_lines(entries: list[Entry]) -> list[list[str]]:
     ]
 
 
-def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
-    """Entries under one caption: same model, dataset, temperature, machine. One baseline line is enough."""
-    groups: dict[str, list[Entry]] = {}
-    for e in entries:
-        mode = "greedy" if e.temperature == 0 else f"T={e.temperature}"
-        caption = f"{e.model}, {e.dataset}, {mode}, {e.dtype}, {e.machine}"
-        group = groups.setdefault(caption, [])
-        if e.summary.drafter != BASELINE or not any(x.summary.drafter == BASELINE for x in group):
-            group.append(e)
-    return groups
-
-
 def show(entries: list[Entry], console: Console | None = None) -> None:
     """Print to the terminal."""
     console = console or Console(width=190)
-    for caption, group in _groups(entries).items():
+    for caption, group in groups(entries).items():
         console.print(_terminal(f"{caption}, {group[0].summary.prompts} generations", COLUMNS, map(cells, group)))
     if training_lines(entries):
         console.print(_terminal("training", TRAINING, training_lines(entries)))
@@ -168,16 +166,16 @@ def _terminal(title: str, columns: Iterable[str], lines: Iterable[list[str]]) ->
 def markdown(entries: list[Entry]) -> str:
     """The decoding tables as Markdown."""
     parts = []
-    for caption, group in _groups(entries).items():
-        parts.append(f"{caption}, {group[0].summary.prompts} generations\n\n{_markdown(COLUMNS, map(cells, group))}")
+    for caption, group in groups(entries).items():
+        parts.append(f"{caption}, {group[0].summary.prompts} generations\n\n{markdown_table(COLUMNS, map(cells, group))}")
     return "\n\n".join(parts) + "\n"
 
 
 def training_markdown(entries: list[Entry]) -> str:
     """What the drafters of these entries cost to train, as Markdown."""
-    return _markdown(TRAINING, training_lines(entries)) + "\n"
+    return markdown_table(TRAINING, training_lines(entries)) + "\n"
 
 
-def _markdown(columns: Sequence[str], lines: Iterable[list[str]]) -> str:
+def markdown_table(columns: Sequence[str], lines: Iterable[list[str]]) -> str:
     heading, *rest = ("| " + " | ".join(line) + " |" for line in (columns, *lines))
     return "\n".join([heading, "|---" * len(columns) + "|", *rest])
