@@ -165,6 +165,7 @@ RATES: dict[str, Rate] = {
     "tau": lambda s: s["tokens"] / s["cycles"],
     "tokens_per_s": lambda s: s["tokens"] / s["seconds"],
     "speed_up": lambda s: (s["tokens"] / s["seconds"]) / (s["base_tokens"] / s["base_seconds"]),
+    "alpha": lambda s: s["passed"].sum(-1) / s["tried"].sum(-1),  # of all steps together, as in the theory of chains
     **{f"alpha{depth}": _alpha(depth) for depth in range(6)},
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps behind the first
     "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],

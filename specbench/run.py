@@ -173,7 +173,7 @@ def main() -> None:
     """Run the job or the sweep; exit code 2 if any cell failed."""
     job()
     if sweep.failed:
-        raise SpecBenchError(f"{len(sweep.failed)} of the sweep's cells failed: " + "; ".join(sweep.failed))
+        raise SpecBenchError(f"{len(sweep.failed)} cells failed, named above; the same command tries them again")
 
 
 if __name__ == "__main__":

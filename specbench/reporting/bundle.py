@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from specbench.errors import SpecBenchError
 from specbench.measure import ROOT
+from specbench.metrics import BASELINE
 from specbench.records import CellFailure
 from specbench.reporting import cells, claims, figures, published, tables
 from specbench.reporting.cells import Entry
@@ -57,13 +58,15 @@ class Report:
         self.entries = cells.collect(paths, sources.results)
         self.main = [e for e in self.entries if "/" not in e.collection]
         self.studies = [e for e in self.entries if "/" in e.collection]
+        # A study's cell stands for a drafter only under a name of its own, `<drafter>-<variant>`.
+        named = [*self.main, *(e for e in self.studies if "-" in e.name)]
         self.benchmarks = _first_json(sources.results, "benchmarks.json")
         drafters = _first_file(sources.results, "drafters.json")
         self.drafters = json.loads(drafters.read_text()) if drafters else {}
         listed = claims_listed(sources.claims)
-        known = claims.evidence([e.path for e in self.main] + [e.path for e in self.studies], sources.dataset)
+        known = claims.evidence(dict.fromkeys(e.path for e in named if e.name != BASELINE), sources.dataset)
         self.verdicts = claims.ledger(listed, known, drafters.parent if drafters else sources.results)
-        measured = published.Measured.of([*self.main, *self.studies])
+        measured = published.Measured.of(named)
         self.papers = published.tables(published.load(sources.published), measured)
 
     def write(self) -> Path:

@@ -11,7 +11,7 @@ taken of tau and acceptances, ratios of everything else. The 95% interval resamp
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Evidence:
 METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters")
 
 
-def evidence(paths: Sequence[Path], dataset: str) -> dict[str, Evidence]:
+def evidence(paths: Iterable[Path], dataset: str) -> dict[str, Evidence]:
     """Greedy cells on a dataset, by the drafter's name; of several with one name the one with most rows."""
     found: dict[str, Evidence] = {}
     for path in paths:

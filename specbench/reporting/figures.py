@@ -38,8 +38,16 @@ def _axes(width: float = 5.0, height: float = 3.4, **options: Any) -> tuple[Figu
 
 
 def _legend(axes: Axes, columns: int = 1) -> None:
+    """Inside the axes, where lines leave room."""
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=columns, framealpha=0.6)
+
+
+def _legend_above(figure: Figure, axes: Axes) -> None:
+    """Above the axes, where bars and points leave none."""
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(fontsize="small", ncols=4, loc="outside upper center", frameon=False)
 
 
 def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
@@ -72,7 +80,7 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(datasets)), datasets)
     axes.set_ylabel("speed-up over plain decoding")
-    _legend(axes, 2)
+    _legend_above(figure, axes)
     return figure
 
 
@@ -119,13 +127,13 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
         )
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set(xlabel="tau, tokens a target pass", ylabel="speed-up over plain decoding")
-    _legend(axes, 2)
+    _legend_above(figure, axes)
     return figure
 
 
 def time_split(entries: Sequence[Entry]) -> Figure | None:
     """Milliseconds a cycle by phase."""
-    found = [e for e in entries if e.summary.split["target"] > 0]
+    found = list({(e.name, e.dataset): e for e in entries if e.summary.split["target"] > 0}.values())
     if not found:
         return None
     figure, axes = _axes(5.0, 0.35 * len(found) + 1.2)
@@ -139,7 +147,7 @@ def time_split(entries: Sequence[Entry]) -> Figure | None:
     axes.set_yticks(range(len(found)), [f"{e.name} ({e.dataset})" for e in found])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds a cycle")
-    _legend(axes, 4)
+    _legend_above(figure, axes)
     return figure
 
 
@@ -158,7 +166,7 @@ def head_share(drafters: Mapping[str, Any]) -> Figure | None:
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds of drafting a cycle")
-    _legend(axes)
+    _legend_above(figure, axes)
     return figure
 
 

@@ -28,7 +28,7 @@ TITLES = {
     "slides": "Slides on Leviathan et al., Medusa, EAGLE and HASS",
 }
 # Keys of `variant` that name whose weights or software, not another way of drafting.
-INCIDENTAL = {"weights", "engine", "draft", "epochs", "k", "medusa"}
+INCIDENTAL = {"weights", "engine", "draft", "epochs", "k"}
 
 
 def load(folder: Path) -> pd.DataFrame:
@@ -56,6 +56,9 @@ def names(drafter: str, variant: str) -> list[str]:
     """Names under which this project's rows would hold a published drafter in a variant, best first; none if none do."""
     options = dict(part.split("=", 1) for part in variant.split("; ")) if variant else {}
     options = {k: v for k, v in options.items() if k not in INCIDENTAL}
+    if drafter == "medusa" and "medusa" in options:  # joint training (Medusa-2) is not in this project
+        trees = {"none": ["medusa-chain"], "dense": ["medusa-medusa_dense"], "sparse": ["medusa-medusa", "medusa"]}
+        return trees.get(options.get("tree", "sparse"), []) if options["medusa"] == "1" else []
     if options.pop("tree", "dynamic") == "chain":
         options.pop("gamma", None)
         drafter = {"eagle1": "eagle2"}.get(drafter, drafter) + "-chain"
@@ -77,8 +80,8 @@ def names(drafter: str, variant: str) -> list[str]:
             return [grid, drafter] if (n, g) == ("16", "2") else [grid]
         case {"input": kind} if len(options) == 1:
             return [f"eagle2-{ {'feature+shifted-token': 'shifted'}.get(kind, kind) }"]
-        case {"gamma": _} if len(options) == 1:
-            return [drafter]
+        case {"gamma": g} if len(options) == 1:
+            return [f"{drafter}-gamma{g}"]
     return []
 
 
@@ -101,7 +104,7 @@ class Measured:
                 continue
             best[key] = e.summary.prompts
             tokens[e.model, e.name] = e.weights.get("tokens_seen", 0)
-            rates = {m: interval(RATES[m], e.totals) for m in ("tau", "speed_up", "tokens_per_s", "memory")}
+            rates = {m: interval(RATES[m], e.totals) for m in ("tau", "speed_up", "tokens_per_s", "memory", "alpha")}
             rates |= {f"{i}-alpha": interval(RATES[f"alpha{i}"], e.totals) for i in range(5) if e.name.endswith("-chain")}
             if e.name == BASELINE:
                 rates["speed_up"] = None
