@@ -7,6 +7,7 @@ speed-up      ratio of pooled decode speeds on the same prompts, with a paired b
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -149,11 +150,15 @@ class Totals:
         at = [place[q] for q in questions]
         return Totals(tuple(questions), {n: s[at] for n, s in self.sums.items()})
 
-    def pooled(self, draws: np.ndarray | None = None) -> Sums:
-        """Sums over all questions; with draws [S, Q] of indices, over each sample's: [S] or [S, DEPTHS]."""
-        at = np.arange(len(self.questions)) if draws is None else draws
-        axis = at.ndim - 1
-        return {n: s[at].max(axis) if n.endswith("peak") else s[at].sum(axis) for n, s in self.sums.items()}
+    def pooled(self) -> Sums:
+        """Sums over all questions: numbers, or [DEPTHS]."""
+        return {n: s.max(0) if n.endswith("peak") else s.sum(0) for n, s in self.sums.items()}
+
+    def resampled(self) -> Sums:
+        """The same over every bootstrap sample of questions: [S] or [S, DEPTHS]."""
+        sample = draws(len(self.questions))
+        times = _times(len(self.questions))
+        return {n: s[sample].max(1) if n.endswith("peak") else times @ s for n, s in self.sums.items()}
 
 
 def _alpha(depth: int) -> "Rate":
@@ -176,9 +181,16 @@ RATES: dict[str, Rate] = {
 SAMPLES = 2000
 
 
-def draws(questions: int, samples: int = SAMPLES, seed: int = 0) -> np.ndarray:
+@lru_cache(maxsize=8)
+def draws(questions: int) -> np.ndarray:
     """Bootstrap samples of questions, [S, Q] indices; the same ones whenever there are as many questions."""
-    return np.random.default_rng(seed).integers(questions, size=(samples, questions))
+    return np.random.default_rng(0).integers(questions, size=(SAMPLES, questions))
+
+
+@lru_cache(maxsize=8)
+def _times(questions: int) -> np.ndarray:
+    """[S, Q]: how often a sample holds each question."""
+    return np.stack([np.bincount(sample, minlength=questions) for sample in draws(questions)]).astype(float)
 
 
 def interval(rate: Rate, totals: Totals) -> Interval | None:
@@ -189,7 +201,7 @@ def interval(rate: Rate, totals: Totals) -> Interval | None:
         value = float(rate(totals.pooled()))
         if not np.isfinite(value):
             return None
-        low, high = np.nanpercentile(rate(totals.pooled(draws(len(totals.questions)))), [2.5, 97.5])
+        low, high = np.nanpercentile(rate(totals.resampled()), [2.5, 97.5])
     return Interval(value, float(low), float(high))
 
 
@@ -201,17 +213,17 @@ def contrast(rate: Rate, ours: Totals, theirs: Totals, ratio: bool = False, othe
     shared = sorted(set(ours.questions) & set(theirs.questions))
     if not shared:
         return None
-    a, b, sample = ours.among(shared), theirs.among(shared), draws(len(shared))
+    a, b = ours.among(shared), theirs.among(shared)
 
-    def effect(sample: np.ndarray | None) -> np.ndarray:
-        first, second = rate(a.pooled(sample)), (other or rate)(b.pooled(sample))
+    def effect(mine: Sums, yours: Sums) -> np.ndarray:
+        first, second = rate(mine), (other or rate)(yours)
         return first / second if ratio else first - second
 
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(effect(None))
+        value = float(effect(a.pooled(), b.pooled()))
         if not np.isfinite(value):
             return None
-        low, high = np.nanpercentile(effect(sample), [2.5, 97.5])
+        low, high = np.nanpercentile(effect(a.resampled(), b.resampled()), [2.5, 97.5])
     return Interval(value, float(low), float(high))
 
 

@@ -77,8 +77,10 @@ def compare(test: Mapping[str, Any], known: Mapping[str, Evidence], folder: Path
         if not path.exists():
             return None
         data = json.loads(path.read_text())
-        value = _lookup(data, test["of"]) / _lookup(data, test["over"])
-        return Interval(value, value, value)
+        above, below = _lookup(data, test["of"]), _lookup(data, test["over"])
+        if above is None or below is None:
+            return None
+        return Interval(above / below, above / below, above / below)
     second = test.get("over_metric", test["metric"])
     for name in (test["metric"], second):
         if name not in METRICS:
@@ -103,8 +105,11 @@ def _subtracted(test: Mapping[str, Any]) -> bool:
     return "file" not in test and (test["metric"] == "tau" or "alpha" in test["metric"])
 
 
-def _lookup(data: Any, key: str) -> float:
+def _lookup(data: Any, key: str) -> float | None:
+    """The number under a dotted key; None where it was not measured."""
     for part in key.split("."):
+        if part not in data:
+            return None
         data = data[part]
     return float(data)
 

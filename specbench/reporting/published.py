@@ -64,9 +64,9 @@ def names(drafter: str, variant: str) -> list[str]:
         drafter = {"eagle1": "eagle2"}.get(drafter, drafter) + "-chain"
     if options.pop("batch", "1") != "1":
         return []
+    if not options:
+        return [drafter]
     match options:
-        case {}:
-            return [drafter]
         case {"steps": n} if len(options) == 1:
             return [f"{drafter}-n{n}"]
         case {"tli": "0"} if len(options) == 1:
