@@ -123,7 +123,7 @@ class Totals:
         """Add rows up; of the baseline only what was asked of both."""
         questions = tuple(sorted({r.question for r in rows}))
         place = {q: i for i, q in enumerate(questions)}
-        names = ("tokens", "cycles", "seconds", "draft", "target", "verify", "peak")
+        names = ("tokens", "cycles", "seconds", "draft", "target", "verify", "audited", "identical", "peak")
         sums: dict[str, np.ndarray] = {n: np.zeros(len(questions)) for n in names}
         sums |= {f"base_{n}": np.zeros(len(questions)) for n in names}
         sums |= {n: np.zeros((len(questions), DEPTHS)) for n in ("tried", "passed")}
@@ -135,6 +135,9 @@ class Totals:
             sums[prefix + "seconds"][at] += row.decode_s
             for phase in ("draft", "target", "verify"):
                 sums[prefix + phase][at] += getattr(row, f"{phase}_s")
+            if row.audit is not None:
+                sums[prefix + "audited"][at] += 1
+                sums[prefix + "identical"][at] += row.audit["verdict"] == "identical"
             sums[prefix + "peak"][at] = max(sums[prefix + "peak"][at], *peak_bytes(row))
             if not prefix:
                 accepted, drafted = np.array(row.accepted, int), np.array(row.drafted, int)
@@ -175,6 +178,7 @@ RATES: dict[str, Rate] = {
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps behind the first
     "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],
     "target_ms": lambda s: 1000 * s["target"] / s["cycles"],
+    "identical": lambda s: s["identical"] / s["audited"],  # greedy answers that are the baseline's, id by id
     "memory": lambda s: s["peak"] / 2**20,
     "memory_over_baseline": lambda s: (s["peak"] - s["base_peak"]) / 2**20,
 }

@@ -35,7 +35,7 @@ def main(config: DictConfig) -> None:
         entries = cells.collect(paths, results)
         print(tables.markdown(entries) + "\n" + tables.training_markdown(entries), end="")
         return
-    report = Report(Sources(results, dataset=config.dataset))
+    report = Report(Sources(results, chosen=config.claims))
     tables.show(report.main)
     for failure in report.failures:
         print(f"FAILED {failure.drafter} on {failure.dataset}: {failure.error}")

@@ -165,7 +165,9 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
         header = {**SETTINGS, "config": {**SETTINGS["config"], "drafter": {"name": drafter}}}
         summary = metrics.summarise(header, drafter, [random_row(rng, drafter)[0]], [])
         totals = metrics.Totals.of([])
-        return Entry("", "m", "d", 0.0, "toaster", "float32", summary, totals, 0, 1000, provenance, Path("rows.jsonl"))
+        return Entry(
+            "", "m", "d", 0.0, "toaster", "float32", summary, totals, 0, 1000, 100, 6, False, provenance, Path("rows.jsonl")
+        )
 
     first, second = weights(), weights(parameters=7)
     routed = weights(parameters=3, base=second)

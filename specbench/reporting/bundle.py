@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from omegaconf import OmegaConf
 
 from specbench.errors import SpecBenchError
 from specbench.measure import ROOT
-from specbench.metrics import BASELINE
 from specbench.records import CellFailure
 from specbench.reporting import cells, claims, figures, published, tables
 from specbench.reporting.cells import Entry
@@ -31,14 +31,14 @@ class Sources:
 
     Attributes:
         results: folder of rows; the report is written into it. published: the papers' numbers. claims: lists of claims.
-        weights: trained drafters, for learning curves. dataset: on which claims are judged.
+        weights: trained drafters, for learning curves. chosen: names of lists of claims; None for all.
     """
 
     results: Path
     published: Path = ROOT / "results" / "published"
     claims: Path = ROOT / "conf" / "claims"
     weights: Path = ROOT / "drafters" / "weights"
-    dataset: str = "mtbench"
+    chosen: Sequence[str] | None = None
 
 
 class Report:
@@ -58,13 +58,12 @@ class Report:
         self.entries = cells.collect(paths, sources.results)
         self.main = [e for e in self.entries if "/" not in e.collection]
         self.studies = [e for e in self.entries if "/" in e.collection]
-        # A study's cell stands for a drafter only under a name of its own, `<drafter>-<variant>`.
-        named = [*self.main, *(e for e in self.studies if "-" in e.name)]
+        named = [*self.main, *(e for e in self.studies if "-" in e.name)]  # a study's plain names are not the drafters
         self.benchmarks = _first_json(sources.results, "benchmarks.json")
         drafters = _first_file(sources.results, "drafters.json")
         self.drafters = json.loads(drafters.read_text()) if drafters else {}
-        listed = claims_listed(sources.claims)
-        known = claims.evidence(dict.fromkeys(e.path for e in named if e.name != BASELINE), sources.dataset)
+        listed = claims_listed(sources.claims, sources.chosen)
+        known = lru_cache(lambda dataset: claims.evidence(self.entries, dataset))
         self.verdicts = claims.ledger(listed, known, drafters.parent if drafters else sources.results)
         measured = published.Measured.of(named)
         self.papers = published.tables(published.load(sources.published), measured)
@@ -190,11 +189,14 @@ def rows_below(results: Path) -> list[Path]:
     return [p for p in sorted(results.rglob("rows.jsonl")) if "local" not in p.relative_to(results).parts]
 
 
-def claims_listed(folder: Path) -> list[Any]:
-    """All claims of a folder. Raises `SpecBenchError` where there are none."""
+def claims_listed(folder: Path, chosen: Sequence[str] | None = None) -> list[Any]:
+    """All claims of a folder, or those of the chosen lists. Raises `SpecBenchError` for a list that is not there."""
     files = sorted(folder.glob("*.yaml"))
-    if not files:
-        raise SpecBenchError(f"no lists of claims in {folder}; use conf/claims")
+    unknown = sorted(set(chosen or ()) - {f.stem for f in files})
+    if unknown or not files:
+        there = ", ".join(f.stem for f in files) or "none"
+        raise SpecBenchError(f"no claims {', '.join(unknown) or 'at all'} in {folder}; there are {there}")
+    files = [f for f in files if not chosen or f.stem in chosen]
     return [claim for file in files for claim in OmegaConf.to_container(OmegaConf.load(file))]  # type: ignore[union-attr]
 
 

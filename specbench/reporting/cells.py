@@ -23,6 +23,9 @@ class Entry:
     totals: Totals
     failed: int  # generations
     parameters: int  # that one draft pass multiplies, the shared LM head included
+    target_parameters: int  # that a target pass multiplies, likewise
+    passes: int  # draft passes a cycle
+    lossy: bool  # verified by a rule that does not keep the target's distribution
     weights: dict[str, Any]  # provenance, empty where the drafter brings no weights of ours
     path: Path
     simulated: bool = False  # acceptance replayed from a given curve, not measured
@@ -79,6 +82,9 @@ def _entry(
         totals=Totals.of(rows, baseline),
         failed=failed,
         parameters=header["parameters"]["drafter"],
+        target_parameters=header["parameters"]["target"],
+        passes=header["draft_passes"],
+        lossy=header["lossy"],
         weights=header["weights"] if drafter != BASELINE else {},
         path=path,
     )

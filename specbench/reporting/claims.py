@@ -11,7 +11,7 @@ taken of tau and acceptances, ratios of everything else. The 95% interval resamp
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from specbench.errors import SpecBenchError
 from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval
-from specbench.records import Row, read_cell
+from specbench.reporting.cells import Entry
 from specbench.reporting.tables import markdown_table
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_RUN = "reproduced", "not reproduced", "inconclusive", "not run here"
@@ -53,20 +53,20 @@ class Evidence:
 METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters")
 
 
-def evidence(paths: Iterable[Path], dataset: str) -> dict[str, Evidence]:
-    """Greedy cells on a dataset, by the drafter's name; of several with one name the one with most rows."""
+def evidence(entries: Iterable[Entry], dataset: str) -> dict[str, Evidence]:
+    """Greedy cells on a dataset, by the drafter's name; of several with one name the one with most generations.
+
+    A study's cell stands for a drafter only under a name of its own, `<drafter>-<variant>`; any of them can be named
+    with its study, as in `data-comparison/text:eagle2`.
+    """
     found: dict[str, Evidence] = {}
-    for path in paths:
-        header, records = read_cell(path)
-        config = header["config"]
-        if config["dataset"]["name"] != dataset or config["sampler"]["temperature"] != 0 or header["lossy"]:
+    for e in entries:
+        if e.dataset != dataset or e.temperature != 0 or e.lossy or e.simulated or e.name == BASELINE:
             continue
-        rows = [r for r in records if isinstance(r, Row)]
-        name, counts = config["drafter"]["name"], header["parameters"]
-        mine = [r for r in rows if r.drafter == name]
-        if name != BASELINE and len(mine) > (found[name].generations if name in found else 0):
-            totals = Totals.of(mine, [r for r in rows if r.drafter == BASELINE])
-            found[name] = Evidence(totals, len(mine), counts["drafter"], counts["target"], header["draft_passes"])
+        plain = "/" not in e.collection or "-" in e.name
+        for name in (f"{e.collection}:{e.name}", *([e.name] if plain else [])):
+            if e.summary.prompts > (found[name].generations if name in found else 0):
+                found[name] = Evidence(e.totals, e.summary.prompts, e.parameters, e.target_parameters, e.passes)
     return found
 
 
@@ -140,25 +140,31 @@ class Verdict:
     verdict: str
 
 
-def ledger(claims: Sequence[Mapping[str, Any]], known: Mapping[str, Evidence], folder: Path) -> list[Verdict]:
-    """Judge every claim. It is reproduced if all its tests are, and not if one is not."""
+def ledger(
+    claims: Sequence[Mapping[str, Any]], known: Callable[[str], Mapping[str, Evidence]], folder: Path
+) -> list[Verdict]:
+    """Judge every claim on its `dataset` (MT-bench unless it names one).
+
+    It is reproduced if all its tests are, and not if one is not. known: evidence by dataset. folder: of benchmark files.
+    """
     found = []
     for claim in claims:
-        effects = tuple(compare(test, known, folder) for test in claim["tests"])
+        rows = known(claim.get("dataset", "mtbench"))
+        effects = tuple(compare(test, rows, folder) for test in claim["tests"])
         verdicts = {judge(test, effect) for test, effect in zip(claim["tests"], effects, strict=True)}
         whole = next(v for v in (NOT_RUN, NOT_REPRODUCED, INCONCLUSIVE, REPRODUCED) if v in verdicts)
         found.append(Verdict(claim, effects, whole))
     return found
 
 
-COLUMNS = ("claim", "source", "published", "measured", "verdict")
+COLUMNS = ("claim", "source", "needs", "published", "measured", "verdict")
 
 
 def cells(v: Verdict) -> list[str]:
     """One line of the ledger, in the order of `COLUMNS`; the measured effect of each test with its interval."""
     measured = "; ".join(map(_effect, v.claim["tests"], v.effects))
     verdict = f"{v.verdict}: {v.claim['run']}" if v.verdict == NOT_RUN else v.verdict
-    return [v.claim["says"], v.claim["source"], v.claim["published"], measured, verdict]
+    return [v.claim["says"], v.claim["source"], v.claim["needs"], v.claim["published"], measured, verdict]
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
