@@ -4,6 +4,7 @@ VENV ?= .venv
 MODEL ?= smollm2-135m
 DRAFTERS ?= none,vanilla,eagle1,eagle2,eagle2_small
 DATASETS ?= mtbench
+RESULTS ?= results/local
 TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
 ROUTERS ?= eagle2_router,coral_router
 # The default model's benchmark fits into minutes on two cores; a larger model gets the papers' full setting.
@@ -16,9 +17,10 @@ TOKENS ?= 1024
 endif
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CHECKED := $(VENV)/.checked
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench table train benchmarks test lint format clean
+.PHONY: help install bench report train benchmarks test lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -26,35 +28,39 @@ help: ## list the targets
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $(READY)
+
+$(CHECKED): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,slurm,ray]'
+	@touch $(CHECKED)
 
 install: $(READY) ## create the virtual environment, once
 
-bench: $(READY) ## decode MODEL with every drafter beside the baseline, print the table
-	$(BIN)/python -m specbench.run -m model=$(MODEL) drafter=$(DRAFTERS) dataset=$(DATASETS) \
-		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false
-	$(BIN)/python -m specbench.report
+bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
+	@status=0; $(BIN)/python -m specbench.run -m model=$(MODEL) drafter=$(DRAFTERS) dataset=$(DATASETS) \
+		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false trace=1 || status=$$?; \
+	$(BIN)/python -m specbench.report; exit $$status
 
-table: $(READY) ## print the table of the rows that are there
-	$(BIN)/python -m specbench.report
+report: $(READY) ## tables, figures, claims and report.html from the rows in RESULTS
+	$(BIN)/python -m specbench.report results=$(RESULTS)
 
 train: $(READY) ## train the drafters that MODEL has no weights for, after saying what it takes
 	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(TRAIN) train.missing=true
 	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(ROUTERS) train=router train.missing=true
 
-benchmarks: $(READY) ## what the engine itself costs: benchmarks.json and a plot in results/local
+benchmarks: $(CHECKED) ## what the engine itself costs: benchmarks.json and a plot in results/local
 	$(BIN)/python tests/benchmarks.py results/local
 
-test: $(READY) ## the whole test-suite
+test: $(CHECKED) ## the whole test-suite
 	$(BIN)/python -m pytest
 
-lint: $(READY) ## ruff and mypy
+lint: $(CHECKED) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY) ## let ruff rewrite what it can
+format: $(CHECKED) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -5,8 +5,9 @@ step-alpha_i  cycles that accept depth i / cycles that accept depth i - 1 and dr
 speed-up      ratio of pooled decode speeds on the same prompts, with a paired bootstrap over questions
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class Summary:
     speed_with_prefill: float
     speed_up: Interval | None  # None without baseline rows
     tau: float
+    tau_interval: Interval | None
     tau_macro: float
     alphas: tuple[float, ...]
     nodes: float  # draft nodes a cycle
@@ -88,33 +90,151 @@ def speed(rows: Sequence[Row], prefill: bool = False) -> float:
     return tokens / seconds if seconds else float("nan")
 
 
-def speed_up(rows: Sequence[Row], baseline: Sequence[Row], samples: int = 2000, seed: int = 0) -> Interval | None:
-    """Pooled speed over the baseline's on the same prompts; None where they share none.
+def speed_up(rows: Sequence[Row], baseline: Sequence[Row]) -> Interval | None:
+    """Pooled speed over the baseline's on the same prompts; None where they share none."""
+    base = {(r.question, r.turn) for r in baseline}
+    shared = [r for r in rows if (r.question, r.turn) in base]
+    return interval(RATES["speed_up"], Totals.of(shared, baseline))
 
-    The interval resamples questions, keeping each question's turns and its baseline together.
+
+# Sums by question, and what is made of them ---------------------------------------------------------------------------
+
+DEPTHS = 16  # acceptance is kept depth by depth down to here
+Sums = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What rows add up to, question by question: all that a rate and its interval need.
+
+    Turns of a question stay together, and so do a drafter's rows and the baseline's on the same prompts, so that
+    resampling questions is paired.
+
+    Attributes:
+        questions: Q names, sorted.
+        sums: name -> [Q], or [Q, DEPTHS] by depth. `peak` is a maximum, in bytes.
     """
-    base = {(r.question, r.turn): r for r in baseline}
-    pairs = [(r, base[r.question, r.turn]) for r in rows if (r.question, r.turn) in base]
-    questions = sorted({r.question for r, _ in pairs})
-    place = {q: i for i, q in enumerate(questions)}
-    totals = np.zeros((len(questions), 4))  # tokens and seconds, drafter's and baseline's
-    for ours, theirs in pairs:
-        totals[place[ours.question]] += (
-            len(ours.tokens) - 1,
-            ours.decode_s,
-            len(theirs.tokens) - 1,
-            theirs.decode_s,
-        )
-    if not len(questions) or (totals.sum(0) == 0).any():
+
+    questions: tuple[str, ...]
+    sums: Sums
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], baseline: Sequence[Row] = ()) -> "Totals":
+        """Add rows up; of the baseline only what was asked of both."""
+        questions = tuple(sorted({r.question for r in rows}))
+        place = {q: i for i, q in enumerate(questions)}
+        names = ("tokens", "cycles", "seconds", "draft", "target", "verify", "audited", "identical", "peak")
+        sums: dict[str, np.ndarray] = {n: np.zeros(len(questions)) for n in names}
+        sums |= {f"base_{n}": np.zeros(len(questions)) for n in names}
+        sums |= {n: np.zeros((len(questions), DEPTHS)) for n in ("tried", "passed")}
+        asked = {(r.question, r.turn) for r in rows}
+        for row, prefix in [(r, "") for r in rows] + [(r, "base_") for r in baseline if (r.question, r.turn) in asked]:
+            at = place[row.question]
+            sums[prefix + "tokens"][at] += len(row.tokens) - 1
+            sums[prefix + "cycles"][at] += len(row.accepted)
+            sums[prefix + "seconds"][at] += row.decode_s
+            for phase in ("draft", "target", "verify"):
+                sums[prefix + phase][at] += getattr(row, f"{phase}_s")
+            if row.audit is not None:
+                sums[prefix + "audited"][at] += 1
+                sums[prefix + "identical"][at] += row.audit["verdict"] == "identical"
+            sums[prefix + "peak"][at] = max(sums[prefix + "peak"][at], *peak_bytes(row))
+            if not prefix:
+                accepted, drafted = np.array(row.accepted, int), np.array(row.drafted, int)
+                for depth in range(1, min(drafted.max(initial=0), DEPTHS) + 1):
+                    tried = (accepted >= depth - 1) & (drafted >= depth)
+                    sums["tried"][at, depth - 1] += tried.sum()
+                    sums["passed"][at, depth - 1] += (accepted[tried] >= depth).sum()
+        return cls(questions, sums)
+
+    def among(self, questions: Sequence[str]) -> "Totals":
+        """The same for these questions only, in this order."""
+        place = {q: i for i, q in enumerate(self.questions)}
+        at = [place[q] for q in questions]
+        return Totals(tuple(questions), {n: s[at] for n, s in self.sums.items()})
+
+    def pooled(self) -> Sums:
+        """Sums over all questions: numbers, or [DEPTHS]."""
+        return {n: s.max(0) if n.endswith("peak") else s.sum(0) for n, s in self.sums.items()}
+
+    def resampled(self) -> Sums:
+        """The same over every bootstrap sample of questions: [S] or [S, DEPTHS]."""
+        sample = draws(len(self.questions))
+        times = _times(len(self.questions))
+        return {n: s[sample].max(1) if n.endswith("peak") else times @ s for n, s in self.sums.items()}
+
+
+def _alpha(depth: int) -> "Rate":
+    return lambda s: s["passed"][..., depth] / s["tried"][..., depth]
+
+
+Rate = Callable[[Sums], np.ndarray]
+RATES: dict[str, Rate] = {
+    "tau": lambda s: s["tokens"] / s["cycles"],
+    "tokens_per_s": lambda s: s["tokens"] / s["seconds"],
+    "speed_up": lambda s: (s["tokens"] / s["seconds"]) / (s["base_tokens"] / s["base_seconds"]),
+    "alpha": lambda s: s["passed"].sum(-1) / s["tried"].sum(-1),  # of all steps together, as in the theory of chains
+    **{f"alpha{depth}": _alpha(depth) for depth in range(6)},
+    "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps behind the first
+    "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],
+    "target_ms": lambda s: 1000 * s["target"] / s["cycles"],
+    "identical": lambda s: s["identical"] / s["audited"],  # greedy answers that are the baseline's, id by id
+    "memory": lambda s: s["peak"] / 2**20,
+    "memory_over_baseline": lambda s: (s["peak"] - s["base_peak"]) / 2**20,
+}
+SAMPLES = 2000
+
+
+@lru_cache(maxsize=8)
+def draws(questions: int) -> np.ndarray:
+    """Bootstrap samples of questions, [S, Q] indices; the same ones whenever there are as many questions."""
+    return np.random.default_rng(0).integers(questions, size=(SAMPLES, questions))
+
+
+@lru_cache(maxsize=8)
+def _times(questions: int) -> np.ndarray:
+    """[S, Q]: how often a sample holds each question."""
+    return np.stack([np.bincount(sample, minlength=questions) for sample in draws(questions)]).astype(float)
+
+
+def interval(rate: Rate, totals: Totals) -> Interval | None:
+    """A rate over all questions with its 95% bootstrap interval over questions; None where nothing was counted."""
+    if not totals.questions:
         return None
-
-    def ratio(t: np.ndarray) -> np.ndarray:
-        return (t[..., 0] / t[..., 1]) / (t[..., 2] / t[..., 3])
-
-    draws = np.random.default_rng(seed).integers(len(questions), size=(samples, len(questions)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = np.nanpercentile(ratio(totals[draws].sum(1)), [2.5, 97.5])
-    return Interval(float(ratio(totals.sum(0))), float(low), float(high))
+        value = float(rate(totals.pooled()))
+        if not np.isfinite(value):
+            return None
+        low, high = np.nanpercentile(rate(totals.resampled()), [2.5, 97.5])
+    return Interval(value, float(low), float(high))
+
+
+def contrast(rate: Rate, ours: Totals, theirs: Totals, ratio: bool = False, other: Rate | None = None) -> Interval | None:
+    """Difference (or ratio) of a rate between two drafters on the questions they share, resampled alike for both.
+
+    other: the rate of the second drafter, if it is another one.
+    """
+    shared = sorted(set(ours.questions) & set(theirs.questions))
+    if not shared:
+        return None
+    a, b = ours.among(shared), theirs.among(shared)
+
+    def effect(mine: Sums, yours: Sums) -> np.ndarray:
+        first, second = rate(mine), (other or rate)(yours)
+        return first / second if ratio else first - second
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(effect(a.pooled(), b.pooled()))
+        if not np.isfinite(value):
+            return None
+        low, high = np.nanpercentile(effect(a.resampled(), b.resampled()), [2.5, 97.5])
+    return Interval(value, float(low), float(high))
+
+
+def macro(rate: Rate, totals: Totals) -> float:
+    """The mean over questions of a rate taken question by question."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.nanmean(rate(totals.sums))) if totals.questions else float("nan")
 
 
 def time_split(rows: Sequence[Row]) -> dict[str, float]:
@@ -168,6 +288,7 @@ def summarise(header: dict[str, Any], drafter: str, rows: Sequence[Row], baselin
         speed_with_prefill=speed(rows, prefill=True),
         speed_up=speed_up(rows, baseline),
         tau=value,
+        tau_interval=interval(RATES["tau"], Totals.of(rows)),
         tau_macro=tau_macro(rows),
         alphas=step_alphas(rows),
         nodes=float(np.mean([float(n) for r in rows for n in r.nodes] or [float("nan")])),

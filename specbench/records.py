@@ -7,11 +7,15 @@ Knows nothing of drafters or datasets.
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
@@ -79,6 +83,37 @@ class Failure:
         return self.drafter, self.question, self.turn
 
 
+@dataclass
+class CellFailure:
+    """A cell that could not even begin, or broke off: visible in tables, tried again by the next sweep."""
+
+    model: str
+    dataset: str
+    drafter: str
+    temperature: float
+    error: str
+    when: str = ""
+    kind: str = "cell failure"
+
+    @classmethod
+    def path(cls, folder: Path, drafter: str, settings: dict[str, Any]) -> Path:
+        """Where the failure of a cell with these settings stands, beside the cells of its dataset."""
+        return folder / f"{drafter}-{identity(settings)}.failed.json"
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "CellFailure":
+        """Raises `SpecBenchError` for a file of another kind."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (TypeError, ValueError) as error:
+            raise SpecBenchError(f"{path} does not say which cell failed ({error}); remove it") from error
+
+
 def identity(settings: dict[str, Any]) -> str:
     """What makes two runs the same cell: everything that can change a row."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
@@ -130,6 +165,25 @@ class Cell:
         except OSError as error:
             os.truncate(self.path, before)  # a full disk leaves no half row behind
             raise SpecBenchError(f"cannot write {self.path}: {error.strerror}; free some space and run it again") from error
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a cell while it is written; a second process that wants it waits, and then finds it complete.
+
+    The lock goes with its process, so a killed one blocks nobody.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"{folder}: another process is at it; waiting", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _drop_cut_line(path: Path) -> None:

@@ -1,45 +1,49 @@
-"""Door three: tables from the rows under a results folder.
+"""Door three: tables, figures, claims and an HTML page from the rows under a results folder; needs no model.
 
 python -m specbench.report
+python -m specbench.report results=results
 python -m specbench.report results=results/smollm2-135m-cpu format=markdown
-python -m specbench.report results=results ledger=conf/claims
+python -m specbench.report import=answers.jsonl format=spec-bench
 """
 
 from pathlib import Path
-from typing import Any
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from specbench import claims, figures, measure, tables
 from specbench.errors import SpecBenchError, run_door, spoken
+from specbench.reporting import cells, tables, translate
+from specbench.reporting.bundle import Report, Sources, rows_below
+
+FORMATS = ("terminal", "markdown")
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="report")
 @spoken
 def main(config: DictConfig) -> None:
-    """Collect, then print."""
-    paths = sorted(Path(config.results).rglob("rows.jsonl"))
-    if not paths:
-        raise SpecBenchError(f"no rows under results={config.results}; run `make bench` first")
-    if config.format not in ("terminal", "markdown"):
-        raise SpecBenchError(f"format={config.format}: use terminal or markdown")
-    if config.ledger is not None:
-        files = sorted(Path(config.ledger).glob("*.yaml"))
-        if not files:
-            raise SpecBenchError(f"no lists of claims in ledger={config.ledger}; use conf/claims")
-        listed: list[Any] = [claim for file in files for claim in OmegaConf.to_container(OmegaConf.load(file))]  # type: ignore[union-attr]
-        known = claims.evidence(paths, config.dataset)
-        print(claims.markdown(claims.ledger(listed, known, Path(config.results) / config.machine)), end="")
+    """Collect, print, and write the report beside the rows."""
+    results = Path(config.results)
+    if config["import"] is not None:
+        print(translate.markdown(Path(config["import"]), config.format, config.baseline), end="")
         return
-    entries = tables.collect(paths)
-    if config.figures is not None:
-        weights = measure.ROOT / "drafters" / "weights" / entries[0].model
-        figures.learning_curves(weights, Path(config.figures) / "learning_curves.png")
+    if config.format not in FORMATS:
+        raise SpecBenchError(f"format={config.format}: use {' or '.join(FORMATS)}")
     if config.format == "markdown":
+        paths = rows_below(results)
+        if not paths:
+            raise SpecBenchError(f"no rows under results={results}; run `make bench` first")
+        entries = cells.collect(paths, results)
         print(tables.markdown(entries) + "\n" + tables.training_markdown(entries), end="")
-    else:
-        tables.show(entries)
+        return
+    report = Report(Sources(results, chosen=config.claims))
+    tables.show(report.main)
+    for failure in report.failures:
+        print(f"FAILED {failure.drafter} on {failure.dataset}: {failure.error}")
+    for problem in report.problems:
+        print(problem)
+    for caption, group in cells.groups(report.main).items():
+        print(f"{caption}: {tables.verdict(group)}")
+    print(f"report: {report.write()}")
 
 
 if __name__ == "__main__":

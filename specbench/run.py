@@ -17,34 +17,41 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from specbench import measure, tables
+from specbench import measure, sweep, trace
 from specbench.bench import Bench, RunSettings
-from specbench.datasets import PromptSet
+from specbench.datasets import PromptSet, Question
 from specbench.engine.interface import Drafter
 from specbench.errors import SpecBenchError, one_line, run_door, spoken
 from specbench.metrics import BASELINE
 from specbench.models import ModelSpec
-from specbench.records import Cell, identity
+from specbench.records import Cell, CellFailure, Failure, held, identity, read_cell
+from specbench.reporting import cells, tables
 
-_failures: list[str] = []  # of all jobs of a sweep: a failed cell is reported and does not stop the others
+RERUN = ("missing", "failed", "all")
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="run")
 @spoken
 def job(config: DictConfig) -> None:
-    """One cell."""
+    """One cell. In a sweep a failure is written down where the cell would be, and the next cell begins."""
+    if config.rerun not in RERUN:
+        raise SpecBenchError(f"rerun={config.rerun}: use missing, failed or all")
+    place = _failure_path(config)
+    if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
+        return
     try:
         _run(config)
-    except (SpecBenchError, HydraException) as error:
+    except (SpecBenchError, HydraException, torch.OutOfMemoryError, MemoryError) as error:
         if not _is_sweep():
             raise
-        _failures.append(f"{config.drafter.name} on {config.dataset.name}: {one_line(error)}")
-        print(f"specbench: {_failures[-1]}", file=sys.stderr)
+        heat = config.sampler.temperature
+        CellFailure(config.model.name, config.dataset.name, config.drafter.name, heat, one_line(error)).write(place)
+        print(f"specbench: {config.drafter.name} on {config.dataset.name}: {one_line(error)}", file=sys.stderr)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def _run(config: DictConfig) -> None:
-    if config.rerun not in ("missing", "all"):
-        raise SpecBenchError(f"rerun={config.rerun}: use missing or all")
     torch.set_num_threads(config.threads or torch.get_num_threads())
     prompts: PromptSet = instantiate(config.dataset)
     questions = prompts.load()
@@ -61,27 +68,74 @@ def _run(config: DictConfig) -> None:
     settings: RunSettings = instantiate(config.decode)
 
     described = _describe(config, target, drafter, rule.lossy)
-    folder = Path(config.results) / config.model.name / config.dataset.name
-    cell = Cell(folder / f"{drafter.name}-{identity(described)}", described, fresh=config.rerun == "all")
-    begin = time.monotonic()
-    failed = Bench(target, chat, drafters, rule, sampler, settings).run(questions, cell)
-    if all(cell.done((d.name, q.id, t)) for d in drafters for q in questions for t in range(len(q.turns))):
-        print(f"{cell.path}: complete ({time.monotonic() - begin:.0f} s; rerun=all measures again)", file=sys.stderr)
+    folder = _folder(config) / f"{drafter.name}-{identity(described)}"
+    with held(folder):
+        cell = Cell(folder, described, fresh=config.rerun == "all")
+        begin = time.monotonic()
+        failed = Bench(target, chat, drafters, rule, sampler, settings).run(questions, cell)
+        if all(cell.done((d.name, q.id, t)) for d in drafters for q in questions for t in range(len(q.turns))):
+            seconds = f"{time.monotonic() - begin:.0f} s"
+            print(f"{cell.path}: complete ({seconds}; rerun=all measures again)", file=sys.stderr)
+        _trace(config, target, chat, drafter, questions, rule, sampler, folder)
     if config.show:
-        tables.show(tables.collect([cell.path]))
+        tables.show(cells.collect([cell.path]))
     if failed:
         raise SpecBenchError(f"{failed} generations failed; their rows in {cell.path} say why; run again to retry them")
     _require_lossless(cell)
 
 
+def _trace(
+    config: DictConfig,
+    target: Any,
+    chat: Any,
+    drafter: Drafter,
+    questions: list[Question],
+    rule: Any,
+    sampler: Any,
+    folder: Path,
+) -> None:
+    """The first turns of some questions once more, untimed, with every draft tree kept for the report."""
+    path = folder / "trace.json"
+    if drafter.name == BASELINE or not config.trace or path.exists():
+        return
+    traces = []
+    for question in questions[: config.trace]:
+        prompt = chat.encode([{"role": "user", "content": question.turns[0]}])
+        found = trace.trace(target, chat, drafter, prompt, rule, sampler, config.decode.seed)
+        traces.append({"question": question.id, **found})
+    trace.write(path, traces)
+
+
+def _folder(config: DictConfig) -> Path:
+    return Path(config.results) / config.model.name / config.dataset.name
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration without what cannot change a row."""
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    return {key: value for key, value in plain.items() if key not in ("results", "rerun", "show", "trace")}
+
+
+def _failure_path(config: DictConfig) -> Path:
+    return CellFailure.path(_folder(config), config.drafter.name, _plain(config))
+
+
+def _has_failed_rows(config: DictConfig) -> bool:
+    """Did generations fail in a cell of this very configuration?"""
+    wanted = _plain(config)
+    for path in _folder(config).glob(f"{config.drafter.name}-*/rows.jsonl"):
+        header, rows = read_cell(path)
+        if header["config"] == wanted:
+            latest = {row.key: row for row in rows}
+            if any(isinstance(row, Failure) for row in latest.values()):
+                return True
+    return False
+
+
 def _describe(config: DictConfig, target: Any, drafter: Drafter, lossy: bool) -> dict[str, Any]:
     """Everything that can change a row: the header, and the identity of the cell."""
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
-    for irrelevant in ("results", "rerun", "show"):
-        plain.pop(irrelevant)
     return {
-        "config": plain,
+        "config": _plain(config),
         "target": {
             "fingerprint": target.fingerprint(),
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -116,10 +170,10 @@ def _is_sweep() -> bool:
 
 
 def main() -> None:
-    """Run the job or the sweep; exit code 2 if any cell failed, failures named last."""
+    """Run the job or the sweep; exit code 2 if any cell failed."""
     job()
-    if _failures:
-        raise SpecBenchError(f"{len(_failures)} of the sweep's cells failed: " + "; ".join(_failures))
+    if sweep.failed:
+        raise SpecBenchError(f"{len(sweep.failed)} cells failed, named above; the same command tries them again")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Tiny random targets and every drafter that `conf/drafter/` declares, bound to them."""
+"""Tiny random targets and every drafter that `conf/drafter/` declares, bound to them; a home folder for the doors."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from specbench.engine import weights
 from specbench.engine.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,3 +87,40 @@ def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
 @pytest.fixture(params=["llama", "gemma3"])
 def target(request: pytest.FixtureRequest) -> Target:
     return tiny(request.param)
+
+
+WORDS = ["<pad>", "<end>", *(f"w{i}" for i in range(59))]
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    """A folder with a tiny model, its tokenizer, prompts, training text and weights."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    home = tmp_path_factory.mktemp("home")
+    target = tiny()
+    target.model.generation_config.eos_token_id = 1
+    target.model.save_pretrained(home / "model")
+    inner = Tokenizer(WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<pad>").save_pretrained(home / "model")
+    prompts = [{"question_id": i, "turns": [f"w{i} w3 w4", "w9 w8"]} for i in range(12)]
+    (home / "mtbench.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    talk = [
+        {
+            "id": str(i),
+            "conversations": [
+                {"from": "human", "value": " ".join(f"w{(i * 7 + j) % 55}" for j in range(6))},
+                {"from": "gpt", "value": " ".join(f"w{(i * 3 + j) % 55}" for j in range(20))},
+            ],
+        }
+        for i in range(60)
+    ]
+    (home / "talk.json").write_text(json.dumps(talk)[:-40])
+    for name in ("eagle2", "vanilla"):
+        provenance = {"target": "tiny", "target_fingerprint": target.fingerprint()}
+        weights.save(make(name, target), home / "weights" / name, provenance)
+    return home

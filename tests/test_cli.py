@@ -1,7 +1,6 @@
 """The command lines, run for real on a tiny model: rows, resume after kill -9, bad input, training and its resume."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,87 +8,10 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, make, tiny
+from conftest import ROOT
+from doors import command, environment, rows_of, run, start, weight
 
-from specbench.engine import weights
 from specbench.records import read_cell
-
-WORDS = ["<pad>", "<end>", *(f"w{i}" for i in range(59))]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A folder with a tiny model, its tokenizer, prompts, training text and weights."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    home = tmp_path_factory.mktemp("home")
-    target = tiny()
-    target.model.generation_config.eos_token_id = 1
-    target.model.save_pretrained(home / "model")
-    inner = Tokenizer(WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
-    inner.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<pad>").save_pretrained(home / "model")
-    prompts = [{"question_id": i, "turns": [f"w{i} w3 w4", "w9 w8"]} for i in range(12)]
-    (home / "mtbench.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
-    talk = [
-        {
-            "id": str(i),
-            "conversations": [
-                {"from": "human", "value": " ".join(f"w{(i * 7 + j) % 55}" for j in range(6))},
-                {"from": "gpt", "value": " ".join(f"w{(i * 3 + j) % 55}" for j in range(20))},
-            ],
-        }
-        for i in range(60)
-    ]
-    (home / "talk.json").write_text(json.dumps(talk)[:-40])
-    for name in ("eagle2", "vanilla"):
-        provenance = {"target": "tiny", "target_fingerprint": target.fingerprint()}
-        weights.save(make(name, target), home / "weights" / name, provenance)
-    return home
-
-
-def command(home, door, *arguments):
-    common = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32"]
-    if door == "run":
-        common += [f"results={home / 'results'}", f"data.root={home}", "decode.max_new_tokens=12", "threads=1"]
-    sweep = [a for a in arguments if a == "-m"]  # Hydra wants it in front
-    return [sys.executable, "-m", f"specbench.{door}", *sweep, *common, *(a for a in arguments if a != "-m")]
-
-
-def environment(home):
-    return {**os.environ, "SPECBENCH_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def run(home, door, *arguments, ok=True):
-    done = subprocess.run(
-        command(home, door, *arguments), cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300
-    )
-    if ok:
-        assert done.returncode == 0, done.stderr[-3000:]
-    else:
-        lines = [x for x in done.stderr.splitlines() if x.startswith("specbench: ")]
-        assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
-        assert len(lines) == 1, done.stderr[-3000:]
-        return lines[0]
-    return done.stdout
-
-
-def start(home, door, *arguments):
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command(home, door, *arguments), cwd=ROOT, env=environment(home), **quiet)
-
-
-def weight(home, name):
-    return f"drafter.weights={home / 'weights' / name}"
-
-
-def rows_of(home, drafter):
-    found = list((home / "results").rglob(f"{drafter}-*/rows.jsonl"))
-    assert len(found) == 1, found
-    return read_cell(found[0])
 
 
 def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
@@ -123,7 +45,7 @@ def test_a_sweep_reports_a_failed_cell_and_runs_the_others(home):
         timeout=300,
     )
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "1 of the sweep's cells failed" in done.stderr.splitlines()[-1]
+    assert "1 cells failed, named above" in done.stderr.splitlines()[-1]
     assert "vanilla" in done.stderr and "do not fit" in done.stderr
     assert len(list(results.rglob("rows.jsonl"))) == 1
 
@@ -171,7 +93,7 @@ BAD = {
     "a GPU where none is": (["model.device=cuda:7"], "model.device=cpu"),
     "a dtype that is none": (["model.dtype=floaty"], "floaty"),
     "negative temperature": (["sampler.temperature=-1"], "temperature"),
-    "odd rerun": (["rerun=perhaps"], "missing or all"),
+    "odd rerun": (["rerun=perhaps"], "missing, failed or all"),
     "no prompt left": (["data.limit=0"], "leaves no prompt"),
     "a tree that is none": (["drafter=vanilla", "tree.gamma=0"], "gamma"),
 }

@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from specbench import tables
+from specbench.reporting import cells, tables
 
 README = (ROOT / "README.md").read_text()
 ROWS = ROOT / "results" / "smollm2-135m-cpu"
@@ -15,7 +15,7 @@ ROWS = ROOT / "results" / "smollm2-135m-cpu"
 def test_the_tables_are_the_committed_rows(door, made):
     shown = re.search(rf"<!-- table: {door} -->\n(.*?)<!-- end of table -->", README, re.S)
     assert shown is not None
-    assert shown.group(1).strip() == made(tables.collect(sorted(ROWS.rglob("rows.jsonl")))).strip()
+    assert shown.group(1).strip() == made(cells.collect(sorted(ROWS.rglob("rows.jsonl")))).strip()
 
 
 def test_the_first_thirty_lines_hold_claim_table_and_commands():

@@ -3,14 +3,17 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specbench import metrics, records, tables
+from specbench import metrics, records
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
 from specbench.records import Cell, Failure, Row, identity, read_cell
+from specbench.reporting import tables
+from specbench.reporting.cells import Entry
 
 SETTINGS = {
     "config": {
@@ -161,7 +164,10 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
         rng = np.random.default_rng(0)
         header = {**SETTINGS, "config": {**SETTINGS["config"], "drafter": {"name": drafter}}}
         summary = metrics.summarise(header, drafter, [random_row(rng, drafter)[0]], [])
-        return tables.Entry("m", "d", 0.0, "toaster", "float32", summary, 0, 1000, provenance)
+        totals = metrics.Totals.of([])
+        return Entry(
+            "", "m", "d", 0.0, "toaster", "float32", summary, totals, 0, 1000, 100, 6, False, provenance, Path("rows.jsonl")
+        )
 
     first, second = weights(), weights(parameters=7)
     routed = weights(parameters=3, base=second)

@@ -83,6 +83,7 @@ class DraftTree:
     width: int  # most siblings a node can have: ranks are below it
     q: Tensor | None = None  # [N, V] float32
     replacement: bool = False  # were siblings sampled with replacement?
+    confidence: Tensor | None = None  # [N] the drafter's own probability of the path to each node, where growth has it
 
     def __len__(self) -> int:
         """Nodes of the target pass, the root included."""

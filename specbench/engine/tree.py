@@ -24,12 +24,14 @@ def build(
     ranks: Tensor,
     max_depth: int,
     width: int,
+    confidence: Tensor | None = None,
 ) -> DraftTree:
     """Assemble a tree whose topology stays on its device; tokens, parents, depths, ranks: [N], the root first.
 
     The caller vouches for `parents[n] < n` (see `check`), which lets the mask be closed in `max_depth` steps.
     """
-    return DraftTree(tokens, parents, depths, ancestor_mask(parents, max_depth), ranks, max_depth, width)
+    mask = ancestor_mask(parents, max_depth)
+    return DraftTree(tokens, parents, depths, mask, ranks, max_depth, width, confidence=confidence)
 
 
 def root_only(root: int, device: torch.device | str = "cpu") -> DraftTree:

@@ -1,0 +1,225 @@
+"""The whole report into a results folder: README.md, tables/ (Markdown, CSV, LaTeX), figures/ (PNG, SVG), report.html."""
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+from omegaconf import OmegaConf
+
+from specbench.errors import SpecBenchError
+from specbench.measure import ROOT
+from specbench.records import CellFailure
+from specbench.reporting import cells, claims, figures, published, tables
+from specbench.reporting.cells import Entry
+
+CONVENTIONS = (
+    "tau counts the bonus, not the prefill, and is pooled over cycles; in brackets its mean over generations. Speed-ups "
+    "are ratios of pooled decode speeds on the same prompts; intervals are 95%, from resampling questions in pairs."
+)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a report's ingredients lie.
+
+    Attributes:
+        results: folder of rows; the report is written into it. published: the papers' numbers. claims: lists of claims.
+        weights: trained drafters, for learning curves. chosen: names of lists of claims; None for all.
+    """
+
+    results: Path
+    published: Path = ROOT / "results" / "published"
+    claims: Path = ROOT / "conf" / "claims"
+    weights: Path = ROOT / "drafters" / "weights"
+    chosen: Sequence[str] | None = None
+
+
+class Report:
+    """Everything that can be said about a results folder.
+
+    Raises:
+        SpecBenchError: no rows, or rows, claims or published numbers that cannot be read; the file is named.
+    """
+
+    def __init__(self, sources: Sources):
+        self.sources = sources
+        paths = rows_below(sources.results)
+        self.failures: list[CellFailure] = cells.failures(sources.results)
+        if not paths and not self.failures:
+            raise SpecBenchError(f"no rows under results={sources.results}; run `make bench` first")
+        self.problems = [f"{p}: the last row was cut off by a crash and is left out" for p in paths if cells.cut_off(p)]
+        self.entries = cells.collect(paths, sources.results)
+        self.main = [e for e in self.entries if "/" not in e.collection]
+        self.studies = [e for e in self.entries if "/" in e.collection]
+        named = [*self.main, *(e for e in self.studies if "-" in e.name)]  # a study's plain names are not the drafters
+        self.benchmarks = _first_json(sources.results, "benchmarks.json")
+        drafters = _first_file(sources.results, "drafters.json")
+        self.drafters = json.loads(drafters.read_text()) if drafters else {}
+        listed = claims_listed(sources.claims, sources.chosen)
+        known = lru_cache(lambda dataset: claims.evidence(self.entries, dataset))
+        self.verdicts = claims.ledger(listed, known, drafters.parent if drafters else sources.results)
+        measured = published.Measured.of(named)
+        self.papers = published.tables(published.load(sources.published), measured)
+
+    def write(self) -> Path:
+        """All files; returns the HTML's path."""
+        root = self.sources.results
+        models = sorted({e.model for e in self.main})
+        weights = {k: v for model in models for k, v in figures.provenances(self.sources.weights / model).items()}
+        drawn = figures.draw_all(self.main, self.entries, weights, self.benchmarks, self.drafters, root / "figures")
+        (root / "tables").mkdir(parents=True, exist_ok=True)
+        for name, frame in self._frames().items():
+            _write_table(root / "tables" / name, frame)
+        for paper in self.papers:
+            _write_table(root / "tables" / paper.slug, paper.frame(), paper)
+        (root / "README.md").write_text(self.markdown(drawn), encoding="utf-8")
+        path = root / "report.html"
+        path.write_text(self.html(drawn), encoding="utf-8")
+        return path
+
+    def _frames(self) -> dict[str, pd.DataFrame]:
+        """The measured tables, as frames by file name."""
+        frames = {}
+        for i, group in enumerate(cells.groups(self.main).values()):
+            suffix = f"-{i + 1}" if i else ""
+            frames[f"decoding{suffix}"] = pd.DataFrame(map(tables.cells, group), columns=list(tables.COLUMNS))
+            frames[f"versus{suffix}"] = pd.DataFrame(tables.versus(group), columns=list(tables.VERSUS))
+            frames[f"alphas{suffix}"] = pd.DataFrame(map(tables.alphas, group), columns=list(tables.ALPHAS))
+        frames["training"] = pd.DataFrame(tables.training_lines(self.entries), columns=list(tables.TRAINING))
+        frames["claims"] = pd.DataFrame(map(claims.cells, self.verdicts), columns=list(claims.COLUMNS))
+        return {name: frame for name, frame in frames.items() if len(frame)}
+
+    def markdown(self, drawn: Mapping[str, str]) -> str:
+        """`README.md`: what a code host shows for the folder."""
+        parts = ["# Results", "", f"Generated by `python -m specbench.report`; not to be edited. {CONVENTIONS}", ""]
+        parts += [f"**FAILED** {f.drafter} on {f.dataset} ({f.model}): {f.error}\n" for f in self.failures]
+        parts += [f"{problem}\n" for problem in self.problems]
+        for caption, group in cells.groups(self.main).items():
+            parts += [f"## {caption}", "", tables.verdict(group), ""]
+            parts += [tables.markdown_table(tables.COLUMNS, map(tables.cells, group)), ""]
+            if len(group) > 2:
+                parts += ["### Is that difference real?", ""]
+                parts += [tables.markdown_table(tables.VERSUS, tables.versus(group)), ""]
+                parts += [tables.markdown_table(tables.ALPHAS, map(tables.alphas, group)), ""]
+        training = tables.training_lines(self.main)
+        if training:
+            parts += ["## Training", "", tables.markdown_table(tables.TRAINING, training), ""]
+        parts += ["## Claims", "", claims.markdown(self.verdicts)]
+        parts += ["## Figures", "", *(f"![{title}](figures/{name}.png)\n" for name, title in drawn.items())]
+        for caption, group in cells.groups(self.studies).items():
+            parts += [f"## {caption}", "", tables.markdown_table(tables.COLUMNS, map(tables.cells, group)), ""]
+        parts += ["## The papers' tables", "", "Measured / published; also as CSV and LaTeX in `tables/`.", ""]
+        for paper in self.papers:
+            count = f"{paper.measured} cells measured" if paper.measured else "nothing measured yet"
+            parts.append(f"- [{paper.title}](tables/{paper.slug}.md): {count}")
+        return "\n".join(parts) + "\n"
+
+    def html(self, drawn: Mapping[str, str]) -> str:
+        """The self-contained page."""
+        environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+        folder = self.sources.results / "figures"
+        images = [
+            {"title": title, "data": base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()}
+            for name, title in drawn.items()
+        ]
+        training = tables.training_lines(self.entries)
+        return environment.get_template("report.html.j2").render(
+            source=self.sources.results.name,
+            conventions=CONVENTIONS,
+            failures=self.failures,
+            problems=self.problems,
+            main=[_part(caption, group) for caption, group in cells.groups(self.main).items()],
+            studies=[_part(caption, group) for caption, group in cells.groups(self.studies).items()],
+            training={"columns": tables.TRAINING, "lines": training} if training else None,
+            figures=images,
+            claims={"columns": claims.COLUMNS, "lines": [claims.cells(v) for v in self.verdicts]},
+            papers=[
+                {
+                    "title": p.title,
+                    "measured": p.measured,
+                    "columns": list(p.columns),
+                    "lines": p.lines(),
+                    "notes": [*p.notes, *(f"tau: {c}" for c in p.conventions)],
+                }
+                for p in sorted(self.papers, key=lambda p: -p.measured)
+            ],
+            traces=_embedded(self._traces()),
+        )
+
+    def _traces(self) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted({e.path.parent / "trace.json" for e in self.main}):
+            if path.exists():
+                for part in json.loads(path.read_text(encoding="utf-8")):
+                    dataset, model = path.parent.parent.name, path.parent.parent.parent.name
+                    found.append({**part, "title": f"{part['drafter']}: question {part['question']} ({dataset}, {model})"})
+        return found
+
+
+def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:
+    return {
+        "caption": f"{caption}, {group[0].summary.prompts} generations",
+        "verdict": tables.verdict(group),
+        "columns": tables.COLUMNS,
+        "lines": [tables.cells(e) for e in group],
+        "versus_columns": tables.VERSUS,
+        "versus": tables.versus(group),
+        "alphas_columns": tables.ALPHAS,
+        "alphas": [tables.alphas(e) for e in group],
+    }
+
+
+def _embedded(traces: list[dict[str, Any]]) -> Any:
+    """JSON for a script element: nothing in it can end the element or be read as markup."""
+    text = json.dumps(traces, ensure_ascii=True)
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return Markup(text) if traces else ""
+
+
+def rows_below(results: Path) -> list[Path]:
+    """Every cell's rows, `local` ones only if that folder itself is asked for."""
+    return [p for p in sorted(results.rglob("rows.jsonl")) if "local" not in p.relative_to(results).parts]
+
+
+def claims_listed(folder: Path, chosen: Sequence[str] | None = None) -> list[Any]:
+    """All claims of a folder, or those of the chosen lists. Raises `SpecBenchError` for a list that is not there."""
+    files = sorted(folder.glob("*.yaml"))
+    unknown = sorted(set(chosen or ()) - {f.stem for f in files})
+    if unknown or not files:
+        there = ", ".join(f.stem for f in files) or "none"
+        raise SpecBenchError(f"no claims {', '.join(unknown) or 'at all'} in {folder}; there are {there}")
+    files = [f for f in files if not chosen or f.stem in chosen]
+    return [claim for file in files for claim in OmegaConf.to_container(OmegaConf.load(file))]  # type: ignore[union-attr]
+
+
+def _first_file(folder: Path, name: str) -> Path | None:
+    return next((p for p in sorted(folder.rglob(name)) if "local" not in p.relative_to(folder).parts), None)
+
+
+def _first_json(folder: Path, name: str) -> dict[str, Any]:
+    path = _first_file(folder, name)
+    found: dict[str, Any] = json.loads(path.read_text()) if path else {}
+    return found
+
+
+def _write_table(path: Path, frame: pd.DataFrame, paper: published.PaperTable | None = None) -> None:
+    """One table three times. A paper's Markdown pairs measured and published in a cell; CSV and LaTeX have two columns."""
+    if paper is None:
+        lines: Iterable[list[str]] = frame.astype(str).values.tolist()
+        text = tables.markdown_table(list(frame.columns), lines)
+    else:
+        body = tables.markdown_table(["measured / published", *paper.columns], paper.lines())
+        notes = [f"- {note}" for note in paper.notes] + [f"- tau: {c}" for c in paper.conventions]
+        text = f"# {paper.title}\n\n{body}\n\n" + "\n".join(notes)
+    path.with_suffix(".md").write_text(text.rstrip() + "\n", encoding="utf-8")
+    index = paper is not None
+    frame.to_csv(path.with_suffix(".csv"), index=index, lineterminator="\n")
+    path.with_suffix(".tex").write_text(frame.to_latex(index=index, escape=True), encoding="utf-8")

@@ -1,0 +1,312 @@
+"""The papers' figures, redrawn from our own rows and benchmark files. Colours are Okabe and Ito's.
+
+Every function draws one figure from what is there and returns it, or None where nothing of the kind was measured. Text
+keeps its size when a figure fills half a page; every series has its own marker or hatch beside its colour.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from specbench.metrics import BASELINE, RATES, interval
+from specbench.reporting.cells import Entry
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX<>*"
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+PHASES = ("draft", "target", "verify", "rest")
+
+
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and line of every series; the same order gives the same look."""
+    marks = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(["-", "--", "-.", ":"]), strict=False)
+    return {n: {"color": c, "marker": m, "linestyle": s, "label": n} for n, (c, m, s) in zip(names, marks, strict=False)}
+
+
+def _axes(width: float = 5.0, height: float = 3.4, **options: Any) -> tuple[Figure, Any]:
+    return plt.subplots(figsize=(width, height), layout="constrained", **options)
+
+
+def _legend(axes: Axes, columns: int = 1) -> None:
+    """Inside the axes, where lines leave room."""
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", ncols=columns, framealpha=0.6)
+
+
+def _legend_above(figure: Figure, axes: Axes) -> None:
+    """Above the axes, where bars and points leave none."""
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(fontsize="small", ncols=4, loc="outside upper center", frameon=False)
+
+
+def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
+    """Speed-up over plain decoding by dataset, with 95% intervals."""
+    found = [e for e in entries if e.name != BASELINE and e.summary.speed_up is not None]
+    if not found:
+        return None
+    datasets, names = _unique(e.dataset for e in found), _unique(e.name for e in found)
+    figure, axes = _axes(max(5.0, 0.45 * len(names) * len(datasets)))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        for j, dataset in enumerate(datasets):
+            e = next((e for e in found if (e.name, e.dataset) == (name, dataset)), None)
+            if e is None or e.summary.speed_up is None:
+                continue
+            up = e.summary.speed_up
+            errors = [[max(0.0, up.value - up.low)], [max(0.0, up.high - up.value)]]
+            axes.bar(
+                j - 0.4 + (i + 0.5) * width,
+                up.value,
+                0.9 * width,
+                yerr=errors,
+                color=COLOURS[i % len(COLOURS)],
+                hatch=HATCHES[i // len(COLOURS) % len(HATCHES)],
+                edgecolor="black",
+                linewidth=0.4,
+                capsize=2,
+                label=name if dataset == _first(found, name) else None,
+            )
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xticks(range(len(datasets)), datasets)
+    axes.set_ylabel("speed-up over plain decoding")
+    _legend_above(figure, axes)
+    return figure
+
+
+def _first(entries: Sequence[Entry], name: str) -> str:
+    return next(e.dataset for e in entries if e.name == name)
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def step_alphas(entries: Sequence[Entry]) -> Figure | None:
+    """Acceptance by draft step, given that the step before was accepted (Beagle, Figures 3-4; CORAL, Figure 6)."""
+    found = [e for e in entries if e.name != BASELINE and e.summary.alphas]
+    if not found:
+        return None
+    figure, axes = _axes()
+    for e, style in zip(found, _styles(e.name for e in found).values(), strict=True):
+        tried = e.totals.pooled()["tried"]
+        depths = [i for i in range(len(e.summary.alphas)) if i < len(tried) and tried[i] >= 10]  # fewer say nothing
+        axes.plot([d + 1 for d in depths], [e.summary.alphas[d] for d in depths], markersize=4, linewidth=1.2, **style)
+    axes.set(xlabel="draft step", ylabel="step-alpha", ylim=(0, 1))
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    _legend(axes, 2)
+    return figure
+
+
+def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
+    """Accepting more is not yet being faster."""
+    found = [e for e in entries if e.name != BASELINE and e.summary.speed_up and e.summary.tau_interval]
+    if not found:
+        return None
+    figure, axes = _axes()
+    for e, style in zip(found, _styles(f"{e.name} ({e.dataset})" for e in found).values(), strict=True):
+        up, tau = e.summary.speed_up, e.summary.tau_interval
+        assert up is not None and tau is not None
+        axes.errorbar(
+            tau.value,
+            up.value,
+            xerr=[[max(0.0, tau.value - tau.low)], [max(0.0, tau.high - tau.value)]],
+            yerr=[[max(0.0, up.value - up.low)], [max(0.0, up.high - up.value)]],
+            capsize=2,
+            **style | {"linestyle": ""},
+        )
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="tau, tokens a target pass", ylabel="speed-up over plain decoding")
+    _legend_above(figure, axes)
+    return figure
+
+
+def time_split(entries: Sequence[Entry]) -> Figure | None:
+    """Milliseconds a cycle by phase."""
+    found = list({(e.name, e.dataset): e for e in entries if e.summary.split["target"] > 0}.values())
+    if not found:
+        return None
+    figure, axes = _axes(5.0, 0.35 * len(found) + 1.2)
+    left = np.zeros(len(found))
+    for i, phase in enumerate(PHASES):
+        sums = [e.totals.pooled() for e in found]
+        cycle = np.array([1000 * float(s["seconds"] / s["cycles"]) for s in sums])
+        part = cycle * [e.summary.split[phase] for e in found]
+        axes.barh(range(len(found)), part, left=left, color=COLOURS[i], hatch=HATCHES[i], label=phase, edgecolor="white")
+        left += part
+    axes.set_yticks(range(len(found)), [f"{e.name} ({e.dataset})" for e in found])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds a cycle")
+    _legend_above(figure, axes)
+    return figure
+
+
+def head_share(drafters: Mapping[str, Any]) -> Figure | None:
+    """What drafting a cycle costs: LM head, the drafter's own network, the rest (CORAL, Figure 2)."""
+    found = drafters.get("drafting")
+    if not found:
+        return None
+    figure, axes = _axes(5.0, 0.35 * len(found) + 1.2)
+    left = np.zeros(len(found))
+    for i, part in enumerate(("head", "network", "rest")):
+        values = np.array([v["ms_per_cycle"] * v[part] for v in found.values()])
+        label = {"head": "LM head", "network": "the drafter's layers", "rest": "growth and caches"}[part]
+        axes.barh(range(len(found)), values, left=left, color=COLOURS[i], hatch=HATCHES[i], label=label, edgecolor="white")
+        left += values
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds of drafting a cycle")
+    _legend_above(figure, axes)
+    return figure
+
+
+def router_grid(entries: Sequence[Entry], metric: str = "speed_up") -> Figure | None:
+    """A rate over groups x active groups of the LM-head router (CORAL, Table 4)."""
+    cells = {}
+    for e in entries:
+        name, _, rest = e.name.partition("-N")
+        n, _, g = rest.partition("-top")
+        if name.endswith("router") and n.isdigit() and g.isdigit():
+            found = interval(RATES[metric], e.totals)
+            cells[int(n), int(g)] = found.value if found else float("nan")
+    if not cells:
+        return None
+    rows, columns = sorted({n for n, _ in cells}), sorted({g for _, g in cells})
+    grid = np.array([[cells.get((n, g), float("nan")) for g in columns] for n in rows])
+    figure, axes = _axes(4.0, 3.0)
+    image = axes.imshow(grid, cmap="cividis", aspect="auto")
+    for i, j in itertools.product(range(len(rows)), range(len(columns))):
+        dark = grid[i, j] < (np.nanmin(grid) + np.nanmax(grid)) / 2
+        axes.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center", color="white" if dark else "black")
+    axes.set_xticks(range(len(columns)), [f"top {g}" for g in columns])
+    axes.set_yticks(range(len(rows)), [f"N = {n}" for n in rows])
+    axes.set(xlabel="active groups", ylabel="groups")
+    figure.colorbar(image, label={"speed_up": "speed-up", "tau": "tau"}.get(metric, metric))
+    return figure
+
+
+def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
+    """Held-out chain tau and 0-alpha against tokens seen (Beagle, Figures 5-9). weights: drafter -> provenance."""
+    found = {n: p for n, p in weights.items() if p.get("history")}
+    if not found:
+        return None
+    figure, (left, right) = _axes(8.0, 3.4, ncols=2)
+    for provenance, style in zip(found.values(), _styles(found).values(), strict=True):
+        points = [h for h in provenance["history"] if "chain_tau" in h]
+        tokens = [h["tokens"] / 1e6 for h in points]
+        left.plot(tokens, [h["chain_tau"] for h in points], markersize=3.5, linewidth=1.1, **style)
+        right.plot(tokens, [h["n_alpha"][0] for h in points], markersize=3.5, linewidth=1.1, **style | {"label": None})
+    left.set(xlabel="training tokens seen (millions)", ylabel="held-out tau, chain of 5")
+    right.set(xlabel="training tokens seen (millions)", ylabel="held-out 0-alpha")
+    _legend(left, 2)
+    right.grid(alpha=0.3)
+    return figure
+
+
+def training_memory(drafters: Mapping[str, Any]) -> Figure | None:
+    """Peak memory and seconds of a training step against simulated steps (Beagle, section 4)."""
+    found = {k.removesuffix("_steps"): v for k, v in drafters.items() if k.endswith("_steps")}
+    if not found:
+        return None
+    figure, (left, right) = _axes(8.0, 3.0, ncols=2)
+    for (_, series), style in zip(found.items(), _styles(found).values(), strict=True):
+        steps = [int(s) for s in series]
+        left.plot(steps, [v["peak_mib"] / 1024 for v in series.values()], **style)
+        right.plot(steps, [v["seconds_per_step"] for v in series.values()], **style)
+    left.set(xlabel="simulated steps", ylabel="peak memory of a step, GiB", ylim=(0, None))
+    right.set(xlabel="simulated steps", ylabel="seconds a training step", ylim=(0, None))
+    _legend(left)
+    _legend(right)
+    return figure
+
+
+def tree_cost(benchmarks: Mapping[str, Any]) -> Figure | None:
+    """Milliseconds of one target pass by its size."""
+    found = benchmarks.get("target_pass_ms")
+    if not found:
+        return None
+    figure, axes = _axes()
+    axes.plot([int(n) for n in found], list(found.values()), color=COLOURS[0], marker="o")
+    axes.set(xlabel="nodes in the pass, root included", ylabel="milliseconds", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def theory(entries: Sequence[Entry]) -> Figure | None:
+    """Leviathan et al.: tokens a pass and speed-up of a chain by acceptance alpha, with our chains on the curves."""
+    alpha = np.linspace(0.01, 0.99, 99)
+    figure, (left, right) = _axes(8.0, 3.4, ncols=2)
+    for gamma, style in _styles(("2", "3", "5", "7")).items():
+        expected = (1 - alpha ** (int(gamma) + 1)) / (1 - alpha)
+        look = style | {"marker": "", "label": f"gamma {gamma}"}
+        left.plot(alpha, expected, **look)
+        right.plot(alpha, expected / (int(gamma) * 0.1 + 1), **look | {"label": f"gamma {gamma}, c 0.1"})
+    chains = [e for e in entries if e.name.endswith("-chain") or e.name == "vanilla"]
+    for e, style in zip(chains, _styles(e.name for e in chains).values(), strict=True):
+        sums = e.totals.pooled()
+        mean = float(sums["passed"].sum() / sums["tried"].sum())  # one alpha for all steps, as the theory has it
+        left.plot(mean, e.summary.tau, **style | {"linestyle": ""})
+        if e.summary.speed_up:
+            right.plot(mean, e.summary.speed_up.value, **style | {"linestyle": "", "label": None})
+    left.set(xlabel="alpha", ylabel="tokens a target pass", ylim=(1, 6))
+    right.set(xlabel="alpha", ylabel="speed-up", ylim=(0, 4))
+    for axes in (left, right):
+        _legend(axes)
+    return figure
+
+
+def provenances(weights: Path) -> dict[str, dict[str, Any]]:
+    """drafter -> provenance of every weights folder below a folder."""
+    return {p.parent.name: json.loads(p.read_text()) for p in sorted(weights.rglob("provenance.json"))}
+
+
+def draw_all(
+    entries: Sequence[Entry],
+    everything: Sequence[Entry],
+    weights: Mapping[str, Mapping[str, Any]],
+    benchmarks: Mapping[str, Any],
+    drafters: Mapping[str, Any],
+    folder: Path,
+) -> dict[str, str]:
+    """Every figure that can be drawn, as PNG and SVG in a folder.
+
+    Args:
+        entries: of the benchmark itself. everything: ablations too.
+
+    Returns:
+        name -> what it shows, of those drawn.
+    """
+    made = {
+        "speed_up": (speed_up_bars(entries), "Speed-up by dataset"),
+        "step_alpha": (step_alphas(entries), "Acceptance by draft step"),
+        "tau_speed_up": (tau_against_speed_up(entries), "Accepting more against being faster"),
+        "time_split": (time_split(entries), "Where a cycle's time goes"),
+        "head_share": (head_share(drafters), "The LM head's share of drafting"),
+        "router_speed_up": (router_grid(everything, "speed_up"), "LM-head router: speed-up by groups and active groups"),
+        "router_tau": (router_grid(everything, "tau"), "LM-head router: tau by groups and active groups"),
+        "learning_curves": (learning_curves(weights), "Learning curves"),
+        "training_memory": (training_memory(drafters), "What simulated steps cost in training"),
+        "target_pass": (tree_cost(benchmarks), "Cost of a target pass by tree size"),
+        "theory": (theory(everything), "Leviathan's theory of chains, with measured chains"),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {}
+    with matplotlib.rc_context({"svg.hashsalt": "specbench", "svg.fonttype": "path"}):
+        for name, (figure, title) in made.items():
+            if figure is None:
+                continue
+            figure.savefig(folder / f"{name}.png", dpi=150, metadata={"Software": None})
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+            plt.close(figure)
+            drawn[name] = title
+    return drawn

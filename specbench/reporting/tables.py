@@ -1,0 +1,181 @@
+"""Entries to tables, on a terminal or as Markdown: decoding, training, and who beats whom."""
+
+import json
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from specbench.metrics import BASELINE, RATES, Interval, contrast, interval
+from specbench.reporting.cells import Entry, groups
+
+COLUMNS = (
+    "drafter",
+    "tok/s",
+    "speed-up [95%]",
+    "tau [95%] (macro)",
+    "alpha per step",
+    "nodes",
+    "draft/target/verify/rest",
+    "predicted (by params)",
+    "peak",
+    "lossless",
+)
+TRAINING = (
+    "drafter",
+    "trained parameters",
+    "multiplied a draft pass",
+    "different tokens",
+    "tokens seen",
+    "steps",
+    "hours",
+    "held-out chain tau",
+    "trained on",
+)
+
+
+def cells(entry: Entry) -> list[str]:
+    """One table line, in the order of `COLUMNS`."""
+    s = entry.summary
+    return [
+        s.drafter + (f" ({entry.failed} FAILED)" if entry.failed else ""),
+        f"{s.speed:.1f}",
+        shown(s.speed_up),
+        f"{shown(s.tau_interval)} ({s.tau_macro:.2f})",
+        " ".join(f"{a:.2f}" for a in s.alphas) or "-",
+        f"{s.nodes:.1f}",
+        "/".join(f"{100 * s.split[p]:.0f}%" for p in ("draft", "target", "verify", "rest")),
+        f"{s.predicted:.2f} ({s.predicted_by_parameters:.2f})",
+        f"{s.peak_bytes / 2**20:,.0f} MiB",
+        s.lossless,
+    ]
+
+
+def shown(found: Interval | None) -> str:
+    """A value with its interval; one that has none, or no width, alone."""
+    if found is None:
+        return "-"
+    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]" if found.low < found.high else f"{found.value:.2f}"
+
+
+def ranking(group: Sequence[Entry]) -> list[Entry]:
+    """The drafters of one caption, fastest first, the baseline among them."""
+    return sorted(group, key=lambda e: e.summary.speed_up.value if e.summary.speed_up else 0.0, reverse=True)
+
+
+VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
+
+
+def versus(group: Sequence[Entry]) -> list[list[str]]:
+    """Every drafter against every slower one: a difference is called only where its interval excludes none at all."""
+    lines = []
+    drafters = [e for e in ranking(group) if e.name != BASELINE]
+    for i, a in enumerate(drafters):
+        for b in drafters[i + 1 :]:
+            speed = contrast(RATES["speed_up"], a.totals, b.totals, ratio=True)
+            tau = contrast(RATES["tau"], a.totals, b.totals)
+            calls = called(speed, 1.0, "yes", "no"), called(tau, 0.0, "yes", "no, less")
+            lines.append([a.name, b.name, shown(speed), shown(tau), *calls])
+    return lines
+
+
+def called(effect: Interval | None, neutral: float, above: str, below: str) -> str:
+    """What may be said of an effect: nothing while its interval holds the neutral value."""
+    if effect is None:
+        return "no shared prompts"
+    return above if effect.low > neutral else below if effect.high < neutral else "not shown"
+
+
+def verdict(group: Sequence[Entry]) -> str:
+    """One sentence: which drafter wins, by how much, and whether that is real."""
+    first, *others = ranking(group)
+    drafters = [e for e in others if e.name != BASELINE]
+    if first.name == BASELINE or first.summary.speed_up is None:
+        return "No drafter is faster than plain decoding here."
+    up = first.summary.speed_up
+    sure = "" if up.low > 1 else ", which the interval does not tell from 1"
+    said = f"{first.name} is fastest: {shown(up)} times plain decoding{sure}."
+    gap = contrast(RATES["speed_up"], first.totals, drafters[0].totals, ratio=True) if drafters else None
+    if gap is not None:
+        real = "a real difference" if gap.low > 1 else "not told apart by these prompts"
+        said += f" Next comes {drafters[0].name}; the ratio of the two is {shown(gap)}, {real}."
+    most = max((e for e in (first, *drafters)), key=lambda e: e.summary.tau)
+    return said + f" {most.name} accepts most: tau {shown(most.summary.tau_interval)}."
+
+
+ALPHAS = ("drafter", "tau [95%]", *(f"step {i + 1} [95%]" for i in range(6)))
+
+
+def alphas(entry: Entry) -> list[str]:
+    """tau and per-step acceptance with their intervals, in the order of `ALPHAS`."""
+    steps = [shown(interval(RATES[f"alpha{i}"], entry.totals)) for i in range(6)]
+    return [entry.name, shown(entry.summary.tau_interval), *steps]
+
+
+def training_cells(drafters: str, entry: Entry) -> list[str]:
+    """What weights cost, in the order of `TRAINING`; with a second stage on top of another drafter, both together."""
+    parts, last = [entry.weights], entry.weights["history"][-1]
+    while "base" in parts[-1]:
+        parts.append(parts[-1]["base"])
+
+    def total(key: str) -> float:
+        return sum(part[key] for part in parts)
+
+    return [
+        drafters,
+        f"{total('parameters'):,}",
+        f"{entry.parameters:,}",
+        f"{entry.weights['data']['unique_tokens']:,}",
+        f"{total('tokens_seen'):,}",
+        f"{total('steps'):,}",
+        f"{total('hours'):.2f}",
+        f"{last['chain_tau']:.2f}",
+        f"{entry.weights['machine']['device']}, {entry.weights['machine']['cores']} cores",
+    ]
+
+
+def training_lines(entries: list[Entry]) -> list[list[str]]:
+    """One line for all drafters that use the same weights, if their training is on record."""
+    groups: dict[str, list[Entry]] = {}
+    for e in entries:
+        if e.weights.get("history"):
+            groups.setdefault(json.dumps(e.weights, sort_keys=True), []).append(e)
+    return [
+        training_cells(", ".join(dict.fromkeys(e.summary.drafter for e in group)), group[0]) for group in groups.values()
+    ]
+
+
+def show(entries: list[Entry], console: Console | None = None) -> None:
+    """Print to the terminal."""
+    console = console or Console(width=190)
+    for caption, group in groups(entries).items():
+        console.print(_terminal(f"{caption}, {group[0].summary.prompts} generations", COLUMNS, map(cells, group)))
+    if training_lines(entries):
+        console.print(_terminal("training", TRAINING, training_lines(entries)))
+
+
+def _terminal(title: str, columns: Iterable[str], lines: Iterable[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def markdown(entries: list[Entry]) -> str:
+    """The decoding tables as Markdown."""
+    parts = []
+    for caption, group in groups(entries).items():
+        parts.append(f"{caption}, {group[0].summary.prompts} generations\n\n{markdown_table(COLUMNS, map(cells, group))}")
+    return "\n\n".join(parts) + "\n"
+
+
+def training_markdown(entries: list[Entry]) -> str:
+    """What the drafters of these entries cost to train, as Markdown."""
+    return markdown_table(TRAINING, training_lines(entries)) + "\n"
+
+
+def markdown_table(columns: Sequence[str], lines: Iterable[list[str]]) -> str:
+    heading, *rest = ("| " + " | ".join(line) + " |" for line in (columns, *lines))
+    return "\n".join([heading, "|---" * len(columns) + "|", *rest])

@@ -1,0 +1,70 @@
+"""A sweep as a whole: how far it is, and at its end what failed first. Hydra calls it around every job of `-m`.
+
+The numbers come from the results folder, not from memory, so that jobs on other machines (Slurm, Ray) count too.
+"""
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from specbench.records import CellFailure
+
+failed: list[str] = []  # of the sweep that ended last in this process
+BEGUN, CELLS = "SPECBENCH_SWEEP_BEGUN", "SPECBENCH_SWEEP_CELLS"  # read by jobs, in this process or another
+
+
+class Sweep(Callback):
+    """Progress and summary. See Hydra's documentation of callbacks for when each method is called."""
+
+    def __init__(self) -> None:
+        self.done, self.seconds = 0, 0.0
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        failed.clear()
+        cells = count_cells(config)
+        os.environ[BEGUN], os.environ[CELLS] = str(time.time()), str(cells)
+        print(f"sweep: {cells} cells into {config.results}", file=sys.stderr, flush=True)
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        self.started = time.time()
+        if os.environ.get(CELLS):
+            number = config.hydra.job.num + 1
+            left = ""
+            if self.done:
+                remaining = (int(os.environ[CELLS]) - number + 1) * self.seconds / self.done
+                left = f", about {remaining / 60:.0f} min left"
+            what = f"{config.drafter.name} on {config.dataset.name}"
+            print(f"cell {number}/{os.environ[CELLS]}: {what}{left}", file=sys.stderr, flush=True)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        self.done, self.seconds = self.done + 1, self.seconds + time.time() - self.started
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Failures first, then how many cells there are."""
+        begun, cells = float(os.environ.pop(BEGUN)), int(os.environ.pop(CELLS))
+        for path in sorted(Path(config.results).rglob("*.failed.json")):
+            if path.stat().st_mtime >= begun - 1:
+                failure = CellFailure.read(path)
+                failed.append(f"{failure.drafter} on {failure.dataset}: {failure.error}")
+        for line in failed:
+            print(f"FAILED {line}", file=sys.stderr)
+        minutes = (time.time() - begun) / 60
+        print(f"sweep: {cells - len(failed)} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
+
+
+def count_cells(config: DictConfig) -> int:
+    """How many jobs the sweep's overrides make."""
+    task = list(config.hydra.overrides.task)
+    fixed: Any = OmegaConf.to_container(config.hydra.sweeper.params) if config.hydra.sweeper.params else {}
+    said = {o.split("=")[0].lstrip("+~") for o in task}
+    task += [f"{key}={value}" for key, value in fixed.items() if key not in said]
+    overrides = OverridesParser.create().parse_overrides(task)
+    return math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in overrides if o.is_sweep_override())

@@ -1,0 +1,464 @@
+"""The report: golden tables from committed rows, every rate against a count written out, bad folders, size, a browser."""
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import ROOT
+from test_records import SETTINGS, random_row
+
+from specbench import metrics, trace
+from specbench.errors import SpecBenchError
+from specbench.metrics import RATES, Totals, contrast, interval
+from specbench.records import Cell, CellFailure, Failure, Row
+from specbench.reporting import bundle, published, tables, translate
+from specbench.reporting.bundle import Report, Sources
+
+GOLDEN = ROOT / "tests" / "golden"  # two cells of `make bench`, cut to two questions, and the tables they give
+HOSTILE = '<img src=x onerror="document.title=\'owned\'"></script><script>document.title="owned"</script>&amp;'
+
+
+def settings(drafter="eagle2", dataset="d"):
+    """A header such as the run door writes."""
+    config = {**SETTINGS["config"], "drafter": {"name": drafter}, "dataset": {"name": dataset}}
+    return {
+        **SETTINGS,
+        "config": config,
+        "target": {"dtype": "float32"},
+        "hardware": {"device": "toaster", "cores": 1},
+        "versions": {"torch": "2"},
+        "weights": {},
+    }
+
+
+def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=0):
+    """Random but consistent cells; returns all rows."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for drafter in drafters:
+        cell = Cell(folder / "m" / dataset / f"{drafter}-1", settings(drafter, dataset))
+        for q in range(questions):
+            for who in ("none", drafter):
+                row, _ = random_row(rng, who, str(q))
+                cell.write(row)
+                made.append(row)
+    return made
+
+
+def report(folder) -> Report:
+    return Report(Sources(folder))
+
+
+def test_golden_tables(tmp_path):
+    shutil.copytree(GOLDEN / "rows", tmp_path / "rows")
+    report(tmp_path / "rows").write()
+    for name in ("decoding", "versus", "alphas", "beagle-table-1", "claims"):
+        for suffix in ("md", "csv", "tex"):
+            expected = GOLDEN / "tables" / f"{name}.{suffix}"
+            assert (tmp_path / "rows" / "tables" / f"{name}.{suffix}").read_text() == expected.read_text(), expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rates_equal_counts_over_raw_cycles(seed):
+    rng = np.random.default_rng(seed)
+    rows = [random_row(rng, question=str(i % 4), turn=i // 4)[0] for i in range(8)]
+    base = [random_row(rng, "none", str(i % 4), turn=i // 4)[0] for i in range(8)]
+    sums = Totals.of(rows, base).pooled()
+    cycles = [(a, d) for r in rows for a, d in zip(r.accepted, r.drafted, strict=True)]
+    assert RATES["tau"](sums) == pytest.approx(sum(a + 1 for a, _ in cycles) / len(cycles))
+    for depth in range(4):
+        tried = [a for a, d in cycles if a >= depth and d > depth]
+        if tried:
+            assert RATES[f"alpha{depth}"](sums) == pytest.approx(sum(a > depth for a in tried) / len(tried))
+    late = [(a > i) for a, d in cycles for i in range(1, d) if a >= i]
+    assert RATES["late_alpha"](sums) == pytest.approx(sum(late) / len(late))
+    assert RATES["tau"](sums) == pytest.approx(1 + sum(metrics.marginals(rows)))  # the identity
+    speed = sum(len(r.tokens) - 1 for r in rows) / sum(r.decode_s for r in rows)
+    plain = sum(len(r.tokens) - 1 for r in base) / sum(r.decode_s for r in base)
+    assert RATES["speed_up"](sums) == pytest.approx(speed / plain)
+    assert RATES["draft_ms"](sums) == pytest.approx(1000 * sum(r.draft_s for r in rows) / len(cycles))
+
+
+def test_a_difference_is_called_only_if_its_interval_excludes_none():
+    rng = np.random.default_rng(0)
+    rows = [random_row(rng, question=str(i))[0] for i in range(30)]
+    better = [Row(**{**vars(r), "decode_s": r.decode_s * float(rng.uniform(0.5, 0.7))}) for r in rows]
+    a, b = Totals.of(better), Totals.of(rows)
+    assert tables.called(contrast(RATES["tokens_per_s"], a, b, ratio=True), 1.0, "faster", "slower") == "faster"
+    assert tables.called(contrast(RATES["tokens_per_s"], b, a, ratio=True), 1.0, "faster", "slower") == "slower"
+    assert tables.called(contrast(RATES["tau"], a, b), 0.0, "more", "less") == "not shown"
+    assert contrast(RATES["tau"], a, Totals.of([])) is None
+    assert interval(RATES["tau"], Totals.of([])) is None
+
+
+# Published numbers ---------------------------------------------------------------------------------------------------
+
+PUBLISHED = published.load(ROOT / "results" / "published")
+
+
+def test_published_cells_are_unique_and_their_words_are_known():
+    assert not PUBLISHED.duplicated(["paper", "table", "row", "column"]).any()
+    assert len(PUBLISHED) > 1500
+    assert set(PUBLISHED["tau_convention"]) <= {"", "bonus included", "unknown"}
+    taus = PUBLISHED[PUBLISHED["metric"] == "tau"]
+    assert (taus["tau_convention"] != "").all() and (taus["number"] >= 1).all()
+    shares = PUBLISHED[PUBLISHED["metric"].str.fullmatch(r"\d-alpha|alpha")]
+    assert shares["number"].between(0, 1).all()
+
+
+def test_printed_means_agree_with_their_cells_or_say_that_they_do_not():
+    keys = ["paper", "table", "row", "target", "drafter", "variant", "temperature", "metric"]
+    checked = 0
+    for _, cells in PUBLISHED.groupby(keys, sort=False):
+        means = cells[cells["dataset"] == "mean"]
+        parts = cells[(cells["dataset"] != "mean") & (cells["dataset"] != "")]
+        for mean in means.itertuples():
+            assert len(parts) > 1, mean
+            if "differs" in mean.note or "truncated" in mean.note:
+                assert abs(parts["number"].mean() - mean.number) > 0.004, f"agrees after all: {mean}"
+            else:
+                assert abs(parts["number"].mean() - mean.number) <= 0.0101, mean
+            checked += 1
+    assert checked > 60
+
+
+def test_suspect_cells_carry_a_note():
+    ours = PUBLISHED[(PUBLISHED.paper == "moa") & (PUBLISHED.table == "Table 2") & (PUBLISHED.drafter == "moa")]
+    same = ours[ours.dataset.isin(["mtbench", "gsm8k"])]
+    assert len(same) == 12 and same.note.str.contains("identical").all()
+
+
+def test_measured_stands_only_beside_the_same_target_drafter_and_dataset(tmp_path):
+    fill(tmp_path / "r", ("eagle2", "beagle"), dataset="mtbench")
+    found = report(tmp_path / "r")
+    table = next(t for t in found.papers if t.slug == "beagle-table-1")
+    theirs = table.cells["V / Beagle (Ours)"]["MT-Bench / τ"]
+    assert theirs[0] is None and theirs[1] != "", "a number of ours stands beside another target's"
+    ours = table.cells["m: beagle"]
+    entry = next(e for e in found.entries if e.name == "beagle")
+    assert ours["MT-Bench / τ"] == (pytest.approx(entry.summary.tau), "")
+    assert "GSM-8K / τ" not in ours, "shown though not measured"
+    frame = table.frame()
+    assert frame.loc["m: beagle", ("MT-Bench / τ", "measured")] == f"{entry.summary.tau:.2f}"
+    assert frame.loc["m: beagle", ("MT-Bench / τ", "published")] == ""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "variant", "expected"),
+    [
+        ("eagle2", "", ["eagle2"]),
+        ("eagle1", "tree=static", ["eagle1"]),
+        ("eagle1", "tree=chain", ["eagle2-chain"]),
+        ("hass", "steps=3", ["hass-n3"]),
+        ("moa", "tli=1; tree=dynamic; epochs=30", ["moa-tli1"]),
+        ("moa", "tli=0; epochs=30", ["moa"]),
+        ("coral_router", "groups=16; active=2", ["coral_router-N16-top2", "coral_router"]),
+        ("eagle1", "input=feature+shifted-token", ["eagle2-shifted"]),
+        ("eagle1", "batch=4", []),
+        ("medusa", "medusa=2; tree=sparse", []),
+        ("moa", "setting=client-server; tli=1", []),
+    ],
+)
+def test_which_of_our_drafters_a_published_row_is_about(drafter, variant, expected):
+    assert published.names(drafter, variant) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a,b\n1,2\n", "columns must be"),
+        (",".join(published.FIELDS) + "\n" + "x," * 11 + "fast,,,\n", "plain number"),
+    ],
+)
+def test_damaged_published_numbers_are_named(tmp_path, content, said):
+    (tmp_path / "x.csv").write_text(content)
+    with pytest.raises(SpecBenchError, match=said):
+        published.load(tmp_path)
+
+
+# What can be wrong with a results folder -----------------------------------------------------------------------------
+
+
+def test_a_row_cut_off_by_a_crash_is_left_out_and_said(tmp_path):
+    fill(tmp_path)
+    path = next(tmp_path.rglob("eagle2-1/rows.jsonl"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    found = report(tmp_path)
+    assert len(found.problems) == 1 and "cut off" in found.problems[0] and "eagle2-1" in found.problems[0]
+    assert found.write().exists() and "cut off" in (tmp_path / "README.md").read_text()
+    assert path.read_bytes() == whole[:-20], "the report changed the rows"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda text: text.replace('"schema": 1', '"schema": 0', 1), "row schema 0"),
+        (lambda text: text.replace('"drafter": "none"', '"drafted_by": "none"', 1), "did not write"),
+        (lambda text: "x" + text, "damaged"),
+    ],
+)
+def test_rows_of_another_make_are_one_clear_line_and_nothing_is_written(tmp_path, spoil, said):
+    fill(tmp_path)
+    path = next(tmp_path.rglob("rows.jsonl"))
+    path.write_text(spoil(path.read_text()))
+    done = subprocess.run(
+        [sys.executable, "-m", "specbench.report", f"results={tmp_path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and said in lines[0]
+    assert not (tmp_path / "README.md").exists() and not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["results=nowhere"], "no rows under"),
+        (["format=latex"], "terminal or markdown"),
+        (["import=nowhere.jsonl", "format=eagle"], "no answer file"),
+    ],
+)
+def test_bad_questions_are_one_clear_line(tmp_path, arguments, said):
+    done = subprocess.run([sys.executable, "-m", "specbench.report", *arguments], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and said in lines[0]
+
+
+def test_two_cells_about_one_thing_are_both_shown_and_the_larger_one_counts(tmp_path):
+    fill(tmp_path, ("eagle2",), dataset="mtbench")
+    rng = np.random.default_rng(9)
+    again = Cell(tmp_path / "m" / "mtbench" / "eagle2-2", settings("eagle2", "mtbench"))
+    for q in range(2):
+        for who in ("none", "eagle2"):
+            again.write(random_row(rng, who, str(q))[0])
+    found = report(tmp_path)
+    assert sum(e.name == "eagle2" for e in found.entries) == 2
+    table = next(t for t in found.papers if t.slug == "beagle-table-1")
+    large = max((e for e in found.entries if e.name == "eagle2"), key=lambda e: e.summary.prompts)
+    assert table.cells["m: eagle2"]["MT-Bench / τ"][0] == pytest.approx(large.summary.tau)
+
+
+def test_failures_stand_first(tmp_path):
+    fill(tmp_path, ("eagle2",))
+    cell = Cell(tmp_path / "m" / "d" / "eagle2-1", settings())
+    cell.write(Failure("eagle2", "lost", 0, "boom"))
+    path = CellFailure.path(tmp_path / "m" / "d", "moa", {})
+    CellFailure("m", "d", "moa", 0.0, "no weights").write(path)
+    report(tmp_path).write()
+    text = (tmp_path / "README.md").read_text()
+    assert text.index("**FAILED** moa on d") < text.index("| drafter |")
+    assert "eagle2 (1 FAILED)" in text
+    assert "no weights" in (tmp_path / "report.html").read_text()
+    path.write_text("{}")
+    with pytest.raises(SpecBenchError, match="remove it"):
+        report(tmp_path)
+
+
+def test_ten_thousand_rows_take_less_than_a_minute_and_a_gigabyte(tmp_path):
+    rng = np.random.default_rng(0)
+    for d in range(10):
+        cell = Cell(tmp_path / "m" / "mtbench" / f"d{d}-1", settings(f"d{d}", "mtbench"))
+        lines = []
+        for q in range(500):
+            for who in ("none", f"d{d}"):
+                drafted = np.zeros(40, int) if who == "none" else rng.integers(1, 7, 40)
+                accepted = rng.integers(0, drafted + 1)
+                row = Row(who, str(q), "c", 0, 9, [0] * int(1 + (accepted + 1).sum()), 0.1, float(rng.uniform(1, 2)))
+                row.nodes, row.drafted, row.accepted = [60] * 40, drafted.tolist(), accepted.tolist()
+                row.ranks = [[0] * a for a in row.accepted]
+                row.draft_s = row.target_s = row.verify_s = row.rest_s = row.decode_s / 4
+                lines.append(json.dumps(vars(row)) + "\n")
+        with cell.path.open("a") as file:
+            file.writelines(lines)
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-m", "specbench.report", f"results={tmp_path}"], cwd=ROOT, check=True)
+    assert time.monotonic() - begin < 60
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**20  # KiB, of the largest child so far
+    assert (tmp_path / "report.html").exists()
+
+
+# Other harnesses -----------------------------------------------------------------------------------------------------
+
+
+def answers(path, harness, scale=1.0):
+    with path.open("w") as file:
+        for q in range(5):
+            choice = {"turns": ["a", "b"], "new_tokens": [20 + q, 30], "wall_time": [1.0 * scale, 2.0 * scale]}
+            if harness == "spec-bench":
+                choice |= {"decoding_steps": [8, 12], "accept_lengths": [2] * 20}
+            else:
+                choice |= {"idxs": [7, 11]}  # of the last cycle, from 0: 8 and 12 cycles
+            file.write(json.dumps({"question_id": q, "model_id": "x", "choices": [choice]}) + "\n")
+
+
+@pytest.mark.parametrize("harness", ["spec-bench", "eagle", "hass"])
+def test_answers_of_other_harnesses_are_restated(tmp_path, harness):
+    answers(tmp_path / "a.jsonl", harness)
+    answers(tmp_path / "base.jsonl", harness, scale=2.0)
+    totals = translate.read(tmp_path / "a.jsonl", harness)
+    assert RATES["tau"](totals.pooled()) == pytest.approx((5 * 50 + 10) / (5 * 20))
+    shown = translate.markdown(tmp_path / "a.jsonl", harness, str(tmp_path / "base.jsonl"))
+    assert "| 2.00 |" in shown and "2.60" in shown and "prefill included" in shown
+    by_question = [(50 + q) / 20 for q in range(5)]
+    assert f"({sum(by_question) / 5:.2f})" in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "holds no answers"),
+        ("{\n", "line 1 is no eagle answer"),
+        ('{"question_id": 1, "choices": [{"new_tokens": [3], "wall_time": [1]}]}\n', "idxs"),
+        ('{"question_id": 1, "choices": [{"new_tokens": [3], "idxs": [1], "wall_time": [0]}]}\n', "cannot be"),
+    ],
+)
+def test_damaged_answer_files_are_named(tmp_path, content, said):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(SpecBenchError, match=said):
+        translate.read(tmp_path / "a.jsonl", "eagle")
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+
+def hostile(tmp_path) -> Path:
+    """A report whose prompt, tokens, drafter and error try to get out of their places."""
+    fill(tmp_path, ("eagle2", "vanilla"), dataset="mtbench")
+    cell = next(tmp_path.rglob("eagle2-1"))
+    cycle = {
+        "root": HOSTILE,
+        "nodes": [[HOSTILE, 0, 0.5, 0.25], ["other", 0, 0.1, None], ["deep", 1, 0.9, 0.2]],
+        "path": [1, 3],
+        "bonus": HOSTILE,
+        "ms": {"draft": 1.0, "target": 2.0, "verify": 0.1, "rest": 0.1},
+    }
+    second = {**cycle, "path": [], "bonus": "end"}
+    found = {"question": HOSTILE, "drafter": "eagle2", "prompt": HOSTILE, "first": HOSTILE, "cycles": [cycle, second]}
+    trace.write(cell / "trace.json", [found])
+    CellFailure("m", "mtbench", HOSTILE, 0.0, HOSTILE).write(CellFailure.path(tmp_path / "m" / "mtbench", "x", {}))
+    return report(tmp_path).write()
+
+
+def test_the_page_is_one_file_and_escapes_what_models_write(tmp_path):
+    text = hostile(tmp_path).read_text()
+    assert "<img src=x" not in text and 'document.title="owned"</script>' not in text
+    assert text.count("<script") == 2  # the data and the code
+    links = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert all(link.startswith(("data:", "#")) for link in links), "the page asks the network"
+    data = re.search(r'id="trace-data">(.*?)</script>', text, re.S)
+    assert data is not None and json.loads(data.group(1))[0]["prompt"] == HOSTILE
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROBE = """
+<script nonce="specbench">
+const column = document.querySelector("table.sortable"), seen = {};
+const first = () => column.tBodies[0].rows[0].cells[1].textContent;
+column.tHead.rows[0].cells[1].click(); seen.descending = first();
+column.tHead.rows[0].cells[1].click(); seen.ascending = first();
+seen.tree = document.getElementById("tree").textContent;
+seen.taken = [...document.querySelectorAll("#tree .taken > .token")].map(e => e.textContent);
+seen.where = document.getElementById("where").textContent;
+document.getElementById("next").click();
+seen.next = document.getElementById("where").textContent;
+seen.images = [...document.images].every(i => i.complete && i.naturalWidth > 0);
+seen.stray = document.querySelectorAll("#tree img, #answer img, #tree script").length;
+seen.title = document.title;
+const out = document.createElement("pre");
+out.id = "probe"; out.textContent = JSON.stringify(seen); document.body.append(out);
+</script></body>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (Debian: apt-get install chromium)")
+def test_the_page_works_in_a_browser_and_runs_nothing_a_model_wrote(tmp_path):
+    page = hostile(tmp_path)
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text().replace("</body>", PROBE))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    done = subprocess.run(
+        [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
+    assert found is not None, done.stderr[-2000:]
+    import html
+
+    seen = json.loads(html.unescape(found.group(1)))
+    assert seen["title"] == "SpecBench report" and seen["stray"] == 0
+    assert float(seen["descending"]) > float(seen["ascending"])
+    shown = HOSTILE.replace(" ", "·")
+    assert seen["taken"] == [shown, shown, "deep"] and "other" in seen["tree"]
+    assert seen["where"].startswith("cycle 1 of 2: 2 of 3 draft tokens accepted")
+    assert seen["next"].startswith("cycle 2 of 2: 0 of 3")
+    assert seen["images"], "a figure does not show"
+
+
+def test_a_trace_holds_the_trees_the_loop_really_saw(target):
+    from conftest import make
+
+    from specbench.engine.sampling import Sampler
+    from specbench.engine.verify import Lossless
+
+    class Letters:
+        tokenizer = type("T", (), {"decode": staticmethod(lambda ids: "".join(chr(48 + i) for i in ids))})
+
+    drafter = make("eagle2", target)
+    prompt = [1, 2, 3, 4]
+    found = trace.trace(target, Letters(), drafter, prompt, Lossless(), Sampler())
+    said = found["first"] + "".join("".join(c["nodes"][n - 1][0] for n in c["path"]) + c["bonus"] for c in found["cycles"])
+    import torch
+
+    ids, expected = list(prompt), ""
+    with torch.inference_mode():
+        for _ in said:
+            logits = target.model(torch.tensor([ids])).logits[0, -1]
+            ids.append(int(logits.argmax()))
+            expected += chr(48 + ids[-1])
+    assert said == expected
+    for cycle in found["cycles"]:
+        for text, parent, p, own in cycle["nodes"]:
+            assert len(text) == 1 and 0 <= p <= 1 and own is not None and 0 <= own <= 1
+            if parent:
+                assert own <= cycle["nodes"][parent - 1][3] + 1e-3, "a path is likelier than its beginning"
+
+
+def test_every_figure_is_drawn_from_what_is_there(tmp_path):
+    fill(tmp_path, ("eagle2", "vanilla", "eagle2-chain"), dataset="mtbench")
+    fill(tmp_path / "ablations" / "router", ("eagle2_router-N8-top1", "eagle2_router-N16-top2"), dataset="mtbench")
+    step = {"peak_mib": 100.0, "seconds_per_step": 1.0}
+    part = {"ms_per_cycle": 9.0, "head": 0.5, "network": 0.3, "rest": 0.2}
+    (tmp_path / "drafters.json").write_text(json.dumps({"hass_steps": {"1": step, "2": step}, "drafting": {"hass": part}}))
+    (tmp_path / "benchmarks.json").write_text(json.dumps({"target_pass_ms": {"1": 3.0, "8": 5.0}}))
+    found = report(tmp_path)
+    weights = {"hass": {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]}}
+    drawn = bundle.figures.draw_all(
+        found.main, found.entries, weights, found.benchmarks, found.drafters, tmp_path / "figures"
+    )
+    assert len(drawn) == 11
+    for name in drawn:
+        for suffix in ("png", "svg"):
+            assert (tmp_path / "figures" / f"{name}.{suffix}").stat().st_size > 2000
+    nothing = bundle.figures.draw_all([], [], {}, {}, {}, tmp_path / "none")
+    assert set(nothing) <= {"theory"}
+
+
+def test_the_committed_report_is_what_the_rows_give(tmp_path):
+    for part in ("smollm2-135m-cpu", "data-comparison", "ablations"):
+        if (ROOT / "results" / part).exists():
+            shutil.copytree(ROOT / "results" / part, tmp_path / "results" / part)
+    report(tmp_path / "results").write()
+    for path in [ROOT / "results" / "README.md", *sorted((ROOT / "results" / "tables").glob("*"))]:
+        made = tmp_path / "results" / path.relative_to(ROOT / "results")
+        assert made.read_text() == path.read_text(), f"{path} is stale; run `make report`"
+    assert isinstance(pd.read_csv(ROOT / "results" / "tables" / "decoding.csv"), pd.DataFrame)

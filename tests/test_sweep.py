@@ -1,0 +1,140 @@
+"""Sweeps: complete cells stay, failed ones are visible and come again, a kill loses nothing, two at once do no harm."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, configuration
+from doors import command, environment, start
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specbench.records import Failure, read_cell
+
+EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+def sweep(home, results, *arguments, drafters="vanilla,eagle2", weights=None):
+    folder = weights or home / "weights"
+    return subprocess.run(
+        command(home, "run", "-m", f"drafter={drafters}", *_common(folder, results), *arguments),
+        cwd=ROOT,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def _common(weights, results):
+    return f"drafter.weights={weights}/${{drafter.name}}", f"results={results}", "data.limit=2", "show=false"
+
+
+def rows(results, drafter):
+    (path,) = Path(results).rglob(f"{drafter}-*/rows.jsonl")
+    return path, read_cell(path)[1]
+
+
+def test_a_failed_cell_is_a_visible_row_and_comes_again(home, tmp_path):
+    weights, results = tmp_path / "weights", tmp_path / "results"
+    weights.mkdir()
+    (weights / "eagle2").symlink_to(home / "weights" / "eagle2")
+    done = sweep(home, results, weights=weights)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert any(x.startswith("sweep: 2 cells") for x in lines) and any(x.startswith("cell 2/2") for x in lines)
+    summary = [x for x in lines if x.startswith(("FAILED", "sweep: 1 of 2"))]
+    assert summary[0].startswith("FAILED vanilla on mtbench: no drafter weights") and len(summary) == 2
+    (failure,) = results.rglob("*.failed.json")
+    assert json.loads(failure.read_text())["drafter"] == "vanilla"
+    before, _ = rows(results, "eagle2")
+    stamp = before.stat().st_mtime_ns
+
+    (weights / "vanilla").symlink_to(home / "weights" / "vanilla")
+    again = sweep(home, results, "rerun=failed", weights=weights)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert not list(results.rglob("*.failed.json")), "a mended failure still stands there"
+    assert len(rows(results, "vanilla")[1]) == 8
+    assert before.stat().st_mtime_ns == stamp, "a complete cell was touched"
+
+
+def test_only_what_failed_is_run_again(home, tmp_path):
+    done = sweep(home, tmp_path, "rerun=failed")
+    assert done.returncode == 0 and not list(tmp_path.rglob("rows.jsonl")), "nothing had failed, yet cells were run"
+
+
+def test_rerun_all_sets_rows_aside_and_measures_anew(home, tmp_path):
+    assert sweep(home, tmp_path, drafters="eagle2").returncode == 0
+    path, first = rows(tmp_path, "eagle2")
+    assert sweep(home, tmp_path, "rerun=all", drafters="eagle2").returncode == 0
+    again, second = rows(tmp_path, "eagle2")
+    assert again == path and [r.tokens for r in second] == [r.tokens for r in first]
+    assert [r.decode_s for r in second] != [r.decode_s for r in first]
+    assert len(list(path.parent.glob("*.old"))) == 1
+
+
+def test_a_killed_sweep_goes_on_at_its_next_prompt(home, tmp_path):
+    arguments = [*_common(home / "weights", tmp_path), "data.limit=12", "decode.max_new_tokens=60"]
+    process = start(home, "run", "-m", "drafter=eagle2,vanilla", *arguments)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = list(tmp_path.rglob("rows.jsonl"))
+        if found and found[0].read_bytes().count(b"\n") > 4:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = found[0].read_bytes()
+    done = sweep(home, tmp_path, "data.limit=12", "decode.max_new_tokens=60", drafters="eagle2,vanilla")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert found[0].read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+    for drafter in ("eagle2", "vanilla"):
+        keys = [r.key for r in rows(tmp_path, drafter)[1]]
+        assert len(keys) == len(set(keys)) == 12 * 2 * 2
+
+
+def test_two_sweeps_at_once_do_not_corrupt_the_folder(home, tmp_path):
+    arguments = [*_common(home / "weights", tmp_path), "data.limit=6"]
+    both = [start(home, "run", "-m", "drafter=eagle2,vanilla", *arguments) for _ in range(2)]
+    assert [p.wait(timeout=400) for p in both] == [0, 0]
+    for drafter in ("eagle2", "vanilla"):
+        found = rows(tmp_path, drafter)[1]
+        keys = [r.key for r in found]
+        assert len(keys) == len(set(keys)) == 6 * 2 * 2 and not any(isinstance(r, Failure) for r in found)
+
+
+@pytest.mark.parametrize("launcher", ["submitit_local", "ray"])
+def test_launchers_work_in_their_local_modes(home, tmp_path, launcher):
+    arguments = {
+        "submitit_local": ["hydra.launcher.timeout_min=5", f"hydra.launcher.submitit_folder={tmp_path / 'log'}"],
+        "ray": ["+hydra.launcher.ray.init.num_cpus=2", "+hydra.launcher.ray.init.include_dashboard=false"],
+    }[launcher]
+    done = sweep(home, tmp_path / "results", f"hydra/launcher={launcher}", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for drafter in ("eagle2", "vanilla"):
+        assert len(rows(tmp_path / "results", drafter)[1]) == 8
+    assert "sweep: 2 of 2 cells complete" in done.stderr
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_say_their_command_and_compose(name):
+    first, command_line, *_ = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().splitlines()
+    assert first == "# @package _global_"  # Hydra reads it on the first line only
+    assert command_line.startswith(f"# python -m specbench.run -m experiment={name}")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        plain = compose("run", [f"experiment={name}"], return_hydra_config=True)
+        swept = OmegaConf.to_container(plain.hydra.sweeper.params)
+        assert swept, "sweeps over nothing"
+        choices = [f"{key}={str(value).split(',')[0]}" for key, value in swept.items()]
+        compose("run", [f"experiment={name}", *choices])
+    for drafter in str(swept["drafter"]).split(","):
+        assert configuration(drafter).drafter.name
+
+
+def test_an_unknown_experiment_is_named(home, tmp_path):
+    done = sweep(home, tmp_path, "experiment=beagle_tabel1", drafters="eagle2")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "beagle_tabel1" in done.stderr and "beagle_table1" in done.stderr
