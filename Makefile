@@ -49,7 +49,7 @@ train: $(READY) ## train the drafters that MODEL has no weights for, after sayin
 	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(TRAIN) train.missing=true
 	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(ROUTERS) train=router train.missing=true
 
-benchmarks: $(CHECKED) ## what the engine itself costs: benchmarks.json and a plot in results/local
+benchmarks: $(CHECKED) ## what the engine itself costs: benchmarks.json in results/local
 	$(BIN)/python tests/benchmarks.py results/local
 
 test: $(CHECKED) ## the whole test-suite

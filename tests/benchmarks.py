@@ -2,11 +2,11 @@
 
 1. Seconds a cycle outside target and drafter forwards, as a share of decode time.
 2. The baseline against Transformers' `generate`.      3. Vanilla SD against Transformers' assisted generation.
-4. The cost of a target pass against the size of the tree, as a plot.
+4. The cost of a target pass against the size of the tree (the report draws it).
 5. Small trees for EAGLE-2 on this machine: tau and speed-up, on HumanEval so that MT-Bench is not tuned on.
 
-Ratios are taken in one process, the two sides in turn; medians over rounds. Writes `benchmarks.json` and
-`target_pass.png` into the folder given as the first argument.
+Ratios are taken in one process, the two sides in turn; medians over rounds. Writes `benchmarks.json` into the folder
+given as the first argument.
 """
 
 import copy
@@ -177,22 +177,6 @@ def presets(target: Target, drafter: Any, prompts: list[list[int]]) -> dict[str,
     return {n: {"tau": emitted[n] / passes[n], "speed_up": speed[n] / speed["none"]} for n in growths if n != "none"}
 
 
-def plot(costs: dict[int, float], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
-    axes.plot(list(costs), [c / costs[1] for c in costs.values()], "o-", color="#0072B2")
-    axes.set(xlabel="nodes in the pass, root included", ylabel="cost, 1 = one token", title=title)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(costs), [str(n) for n in costs])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-
-
 def main(folder: Path) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("run", ["data.limit=4"])
@@ -221,8 +205,6 @@ def main(folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "benchmarks.json").write_text(json.dumps(found, indent=1) + "\n")
-    title = f"{config.model.name}, {found['dtype'].removeprefix('torch.')}, {found['machine']['cores']} cores"
-    plot(found["target_pass_ms"], folder / "target_pass.png", title)
     print(json.dumps(found, indent=1))
 
 
