@@ -47,7 +47,10 @@ def _legend_above(figure: Figure, axes: Axes) -> None:
     """Above the axes, where bars and points leave none."""
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    figure.legend(fontsize="small", ncols=4, loc="outside upper center", frameon=False)
+    handles, labels = axes.get_legend_handles_labels()
+    room = figure.get_figwidth() * 12  # letters of this size, handles included
+    columns = max(1, min(4, int(room / (max(map(len, labels), default=1) + 7))))
+    figure.legend(handles, labels, fontsize="small", ncols=columns, loc="outside upper center", frameon=False)
 
 
 def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
@@ -84,6 +87,12 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
     return figure
 
 
+def _named(entries: Sequence[Entry]) -> list[str]:
+    """The drafters, with their datasets where there are several."""
+    several = len({e.dataset for e in entries}) > 1
+    return [f"{e.name} ({e.dataset})" if several else e.name for e in entries]
+
+
 def _first(entries: Sequence[Entry], name: str) -> str:
     return next(e.dataset for e in entries if e.name == name)
 
@@ -114,7 +123,7 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
     if not found:
         return None
     figure, axes = _axes()
-    for e, style in zip(found, _styles(f"{e.name} ({e.dataset})" for e in found).values(), strict=True):
+    for e, style in zip(found, _styles(_named(found)).values(), strict=True):
         up, tau = e.summary.speed_up, e.summary.tau_interval
         assert up is not None and tau is not None
         axes.errorbar(
@@ -144,7 +153,7 @@ def time_split(entries: Sequence[Entry]) -> Figure | None:
         part = cycle * [e.summary.split[phase] for e in found]
         axes.barh(range(len(found)), part, left=left, color=COLOURS[i], hatch=HATCHES[i], label=phase, edgecolor="white")
         left += part
-    axes.set_yticks(range(len(found)), [f"{e.name} ({e.dataset})" for e in found])
+    axes.set_yticks(range(len(found)), _named(found))
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds a cycle")
     _legend_above(figure, axes)
