@@ -10,8 +10,8 @@ from typing import Any
 
 import jinja2
 import pandas as pd
+import yaml
 from markupsafe import Markup
-from omegaconf import OmegaConf
 
 from specbench.errors import SpecBenchError
 from specbench.measure import ROOT
@@ -197,7 +197,7 @@ def claims_listed(folder: Path, chosen: Sequence[str] | None = None) -> list[Any
         there = ", ".join(f.stem for f in files) or "none"
         raise SpecBenchError(f"no claims {', '.join(unknown) or 'at all'} in {folder}; there are {there}")
     files = [f for f in files if not chosen or f.stem in chosen]
-    return [claim for file in files for claim in OmegaConf.to_container(OmegaConf.load(file))]  # type: ignore[union-attr]
+    return [claim for file in files for claim in yaml.safe_load(file.read_text(encoding="utf-8"))]
 
 
 def _first_file(folder: Path, name: str) -> Path | None:
