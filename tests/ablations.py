@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "smollm2-135m"
 SHIPPED = f"drafters/weights/{MODEL}"
-PROMPTS = ("dataset=mtbench", "data.limit=8", "decode.max_new_tokens=64")
+PROMPTS = ("dataset=mtbench", "data.limit=8")
 CHAIN = ("tree=chain", "tree.gamma=5")
 
 
@@ -26,6 +26,7 @@ class Variant:
     options: tuple[str, ...] = ()  # of the drafter, in training and decoding
     training: tuple[str, ...] | None = None
     decoding: tuple[str, ...] = CHAIN
+    tokens: int = 24  # a generation
 
 
 def scratch(steps: int, batch: int = 16) -> tuple[str, ...]:
@@ -86,14 +87,17 @@ GROUPS: dict[str, dict[str, Variant]] = {
     # CORAL, Table 4: groups times active groups; one router a number of groups
     "router": {
         f"N{n}-top{g}": Variant(
-            "eagle2_router", (f"+drafter.groups={n}", f"+drafter.active={g}"), ("train=router",), decoding=()
+            "eagle2_router",
+            (f"+drafter.groups={n}", f"+drafter.active={g}"),
+            ("train=router", "train.settings.steps=60"),
+            decoding=(),
         )
         for n in (8, 16, 32)
         for g in (1, 2, 3)
     },
     # 0-alpha … 4-alpha of every shipped drafter
     "n-alpha": {
-        f"{d}-chain": Variant(d)
+        f"{d}-chain": Variant(d, tokens=48)
         for d in ("vanilla", "medusa", "eagle2", "hass", "coral", "eagle2_router", "coral_router", "beagle", "moa")
     },
 }
@@ -122,7 +126,8 @@ def run(folder: Path, group: str, name: str, variant: Variant) -> None:
         )
         weights = [f"drafter.weights={out}"]
     shown = name if name.split("-")[0] == variant.drafter else f"{variant.drafter}-{name}"
-    call("run", *options, f"drafter.name={shown}", *weights, *PROMPTS, *variant.decoding, f"results={folder / group}")
+    prompts = (*PROMPTS, f"decode.max_new_tokens={variant.tokens}")
+    call("run", *options, f"drafter.name={shown}", *weights, *prompts, *variant.decoding, f"results={folder / group}")
 
 
 def main(folder: Path, chosen: list[str]) -> None:
