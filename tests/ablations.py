@@ -1,4 +1,4 @@
-"""Short trainings and decoding variants that take one thing away at a time: `python tests/ablations.py FOLDER [GROUP[:NAME] …]`.
+"""Short trainings and decodings, one thing taken away at a time: `python tests/ablations.py FOLDER [GROUP[:NAME] …]`.
 
 Rows go to FOLDER/<group>, under the variant's name; the trained variants go to results/local, which is not kept.
 Whatever is there is not done again, so a killed run goes on where it was. Budgets are in `GROUPS`: within a group all get
