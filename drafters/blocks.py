@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from specbench.checkpoints import Checkpoint, adopt
 from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, Sampler, Taps
@@ -20,12 +21,14 @@ PROJECT = Path(__file__).resolve().parents[1]  # relative weight folders start h
 class TrainedDrafter(nn.Module):
     """An autoregressive drafter with weights of its own, trained for one target.
 
-    A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`.
+    A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`; `official` if its authors publish
+    weights, and `fit` if these may have another shape than the default.
 
     Attributes:
         taps: what it reads from the target.
         growth: how its trees are grown.
         weights: folder of its weights, relative to the project; None leaves them at their initial values (training, tests).
+        checkpoint: weights in their authors' layout instead, set before `bind`.
         provenance: where the loaded weights come from.
     """
 
@@ -38,6 +41,7 @@ class TrainedDrafter(nn.Module):
         super().__init__()
         self.name, self.growth, self.weights = name, growth, weights
         self.nodes, self.passes = growth.nodes, growth.depth
+        self.checkpoint: Checkpoint | None = None
         self.provenance: dict[str, Any] = {}
 
     def bind(self, target: Target) -> None:
@@ -46,18 +50,35 @@ class TrainedDrafter(nn.Module):
         Raises:
             SpecBenchError: weights that are missing, damaged, or made for another target or network.
         """
+        if self.checkpoint is not None:
+            self.fit(self.checkpoint)
         self.build(target)
         self.to(target.device, target.dtype)
         looked_up = sum(p.numel() for p in self.embedding.parameters())
         self.active_parameters = sum(p.numel() for p in self.parameters()) - looked_up
         if self.head is self.embedding or self.head.weight is self.embedding.weight:
             self.active_parameters += self.head.weight.numel()  # tied: counted once, looked up and multiplied
-        if self.weights is not None:
+        if self.checkpoint is not None:
+            named, used = self.official(self.checkpoint, target)
+            adopt(stored.trained(self), named, self.checkpoint, used)
+            self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
+        elif self.weights is not None:
             self.provenance = stored.load(self, PROJECT / self.weights, target.fingerprint())
 
     def build(self, target: Target) -> None:
         """Create the network. What is shared with the target stays frozen and is not saved."""
         raise TypeError(f"{type(self).__name__} builds no network")
+
+    def fit(self, checkpoint: Checkpoint) -> None:
+        """Take over what a published checkpoint says of the network's shape, before `build`."""
+
+    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+        """A published checkpoint's tensors under this drafter's names, and the names there that were understood.
+
+        Raises:
+            SpecBenchError: a layout that this network cannot take, with the reason.
+        """
+        raise checkpoint.refuse(f"no published layout is known for {type(self).__name__}")
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""

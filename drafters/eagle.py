@@ -26,6 +26,7 @@ from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from drafters.blocks import Teacher, TrainedDrafter, behind, llama_config
+from specbench.checkpoints import Checkpoint
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
@@ -73,6 +74,25 @@ class Eagle(TrainedDrafter):
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.rotary = LlamaRotaryEmbedding(config)
         self.cache = KVCache(1, 0)
+
+    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+        """EAGLE's and HASS's files: `fc.*`, `layers.0.*` without an input norm, a frozen copy of the target's embedding.
+
+        Whether fc has a bias is decided by the tensor, not by the configuration beside it.
+        """
+        tensors = checkpoint.tensors
+        if "layers.0.input_layernorm.weight" in tensors:
+            raise checkpoint.refuse("its layer has an input norm, which EAGLE's has not; it belongs to another method")
+        named = {n.replace("layers.0.", "layer."): t for n, t in tensors.items() if n.startswith(("fc.", "layers.0."))}
+        named.setdefault("fc.bias", torch.zeros_like(self.fc.bias))
+        used = {n for n in tensors if n.startswith(("fc.", "layers.0."))}
+        embedding = tensors.get("embed_tokens.weight")
+        if embedding is not None:
+            ours = self.embedding.weight[: len(embedding)]
+            if embedding.shape != ours.shape or not torch.allclose(embedding[:512].to(ours), ours[:512], atol=1e-2):
+                raise checkpoint.refuse("its embedding is not the target's: it was trained for another target")
+            used.add("embed_tokens.weight")
+        return named, used
 
     def network(
         self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None

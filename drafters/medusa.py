@@ -23,9 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.blocks import TrainedDrafter
+from specbench.checkpoints import Checkpoint
 from specbench.engine.grow import Calibrated, Growth
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.target import Target
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("medusa_head.").removeprefix("medusa_heads.")
 
 
 class Medusa(TrainedDrafter):
@@ -72,6 +77,26 @@ class Medusa(TrainedDrafter):
         for output in outputs:
             output.load_state_dict({"weight": target.head.weight})
         self.outputs = nn.ModuleList(outputs)
+
+    def fit(self, checkpoint: Checkpoint) -> None:
+        """Heads, blocks and output layers are counted in the file: published configurations are known to be wrong."""
+        places = [name.split(".") for name in map(_bare, checkpoint.tensors)]
+        blocks = {(int(p[0]), int(p[1])) for p in places if p[2:3] == ["linear"] and p[0].isdigit()}
+        if not blocks:
+            raise checkpoint.refuse("no tensor is named like a block of a Medusa head (0.0.linear.weight)")
+        self.heads, self.layers = 1 + max(h for h, _ in blocks), 1 + max(b for _, b in blocks)
+        self.head_per_level = any(p[1:] == [str(self.layers), "weight"] for p in places)
+
+    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+        """Medusa's files: `k.i.linear.*` of block i of head k, then `k.L.weight`, its output layer, if it has its own."""
+        named: dict[str, Tensor] = {}
+        for name, tensor in checkpoint.tensors.items():
+            head, place, *rest = _bare(name).split(".")
+            if rest[:1] == ["linear"]:
+                named[f"blocks.{head}.{place}.{rest[1]}"] = tensor
+            elif rest == ["weight"]:
+                named[f"outputs.{head}.weight"] = tensor
+        return named, set(checkpoint.tensors)
 
     def network(self, states: Tensor, level: int) -> Tensor:
         """What head `level` (from 0) makes of states, before the output layer. [..., D] -> [..., D]"""

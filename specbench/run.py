@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from specbench import measure, sweep, trace
+from specbench import checkpoints, measure, sweep, trace
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet, Question
 from specbench.engine.interface import Drafter
@@ -57,7 +57,11 @@ def _run(config: DictConfig) -> None:
     questions = prompts.load()
     spec: ModelSpec = instantiate(config.model)
     target, chat = spec.load()
-    drafter: Drafter = instantiate(config.drafter)
+    drafter: Any = instantiate(config.drafter)
+    if config.checkpoint is not None:
+        if not hasattr(drafter, "official"):
+            raise SpecBenchError(f"drafter={config.drafter.name} takes no checkpoint; leave checkpoint out")
+        drafter.checkpoint = checkpoints.read(config.checkpoint)
     drafter.bind(target)
     drafters = [drafter]
     if drafter.name != BASELINE:
