@@ -46,6 +46,7 @@ class Summary:
     predicted_by_parameters: float  # CORAL's estimate from parameter counts
     peak_bytes: int
     lossless: str
+    totals: "Totals"
 
 
 def cycles(rows: Sequence[Row]) -> int:
@@ -123,7 +124,7 @@ class Totals:
         """Add rows up; of the baseline only what was asked of both."""
         questions = tuple(sorted({r.question for r in rows}))
         place = {q: i for i, q in enumerate(questions)}
-        names = ("tokens", "cycles", "seconds", "draft", "target", "verify", "audited", "identical", "peak")
+        names = ("tokens", "cycles", "seconds", "draft", "target", "audited", "identical", "peak")
         sums: dict[str, np.ndarray] = {n: np.zeros(len(questions)) for n in names}
         sums |= {f"base_{n}": np.zeros(len(questions)) for n in names}
         sums |= {n: np.zeros((len(questions), DEPTHS)) for n in ("tried", "passed")}
@@ -133,7 +134,7 @@ class Totals:
             sums[prefix + "tokens"][at] += len(row.tokens) - 1
             sums[prefix + "cycles"][at] += len(row.accepted)
             sums[prefix + "seconds"][at] += row.decode_s
-            for phase in ("draft", "target", "verify"):
+            for phase in ("draft", "target"):
                 sums[prefix + phase][at] += getattr(row, f"{phase}_s")
             if row.audit is not None:
                 sums[prefix + "audited"][at] += 1
@@ -177,10 +178,8 @@ RATES: dict[str, Rate] = {
     **{f"alpha{depth}": _alpha(depth) for depth in range(6)},
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps behind the first
     "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],
-    "target_ms": lambda s: 1000 * s["target"] / s["cycles"],
     "identical": lambda s: s["identical"] / s["audited"],  # greedy answers that are the baseline's, id by id
     "memory": lambda s: s["peak"] / 2**20,
-    "memory_over_baseline": lambda s: (s["peak"] - s["base_peak"]) / 2**20,
 }
 SAMPLES = 2000
 
@@ -277,7 +276,7 @@ def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = F
 def summarise(header: dict[str, Any], drafter: str, rows: Sequence[Row], baseline: Sequence[Row]) -> Summary:
     """Everything the table shows about one drafter. header: of its cell, for parameter counts and the rule."""
     parameters = header["parameters"]
-    value = tau(rows)
+    value, totals = tau(rows), Totals.of(rows, baseline)
     draft, passes = (0, 0) if drafter == BASELINE else (parameters["drafter"], header["draft_passes"])
     sampled = header["config"]["sampler"]["temperature"] > 0
     return Summary(
@@ -288,7 +287,7 @@ def summarise(header: dict[str, Any], drafter: str, rows: Sequence[Row], baselin
         speed_with_prefill=speed(rows, prefill=True),
         speed_up=speed_up(rows, baseline),
         tau=value,
-        tau_interval=interval(RATES["tau"], Totals.of(rows)),
+        tau_interval=interval(RATES["tau"], totals),
         tau_macro=tau_macro(rows),
         alphas=step_alphas(rows),
         nodes=float(np.mean([float(n) for r in rows for n in r.nodes] or [float("nan")])),
@@ -297,6 +296,7 @@ def summarise(header: dict[str, Any], drafter: str, rows: Sequence[Row], baselin
         predicted_by_parameters=predicted_by_parameters(value, passes, draft, parameters["target"]),
         peak_bytes=max((max(peak_bytes(r)) for r in rows), default=0),
         lossless=lossless_verdict(rows, sampled, drafter != BASELINE and header["lossy"]),
+        totals=totals,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from specbench.assets import atomic_path
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
 
@@ -101,9 +102,9 @@ class CellFailure:
         return folder / f"{drafter}-{identity(settings)}.failed.json"
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "CellFailure":

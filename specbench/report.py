@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from specbench.errors import SpecBenchError, run_door, spoken
 from specbench.reporting import cells, tables, translate
-from specbench.reporting.bundle import Report, Sources, rows_below
+from specbench.reporting.bundle import Report, Sources
 
 FORMATS = ("terminal", "markdown")
 
@@ -29,7 +29,7 @@ def main(config: DictConfig) -> None:
     if config.format not in FORMATS:
         raise SpecBenchError(f"format={config.format}: use {' or '.join(FORMATS)}")
     if config.format == "markdown":
-        paths = rows_below(results)
+        paths = cells.below(results, "rows.jsonl")
         if not paths:
             raise SpecBenchError(f"no rows under results={results}; run `make bench` first")
         entries = cells.collect(paths, results)
@@ -41,8 +41,8 @@ def main(config: DictConfig) -> None:
         print(f"FAILED {failure.drafter} on {failure.dataset}: {failure.error}")
     for problem in report.problems:
         print(problem)
-    for caption, group in cells.groups(report.main).items():
-        print(f"{caption}: {tables.verdict(group)}")
+    for part in report.parts:
+        print(f"{part['caption']}: {part['verdict']}")
     print(f"report: {report.write()}")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specbench.assets import atomic_path
 from specbench.datasets import Chat
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Drafter, DraftTree, Step
@@ -69,7 +70,7 @@ def _cycle(step: Step, tree: DraftTree, logits: torch.Tensor, chat: Chat) -> dic
     tokens, parents, ranks = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
     log_p = logits.log_softmax(-1)
     p = [float(log_p[parent, token].exp()) for token, parent in zip(tokens[1:], parents[1:], strict=True)]
-    own = tree.confidence.tolist()[1:] if tree.confidence is not None else [None] * len(p)
+    own = tree.confidence().tolist() if tree.confidence is not None else [None] * len(p)
     path, at = [], 0
     for rank in step.ranks:
         at = next(n for n in range(1, len(tokens)) if parents[n] == at and ranks[n] == rank)
@@ -85,4 +86,5 @@ def _cycle(step: Step, tree: DraftTree, logits: torch.Tensor, chat: Chat) -> dic
 
 def write(path: Path, traces: list[dict[str, Any]]) -> None:
     """Beside a cell's rows."""
-    path.write_text(json.dumps(traces, ensure_ascii=False) + "\n", encoding="utf-8")
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(traces, ensure_ascii=False) + "\n", encoding="utf-8")

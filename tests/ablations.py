@@ -34,14 +34,14 @@ def scratch(steps: int, batch: int = 16) -> tuple[str, ...]:
 
 ALIGNED = (  # EAGLE-2's shipped head, a short while longer
     f"train.start={SHIPPED}/eagle2",
-    "train.settings.steps=60",
+    "train.settings.steps=40",
     "train.settings.lr=3.0e-4",
     "train.settings.warmup_steps=10",
 )
 GROUPS: dict[str, dict[str, Variant]] = {
     # EAGLE, Figure 10: what a pair holds
     "inputs": {
-        i: Variant("eagle2", (f"+drafter.inputs={i}",), scratch(150)) for i in ("shifted", "unshifted", "feature", "token")
+        i: Variant("eagle2", (f"+drafter.inputs={i}",), scratch(80)) for i in ("shifted", "unshifted", "feature", "token")
     },
     # HASS: steps of alignment, then its Top-K term
     "hass-steps": {
@@ -55,19 +55,19 @@ GROUPS: dict[str, dict[str, Variant]] = {
     },
     # Beagle, Figure 4: the early stage's window
     "beagle-window": {
-        f"k{k}": Variant("beagle", (f"+drafter.window={k}", "+drafter.late_from=2"), scratch(100)) for k in (1, 2, 3, 4, 5)
+        f"k{k}": Variant("beagle", (f"+drafter.window={k}", "+drafter.late_from=2"), scratch(60)) for k in (1, 2, 3, 4, 5)
     },
     # Beagle, section 4: a late stage after the early one, its steps weighted, against k5 above
     "beagle-late": {
-        "late": Variant("beagle", (), scratch(100)),
-        "late-uniform": Variant("beagle", ("+drafter.decreasing=false",), scratch(100)),
+        "late": Variant("beagle", (), scratch(60)),
+        "late-uniform": Variant("beagle", ("+drafter.decreasing=false",), scratch(60)),
     },
     # MoA, Tables 2 and 5: the target's last layers, layer self-attention
     "moa": {
-        "tli0": Variant("moa", (), scratch(150, 4)),
-        "tli1": Variant("moa", ("drafter.tli=1",), scratch(150, 4)),
-        "tli3": Variant("moa", ("drafter.tli=3",), scratch(150, 4)),
-        "without-lsa": Variant("moa", ("+drafter.lsa=false",), scratch(150, 4)),
+        "tli0": Variant("moa", (), scratch(60, 4)),
+        "tli1": Variant("moa", ("drafter.tli=1",), scratch(60, 4)),
+        "tli3": Variant("moa", ("drafter.tli=3",), scratch(60, 4)),
+        "without-lsa": Variant("moa", ("+drafter.lsa=false",), scratch(60, 4)),
     },
     # MoA sees fewer tokens than the other shipped drafters: EAGLE-2 with as many
     "equal-tokens": {

@@ -1,8 +1,10 @@
 """The command lines on a tiny model, for the tests: functions to call the doors in the folder of the fixture `home`."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 from conftest import ROOT
 
@@ -48,3 +50,16 @@ def rows_of(home, drafter):
     found = list((home / "results").rglob(f"{drafter}-*/rows.jsonl"))
     assert len(found) == 1, found
     return read_cell(found[0])
+
+
+def kill_after_rows(process, results, lines):
+    """SIGKILL a run once its first cell has more than so many lines; that cell's path and content."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = list(results.rglob("rows.jsonl"))
+        if found and found[0].read_bytes().count(b"\n") > lines:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return found[0], found[0].read_bytes()

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from doors import command, environment, rows_of, run, start, weight
+from doors import command, environment, kill_after_rows, rows_of, run, start, weight
 
 from specbench.records import read_cell
 
@@ -60,21 +60,13 @@ def test_run_survives_kill_9_and_repeats_and_loses_nothing(home):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        found = list(results.rglob("rows.jsonl"))
-        if found and found[0].read_bytes().count(b"\n") > 5:
-            break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = found[0].read_bytes()
+    path, before = kill_after_rows(process, results, 5)
     whole = before[: before.rfind(b"\n") + 1]
     assert 5 < whole.count(b"\n") < 1 + 12 * 2 * 2, "killed too late to show anything"
     run(home, "run", *arguments)
-    after = found[0].read_bytes()
+    after = path.read_bytes()
     assert after.startswith(whole)
-    _, rows = read_cell(found[0])
+    _, rows = read_cell(path)
     keys = [r.key for r in rows]
     assert len(keys) == len(set(keys)) == 12 * 2 * 2
 

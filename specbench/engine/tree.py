@@ -11,6 +11,8 @@ The mask of a tree, row = who looks, column = who is seen (`x`); the cached pref
                      5 x x . . . x
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def build(
     ranks: Tensor,
     max_depth: int,
     width: int,
-    confidence: Tensor | None = None,
+    confidence: Callable[[], Tensor] | None = None,
 ) -> DraftTree:
     """Assemble a tree whose topology stays on its device; tokens, parents, depths, ranks: [N], the root first.
 

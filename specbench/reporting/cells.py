@@ -20,7 +20,6 @@ class Entry:
     machine: str
     dtype: str
     summary: Summary
-    totals: Totals
     failed: int  # generations
     parameters: int  # that one draft pass multiplies, the shared LM head included
     target_parameters: int  # that a target pass multiplies, likewise
@@ -28,19 +27,21 @@ class Entry:
     lossy: bool  # verified by a rule that does not keep the target's distribution
     weights: dict[str, Any]  # provenance, empty where the drafter brings no weights of ours
     path: Path
-    simulated: bool = False  # acceptance replayed from a given curve, not measured
 
     @property
     def name(self) -> str:
         return self.summary.drafter
 
     @property
+    def totals(self) -> Totals:
+        return self.summary.totals
+
+    @property
     def caption(self) -> str:
         """What a table of comparable entries says on top."""
         mode = "greedy" if self.temperature == 0 else f"T={self.temperature}"
         where = f"{self.collection}: " if self.collection else ""
-        simulated = ", SIMULATED ACCEPTANCE" if self.simulated else ""
-        return f"{where}{self.model}, {self.dataset}, {mode}, {self.dtype}, {self.machine}{simulated}"
+        return f"{where}{self.model}, {self.dataset}, {mode}, {self.dtype}, {self.machine}"
 
 
 def collect(paths: Iterable[Path], root: Path | None = None) -> list[Entry]:
@@ -79,7 +80,6 @@ def _entry(
         machine=f"{hardware['device']}, {hardware['cores']} cores, torch {header['versions']['torch']}",
         dtype=header["target"]["dtype"],
         summary=summarise(header, drafter, rows, baseline),
-        totals=Totals.of(rows, baseline),
         failed=failed,
         parameters=header["parameters"]["drafter"],
         target_parameters=header["parameters"]["target"],
@@ -110,6 +110,11 @@ def cut_off(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
+def below(root: Path, pattern: str) -> list[Path]:
+    """Files under a results folder; those of `local` only if that folder itself is asked for."""
+    return [p for p in sorted(root.rglob(pattern)) if "local" not in p.relative_to(root).parts]
+
+
 def failures(root: Path) -> list[CellFailure]:
     """Cells under a results folder that could not even begin."""
-    return [CellFailure.read(path) for path in sorted(root.rglob("*.failed.json"))]
+    return [CellFailure.read(path) for path in below(root, "*.failed.json")]

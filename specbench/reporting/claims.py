@@ -61,7 +61,7 @@ def evidence(entries: Iterable[Entry], dataset: str) -> dict[str, Evidence]:
     """
     found: dict[str, Evidence] = {}
     for e in entries:
-        if e.dataset != dataset or e.temperature != 0 or e.lossy or e.simulated or e.name == BASELINE:
+        if e.dataset != dataset or e.temperature != 0 or e.lossy or e.name == BASELINE:
             continue
         plain = "/" not in e.collection or "-" in e.name
         for name in (f"{e.collection}:{e.name}", *([e.name] if plain else [])):

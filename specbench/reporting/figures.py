@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specbench.metrics import BASELINE, RATES, interval
+from specbench.metrics import BASELINE, RATES, Interval, interval
 from specbench.reporting.cells import Entry
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -47,7 +47,10 @@ def _legend_above(figure: Figure, axes: Axes) -> None:
     """Above the axes, where bars and points leave none."""
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    figure.legend(fontsize="small", ncols=4, loc="outside upper center", frameon=False)
+    handles, labels = axes.get_legend_handles_labels()
+    room = figure.get_figwidth() * 12  # letters of this size, handles included
+    columns = max(1, min(4, int(room / (max(map(len, labels), default=1) + 7))))
+    figure.legend(handles, labels, fontsize="small", ncols=columns, loc="outside upper center", frameon=False)
 
 
 def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
@@ -64,12 +67,11 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
             if e is None or e.summary.speed_up is None:
                 continue
             up = e.summary.speed_up
-            errors = [[max(0.0, up.value - up.low)], [max(0.0, up.high - up.value)]]
             axes.bar(
                 j - 0.4 + (i + 0.5) * width,
                 up.value,
                 0.9 * width,
-                yerr=errors,
+                yerr=_errors(up),
                 color=COLOURS[i % len(COLOURS)],
                 hatch=HATCHES[i // len(COLOURS) % len(HATCHES)],
                 edgecolor="black",
@@ -82,6 +84,12 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
     axes.set_ylabel("speed-up over plain decoding")
     _legend_above(figure, axes)
     return figure
+
+
+def _named(entries: Sequence[Entry]) -> list[str]:
+    """The drafters, with their datasets where there are several."""
+    several = len({e.dataset for e in entries}) > 1
+    return [f"{e.name} ({e.dataset})" if several else e.name for e in entries]
 
 
 def _first(entries: Sequence[Entry], name: str) -> str:
@@ -114,14 +122,14 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
     if not found:
         return None
     figure, axes = _axes()
-    for e, style in zip(found, _styles(f"{e.name} ({e.dataset})" for e in found).values(), strict=True):
+    for e, style in zip(found, _styles(_named(found)).values(), strict=True):
         up, tau = e.summary.speed_up, e.summary.tau_interval
         assert up is not None and tau is not None
         axes.errorbar(
             tau.value,
             up.value,
-            xerr=[[max(0.0, tau.value - tau.low)], [max(0.0, tau.high - tau.value)]],
-            yerr=[[max(0.0, up.value - up.low)], [max(0.0, up.high - up.value)]],
+            xerr=_errors(tau),
+            yerr=_errors(up),
             capsize=2,
             **style | {"linestyle": ""},
         )
@@ -136,19 +144,10 @@ def time_split(entries: Sequence[Entry]) -> Figure | None:
     found = list({(e.name, e.dataset): e for e in entries if e.summary.split["target"] > 0}.values())
     if not found:
         return None
-    figure, axes = _axes(5.0, 0.35 * len(found) + 1.2)
-    left = np.zeros(len(found))
-    for i, phase in enumerate(PHASES):
-        sums = [e.totals.pooled() for e in found]
-        cycle = np.array([1000 * float(s["seconds"] / s["cycles"]) for s in sums])
-        part = cycle * [e.summary.split[phase] for e in found]
-        axes.barh(range(len(found)), part, left=left, color=COLOURS[i], hatch=HATCHES[i], label=phase, edgecolor="white")
-        left += part
-    axes.set_yticks(range(len(found)), [f"{e.name} ({e.dataset})" for e in found])
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a cycle")
-    _legend_above(figure, axes)
-    return figure
+    sums = [e.totals.pooled() for e in found]
+    cycle = np.array([1000 * float(s["seconds"] / s["cycles"]) for s in sums])
+    parts = {phase: cycle * [e.summary.split[phase] for e in found] for phase in PHASES}
+    return _stacked(_named(found), parts, "milliseconds a cycle")
 
 
 def head_share(drafters: Mapping[str, Any]) -> Figure | None:
@@ -156,18 +155,28 @@ def head_share(drafters: Mapping[str, Any]) -> Figure | None:
     found = drafters.get("drafting")
     if not found:
         return None
-    figure, axes = _axes(5.0, 0.35 * len(found) + 1.2)
-    left = np.zeros(len(found))
-    for i, part in enumerate(("head", "network", "rest")):
-        values = np.array([v["ms_per_cycle"] * v[part] for v in found.values()])
-        label = {"head": "LM head", "network": "the drafter's layers", "rest": "growth and caches"}[part]
-        axes.barh(range(len(found)), values, left=left, color=COLOURS[i], hatch=HATCHES[i], label=label, edgecolor="white")
+    labels = {"head": "LM head", "network": "the drafter's layers", "rest": "growth and caches"}
+    parts = {label: np.array([v["ms_per_cycle"] * v[part] for v in found.values()]) for part, label in labels.items()}
+    return _stacked(list(found), parts, "milliseconds of drafting a cycle")
+
+
+def _stacked(names: Sequence[str], parts: Mapping[str, np.ndarray], label: str) -> Figure:
+    """One horizontal bar a name, made of parts."""
+    figure, axes = _axes(5.0, 0.35 * len(names) + 1.2)
+    left = np.zeros(len(names))
+    for i, (part, values) in enumerate(parts.items()):
+        axes.barh(range(len(names)), values, left=left, color=COLOURS[i], hatch=HATCHES[i], label=part, edgecolor="white")
         left += values
-    axes.set_yticks(range(len(found)), list(found))
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds of drafting a cycle")
+    axes.set_xlabel(label)
     _legend_above(figure, axes)
     return figure
+
+
+def _errors(found: Interval) -> list[list[float]]:
+    """An interval as Matplotlib's error bars want it."""
+    return [[max(0.0, found.value - found.low)], [max(0.0, found.high - found.value)]]
 
 
 def router_grid(entries: Sequence[Entry], metric: str = "speed_up") -> Figure | None:
@@ -219,7 +228,7 @@ def training_memory(drafters: Mapping[str, Any]) -> Figure | None:
     if not found:
         return None
     figure, (left, right) = _axes(8.0, 3.0, ncols=2)
-    for (_, series), style in zip(found.items(), _styles(found).values(), strict=True):
+    for series, style in zip(found.values(), _styles(found).values(), strict=True):
         steps = [int(s) for s in series]
         left.plot(steps, [v["peak_mib"] / 1024 for v in series.values()], **style)
         right.plot(steps, [v["seconds_per_step"] for v in series.values()], **style)
@@ -253,8 +262,7 @@ def theory(entries: Sequence[Entry]) -> Figure | None:
         right.plot(alpha, expected / (int(gamma) * 0.1 + 1), **look | {"label": f"gamma {gamma}, c 0.1"})
     chains = [e for e in entries if e.name.endswith("-chain") or e.name == "vanilla"]
     for e, style in zip(chains, _styles(e.name for e in chains).values(), strict=True):
-        sums = e.totals.pooled()
-        mean = float(sums["passed"].sum() / sums["tried"].sum())  # one alpha for all steps, as the theory has it
+        mean = float(RATES["alpha"](e.totals.pooled()))
         left.plot(mean, e.summary.tau, **style | {"linestyle": ""})
         if e.summary.speed_up:
             right.plot(mean, e.summary.speed_up.value, **style | {"linestyle": "", "label": None})

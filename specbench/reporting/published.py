@@ -5,9 +5,10 @@ metric. A measured number stands beside it only if it is about the very same tar
 of their own below, where the published number is missing. What was not measured stays empty.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -94,13 +95,13 @@ class Measured:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> "Measured":
-        """Of several cells about the same thing the one with most generations counts. Simulated acceptance never does."""
+        """Of several cells about the same thing the one with most generations counts."""
         numbers: dict[tuple[str, str, str, float, str], float] = {}
         best: dict[tuple[str, str, str, float], int] = {}
         tokens: dict[tuple[str, str], int] = {}
         for e in entries:
             key = (e.model, e.name, e.dataset, e.temperature)
-            if e.simulated or e.summary.prompts <= best.get(key, 0):
+            if e.summary.prompts <= best.get(key, 0):
                 continue
             best[key] = e.summary.prompts
             tokens[e.model, e.name] = e.weights.get("tokens_seen", 0)
@@ -151,9 +152,9 @@ class PaperTable:
         """How many cells hold a measured number."""
         return sum(m is not None for row in self.cells.values() for m, _ in row.values())
 
-    def lines(self, empty: str = "") -> list[list[str]]:
-        """Row label, then `measured / published` a column; a missing half is a dash, a missing cell `empty`."""
-        return [[label, *(_pair(row.get(c), empty) for c in self.columns)] for label, row in self.cells.items()]
+    def lines(self) -> list[list[str]]:
+        """Row label, then `measured / published` a column; a missing half is a dash, a missing cell empty."""
+        return [[label, *(_pair(row.get(c)) for c in self.columns)] for label, row in self.cells.items()]
 
     def frame(self) -> pd.DataFrame:
         """Two columns a column of the paper: measured, published."""
@@ -169,9 +170,9 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _pair(cell: tuple[float | None, str] | None, empty: str) -> str:
+def _pair(cell: tuple[float | None, str] | None) -> str:
     if cell is None or cell == (None, ""):
-        return empty
+        return ""
     return f"{_number(cell[0]) or '-'} / {cell[1] or '-'}"
 
 
@@ -186,22 +187,25 @@ def tables(published: pd.DataFrame, measured: Measured) -> list[PaperTable]:
 def _table(paper: str, table: str, part: pd.DataFrame, measured: Measured) -> PaperTable:
     columns = tuple(dict.fromkeys(part["column"]))
     cells: dict[str, dict[str, tuple[float | None, str]]] = {}
-    about = ["drafter", "variant", "dataset", "temperature", "metric"]
     for cell in part.itertuples():
-        found = measured.find(*(str(getattr(cell, field)) for field in ("target", *about)))
+        found = measured.find(str(cell.target), *_about(cell))
         cells.setdefault(str(cell.row), {})[str(cell.column)] = (found, str(cell.value))
     theirs = set(part["target"])
     for target in measured.targets:
         if target not in theirs:
-            _own_rows(target, part, about, measured, cells)
+            _own_rows(target, part, measured, cells)
     notes = tuple(f"{row}, {column}: {note}" for row, column, note in _noted(part))
     return PaperTable(paper, table, columns, cells, notes, tuple(sorted(set(part["tau_convention"]) - {""})))
+
+
+def _about(cell: Any) -> tuple[str, str, str, str, str]:
+    """What a published cell is about, its target aside."""
+    return cell.drafter, cell.variant, cell.dataset, cell.temperature, cell.metric
 
 
 def _own_rows(
     target: str,
     part: pd.DataFrame,
-    about: Sequence[str],
     measured: Measured,
     cells: dict[str, dict[str, tuple[float | None, str]]],
 ) -> None:
@@ -209,7 +213,7 @@ def _own_rows(
     for (drafter, variant, temperature), rows in part.groupby(["drafter", "variant", "temperature"], sort=False):
         row: dict[str, tuple[float | None, str]] = {}
         for cell in rows.drop_duplicates("column").itertuples():
-            found = measured.find(target, *(str(getattr(cell, field)) for field in about))
+            found = measured.find(target, *_about(cell))
             if found is None and cell.dataset == "mean":
                 found = _mean(target, rows, str(cell.metric), measured)
             if found is not None:
@@ -230,10 +234,7 @@ def _label(target: str, drafter: str, variant: str, measured: Measured) -> str:
 def _mean(target: str, rows: pd.DataFrame, metric: str, measured: Measured) -> float | None:
     """Our own mean over the datasets of the paper's row, only if all of them were measured."""
     wanted = rows[(rows["metric"] == metric) & (rows["dataset"] != "mean")].drop_duplicates("dataset")
-    found = [
-        measured.find(target, *(str(getattr(c, f)) for f in ("drafter", "variant", "dataset", "temperature", "metric")))
-        for c in wanted.itertuples()
-    ]
+    found = [measured.find(target, *_about(cell)) for cell in wanted.itertuples()]
     values = [f for f in found if f is not None]
     return float(np.mean(values)) if values and len(values) == len(found) else None
 
