@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from specbench.checkpoints import Checkpoint, adopt
 from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, Sampler, Taps
 from specbench.engine.target import Target
+from specbench.errors import SpecBenchError
 
 PROJECT = Path(__file__).resolve().parents[1]  # relative weight folders start here
 
@@ -41,7 +41,7 @@ class TrainedDrafter(nn.Module):
         super().__init__()
         self.name, self.growth, self.weights = name, growth, weights
         self.nodes, self.passes = growth.nodes, growth.depth
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: stored.Checkpoint | None = None
         self.provenance: dict[str, Any] = {}
 
     def bind(self, target: Target) -> None:
@@ -60,7 +60,8 @@ class TrainedDrafter(nn.Module):
             self.active_parameters += self.head.weight.numel()  # tied: counted once, looked up and multiplied
         if self.checkpoint is not None:
             named, used = self.official(self.checkpoint, target)
-            adopt(stored.trained(self), named, self.checkpoint, used)
+            stored.adopt(stored.trained(self), named, self.checkpoint, used)
+            self.check(self.checkpoint, target)
             self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
         elif self.weights is not None:
             self.provenance = stored.load(self, PROJECT / self.weights, target.fingerprint())
@@ -69,16 +70,29 @@ class TrainedDrafter(nn.Module):
         """Create the network. What is shared with the target stays frozen and is not saved."""
         raise TypeError(f"{type(self).__name__} builds no network")
 
-    def fit(self, checkpoint: Checkpoint) -> None:
+    def fit(self, checkpoint: stored.Checkpoint) -> None:
         """Take over what a published checkpoint says of the network's shape, before `build`."""
 
-    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+    def official(self, checkpoint: stored.Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         """A published checkpoint's tensors under this drafter's names, and the names there that were understood.
 
         Raises:
             SpecBenchError: a layout that this network cannot take, with the reason.
         """
         raise checkpoint.refuse(f"no published layout is known for {type(self).__name__}")
+
+    def check(self, checkpoint: stored.Checkpoint, target: Target) -> None:
+        """Refuse what names and shapes cannot tell apart but one look at the target's own text can."""
+
+    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and `config.json` of this drafter as a server (`vllm`, `sglang`) reads them.
+
+        Raises:
+            SpecBenchError: the server has no place for this network, with the reason.
+        """
+        raise SpecBenchError(
+            f"drafter={self.name} cannot be exported: {server} has no model of {type(self).__name__}'s kind"
+        )
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""
@@ -121,6 +135,15 @@ def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a Llama
     config = LlamaConfig(**(settings | changes))
     config._attn_implementation = "sdpa"
     return config
+
+
+def served(config: Any) -> dict[str, Any]:
+    """A Llama configuration as servers read it: those that know older Transformers ask for `rope_theta` by itself."""
+    said: dict[str, Any] = config.to_dict()
+    rope = dict(config.rope_parameters)
+    said["rope_theta"] = rope.pop("rope_theta")
+    said["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    return said
 
 
 class Teacher:

@@ -130,7 +130,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
 
 
 def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
-    """A model's snapshot (configuration, tokenizer, safetensors) from the hub's own cache or the hub itself.
+    """A model's snapshot (configuration, tokenizer, weights) from the hub's own cache or the hub itself.
 
     The hub client verifies each file against the hash that the hub publishes for it.
     """
@@ -138,11 +138,15 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    older = [*wanted, "pytorch_model*.bin"]  # Vicuna has no safetensors; Transformers reads these as tensors only
     try:
         try:
-            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted, local_files_only=True))
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older, local_files_only=True))
         except LocalEntryNotFoundError:
-            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older))
+        return folder
     except RepositoryNotFoundError as error:  # gated models answer like missing ones without a token
         raise SpecBenchError(
             f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "

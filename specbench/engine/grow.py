@@ -136,8 +136,12 @@ class Calibrated(Static):
     """
 
     def __init__(self, nodes: int, levels: int = 5, top_k: int = 10):
-        self.wanted = nodes
-        self.calibrate([[0.5 ** (rank + 1) for rank in range(top_k)]] * levels)
+        self.wanted, self.top_k = nodes, top_k
+        self.calibrate(self.guess(levels))
+
+    def guess(self, levels: int) -> list[list[float]]:
+        """Accuracies to go on before any are measured: each rank half of the one above it."""
+        return [[0.5 ** (rank + 1) for rank in range(self.top_k)]] * levels
 
     def calibrate(self, accuracy: Sequence[Sequence[float]]) -> None:
         """accuracy[level][rank]: how often that level's candidate of that rank is the right token."""

@@ -5,6 +5,7 @@ of preallocated rows stands in for the model's own, and forward hooks read the l
 """
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,13 +166,13 @@ class Target(CausalLM):
 
     @classmethod
     def load(cls, path: Path | str, dtype: torch.dtype, device: torch.device) -> "Target":
-        """From a local folder of safetensors. Raises `SpecBenchError` where it holds no causal LM."""
+        """From a local folder of safetensors, or of pickled tensors without code. Raises `SpecBenchError` where it holds no causal LM."""
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+                path, config=config, dtype=dtype, attn_implementation="sdpa", weights_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
             raise SpecBenchError(f"no causal language model can be read from {path}: {error}") from error
         model.to(device)  # type: ignore[arg-type]
         return cls(model, path)
@@ -239,6 +240,16 @@ class Target(CausalLM):
         if cache is not None and cache.keys is not None and cache.values is not None:
             kv = {i: (cache.keys[i].clone(), cache.values[i].clone()) for i in taps.kv}
         return states.clone(), hidden, kv
+
+    @torch.no_grad()
+    def greedy(self, start: tuple[int, ...], count: int) -> Tensor:
+        """[1, len(start) + count]: a little text of the model's own, without the cache; for checks, not for decoding."""
+        tokens = torch.tensor([start], device=self.device)
+        for _ in range(count):
+            positions = torch.arange(tokens.shape[1], device=self.device)[None]
+            last = self.run(tokens, positions, None, None)[:, -1]
+            tokens = torch.cat([tokens, self.logits(last).argmax(-1, keepdim=True)], 1)
+        return tokens
 
     @contextmanager
     def _reading(self, layers: tuple[int, ...]) -> Iterator[None]:
