@@ -43,16 +43,16 @@ class ModelSpec:
     billions: float | None = None
     notice: str | None = None
 
-    def load(self) -> tuple[Target, Chat]:
-        """The model and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
+    def load(self, processes: int = 1) -> tuple[Target, Chat]:
+        """The model, spread over some processes, and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
         device = pick_device(self.device)
         dtype = pick_dtype(self.dtype, device)
-        self._check_memory(device, dtype)
+        self._check_memory(device, dtype, processes)
         transformers_logging.disable_progress_bar()
         if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
             print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
-        target = Target.load(folder, dtype, device)
+        target = Target.load(folder, dtype, device, processes)
         target.max_context = min(target.max_context, self.max_context)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -67,11 +67,11 @@ class ModelSpec:
             tokenizer.chat_template = self.template
         return target, Chat(tokenizer, self.system)
 
-    def _check_memory(self, device: torch.device, dtype: torch.dtype) -> None:
+    def _check_memory(self, device: torch.device, dtype: torch.dtype, processes: int) -> None:
         """Refuse weights that cannot fit, before they are fetched or loaded."""
         if self.billions is None:
             return
-        needed, free = self.billions * 1e9 * dtype.itemsize, measure.free_memory(device)
+        needed, free = self.billions * 1e9 * dtype.itemsize / processes, measure.free_memory(device)
         if needed > free:
             raise SpecBenchError(
                 f"{self.name} takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {device} has "

@@ -5,6 +5,7 @@ of preallocated rows stands in for the model's own, and forward hooks read the l
 """
 
 import hashlib
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from specbench.engine.cache import KVCache
@@ -23,7 +26,8 @@ from specbench.errors import SpecBenchError
 def pick_device(device: str) -> torch.device:
     """`auto` is CUDA where there is one. Raises `SpecBenchError` for a GPU that this machine lacks."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        own = int(os.environ.get("LOCAL_RANK", 0))  # each process of a launch has a GPU of its own
+        return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
     chosen = torch.device(device)
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise SpecBenchError(
@@ -165,8 +169,15 @@ class Target(CausalLM):
         self._check_head()
 
     @classmethod
-    def load(cls, path: Path | str, dtype: torch.dtype, device: torch.device) -> "Target":
-        """From a local folder of safetensors, or of pickled tensors without code. Raises `SpecBenchError` where it holds no causal LM."""
+    def load(cls, path: Path | str, dtype: torch.dtype, device: torch.device, processes: int = 1) -> "Target":
+        """From a local folder of safetensors, or of pickled tensors without code.
+
+        Args:
+            processes: of several each holds its part of every decoder layer and gathers a layer when it runs (FSDP).
+
+        Raises:
+            SpecBenchError: no causal language model is there.
+        """
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             model = AutoModelForCausalLM.from_pretrained(
@@ -174,6 +185,10 @@ class Target(CausalLM):
             )
         except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
             raise SpecBenchError(f"no causal language model can be read from {path}: {error}") from error
+        if processes > 1:
+            mesh = init_device_mesh(device.type, (processes,))
+            for layer in model.get_decoder().layers:
+                fully_shard(layer.requires_grad_(False), mesh=mesh, reshard_after_forward=True)
         model.to(device)  # type: ignore[arg-type]
         return cls(model, path)
 
