@@ -30,7 +30,10 @@ class TrainedDrafter(nn.Module):
         weights: folder of its weights, relative to the project; None leaves them at their initial values (training, tests).
         checkpoint: weights in their authors' layout instead, set before `bind`.
         provenance: where the loaded weights come from.
+        compiled: names of the functions that `compile_network` compiles.
     """
+
+    compiled: tuple[str, ...] = ("network",)
 
     taps = Taps()
 
@@ -93,6 +96,11 @@ class TrainedDrafter(nn.Module):
         raise SpecBenchError(
             f"drafter={self.name} cannot be exported: {server} has no model of {type(self).__name__}'s kind"
         )
+
+    def compile_network(self, backend: str = "inductor") -> None:
+        """Compile what runs at every level; lengths stay dynamic, since every level has its own."""
+        for name in self.compiled:
+            setattr(self, name, torch.compile(getattr(self, name), backend=backend, dynamic=True))
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""

@@ -139,7 +139,7 @@ class Eagle(TrainedDrafter):
         self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """f_hat of B x T pairs. states [B, T, D], tokens [B, T], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
-        embedded = self.embedding(tokens).to(states.dtype)
+        embedded = self.embedding(tokens).to(states)
         parts = {"feature": [states], "token": [embedded]}.get(self.inputs, [embedded, states])
         x = self.fc(torch.cat(parts, -1))
         rotary = self.rotary(x, positions)

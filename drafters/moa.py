@@ -71,6 +71,8 @@ class MoA(TrainedDrafter):
         periods: least and most T. window: a fixed T instead.
     """
 
+    compiled = ("layer_attention", "_self_attention", "cross")
+
     def __init__(
         self,
         name: str,
@@ -212,7 +214,7 @@ class MoA(TrainedDrafter):
 
     def _self_attention(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """SA of N tokens behind its cache, whose rows are kept. mask [N, S] -> [N, D]"""
-        x = self.embedding(tokens)[None]
+        x = self.embedding(tokens)[None].to(self.q.weight)
         mask = None if mask is None else mask[None, None]
         rotary = self.rotary(x, positions[None])
         s = self.sa(x, attention_mask=mask, past_key_values=self.tokens_cache, position_embeddings=rotary)[0]
@@ -254,7 +256,7 @@ class MoA(TrainedDrafter):
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
         mask = self._windows(tokens.shape[0], tokens.shape[1], device)  # [B, T, T]
         keys, values = self.keys_values(self.layer_attention(dict(batch.kv)), positions)
-        x = self.embedding(tokens).to(keys.dtype)
+        x = self.embedding(tokens).to(keys)
         s = self.sa(x, attention_mask=None, position_embeddings=self.rotary(x, positions))
         hidden = self.cross(s, positions, keys, values, mask)
         if not self.tli:

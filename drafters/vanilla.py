@@ -91,6 +91,9 @@ class Vanilla(TrainedDrafter):
             )
         return model.requires_grad_(False)
 
+    def compile_network(self, backend: str = "inductor") -> None:
+        self.lm.run = torch.compile(self.lm.run, backend=backend, dynamic=True)  # type: ignore[method-assign]
+
     # Decoding -----------------------------------------------------------------------------------------------------------
 
     def reset(self, capacity: int) -> None:

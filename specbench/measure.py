@@ -77,10 +77,11 @@ def _driver_bytes(device: torch.device) -> int:
         pynvml.nvmlShutdown()
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that a device can still give, the kernel's file cache included; for a GPU, of all that torch sees."""
+def free_memory(device: torch.device, everywhere: bool = False) -> int:
+    """Bytes that a device can still give, the kernel's file cache included; `everywhere`: all GPUs that torch sees."""
     if device.type == "cuda":
-        return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        gpus = range(torch.cuda.device_count()) if everywhere else [device]
+        return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _file_cache()
 
 

@@ -3,14 +3,15 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specbench import measure
 from specbench.assets import Wheel, Wheels, cache_root, model_folder
-from specbench.datasets import Chat
+from specbench.datasets import Chat, Pieces
 from specbench.engine.target import Target, pick_device, pick_dtype
 from specbench.errors import SpecBenchError
 
@@ -23,10 +24,13 @@ class ModelSpec:
         name: also the folder of its results and weights.
         path, hub, revision, wheel: where it comes from; see `specbench.assets.model_folder`.
         device: auto, cpu, cuda, cuda:1 … dtype: auto, float32, bfloat16, float16.
+        device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
         max_context: rows the cache may take, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
         template: a Jinja chat template for tokenizers that bring none (the papers' prompt formats).
         billions: of parameters, so that a run that cannot fit says so before anything is fetched.
+        weights: `trained`, or `random`: only the shape, for time and memory of a target that is not here.
+        shape: the model's configuration, so that `random` needs nothing fetched; None takes that of its folder.
         notice: terms that come with the weights, said before they are fetched.
     """
 
@@ -37,11 +41,14 @@ class ModelSpec:
     wheel: Wheel | Wheels | None = None
     device: str = "auto"
     dtype: str = "auto"
+    device_map: str | None = None
     max_context: int = 4096
     system: str | None = None
     template: str | None = None
     billions: float | None = None
     notice: str | None = None
+    weights: str = "trained"
+    shape: dict[str, Any] | None = None
 
     def load(self, processes: int = 1) -> tuple[Target, Chat]:
         """The model, spread over some processes, and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
@@ -49,10 +56,14 @@ class ModelSpec:
         dtype = pick_dtype(self.dtype, device)
         self._check_memory(device, dtype, processes)
         transformers_logging.disable_progress_bar()
+        if self.weights == "random":
+            return self._random(device, dtype)
+        if self.weights != "trained":
+            raise SpecBenchError(f"model.weights={self.weights}: use trained or random")
         if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
             print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
-        target = Target.load(folder, dtype, device, processes)
+        target = Target.load(folder, dtype, device, processes, self.device_map)
         target.max_context = min(target.max_context, self.max_context)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -67,13 +78,23 @@ class ModelSpec:
             tokenizer.chat_template = self.template
         return target, Chat(tokenizer, self.system)
 
+    def _random(self, device: torch.device, dtype: torch.dtype) -> tuple[Target, Chat]:
+        if self.shape is not None:
+            config = AutoConfig.for_model(**self.shape)
+        else:
+            config = AutoConfig.from_pretrained(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
+        target = Target.random(config, dtype, device)
+        target.max_context = min(target.max_context, self.max_context)
+        return target, Chat(Pieces(target.vocab_size), self.system)
+
     def _check_memory(self, device: torch.device, dtype: torch.dtype, processes: int) -> None:
         """Refuse weights that cannot fit, before they are fetched or loaded."""
         if self.billions is None:
             return
-        needed, free = self.billions * 1e9 * dtype.itemsize / processes, measure.free_memory(device)
+        needed = self.billions * 1e9 * dtype.itemsize / processes
+        free = measure.free_memory(device, everywhere=self.device_map is not None)
         if needed > free:
             raise SpecBenchError(
                 f"{self.name} takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {device} has "
-                f"{free / 1e9:.1f} GB free; choose a smaller model=, a smaller model.dtype or a larger machine"
+                f"{free / 1e9:.1f} GB free; choose a smaller model=, a smaller model.dtype, model.device_map=auto over several GPUs, or a larger machine"
             )

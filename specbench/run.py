@@ -4,6 +4,7 @@ python -m specbench.run drafter=eagle2 dataset=mtbench
 python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
 """
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,10 @@ def _run(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     prompts: PromptSet = instantiate(config.dataset)
     questions = prompts.load()
+    if config.model.get("weights") == "random":
+        _assume(config)
+    elif config.alpha is not None:
+        raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
     spec: ModelSpec = instantiate(config.model)
     target, chat = spec.load()
     drafter: Any = instantiate(config.drafter)
@@ -68,10 +73,11 @@ def _run(config: DictConfig) -> None:
         baseline: Drafter = instantiate(config.baseline)
         baseline.bind(target)
         drafters = [baseline, drafter]
+    _compile(config.backend, target, drafter)
     rule, sampler = instantiate(config.verify), instantiate(config.sampler)
     settings: RunSettings = instantiate(config.decode)
 
-    described = _describe(config, target, drafter, rule.lossy)
+    described = _describe(config, target, drafter, rule)
     folder = _folder(config) / f"{drafter.name}-{identity(described)}"
     with held(folder):
         cell = Cell(folder, described, fresh=config.rerun == "all")
@@ -86,6 +92,28 @@ def _run(config: DictConfig) -> None:
     if failed:
         raise SpecBenchError(f"{failed} generations failed; their rows in {cell.path} say why; run again to retry them")
     _require_lossless(cell)
+
+
+def _compile(backend: str, target: Any, drafter: Any) -> None:
+    if backend not in ("eager", "compile"):
+        raise SpecBenchError(f"backend={backend}: use eager or compile")
+    if backend == "compile":
+        if target.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+            raise SpecBenchError("backend=compile needs a C++ compiler on a CPU; install g++ or leave it out")
+        torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
+        target.compile()
+        if hasattr(drafter, "compile_network"):
+            drafter.compile_network()
+
+
+def _assume(config: DictConfig) -> None:
+    """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
+    if config.alpha is None:
+        raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
+    for part in (config.drafter, config.drafter.get("base") or {}):
+        if "weights" in part:
+            part.weights = None
+    config.verify = {"_target_": "specbench.engine.verify.Simulated", "alpha": list(config.alpha), "seed": config.decode.seed}
 
 
 def _trace(
@@ -136,7 +164,7 @@ def _has_failed_rows(config: DictConfig) -> bool:
     return False
 
 
-def _describe(config: DictConfig, target: Any, drafter: Drafter, lossy: bool) -> dict[str, Any]:
+def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> dict[str, Any]:
     """Everything that can change a row: the header, and the identity of the cell."""
     return {
         "config": _plain(config),
@@ -151,7 +179,8 @@ def _describe(config: DictConfig, target: Any, drafter: Drafter, lossy: bool) ->
         },
         "draft_passes": drafter.passes,
         "weights": getattr(drafter, "provenance", {}),
-        "lossy": lossy,
+        "lossy": rule.lossy,
+        "simulated": rule.simulated,
         "commit": measure.commit(),
         "source": measure.source_digest(),
         "versions": measure.versions(),

@@ -43,6 +43,11 @@ def main(config: DictConfig) -> None:
     measure.commit()  # remembered from now on: the code that trains is the code that was there at the start
     torch.set_num_threads(config.threads or torch.get_num_threads())
     spec: ModelSpec = instantiate(config.model)
+    if config.train.shard_target and config.train.build:
+        raise SpecBenchError(
+            "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one process "
+            "(model.device_map=auto), then train with train.build=false"
+        )
     processes = PartialState(cpu=pick_device(spec.device).type == "cpu")
     target, chat = spec.load(processes.num_processes if config.train.shard_target else 1)
     torch.manual_seed(config.train.settings.seed)

@@ -13,6 +13,7 @@ from test_cli import train
 
 # What `accelerate launch` starts for several GPUs of one machine; for CPUs it wants MPI instead.
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+SHARDED = ("train.shard_target=true", "train.build=false")
 SHORT = ("train.settings.steps=6", "train.settings.validation_answers=1")
 
 
@@ -34,14 +35,18 @@ def outcome(home, name):
     ("name", "options"),
     [
         ("stored", ("drafter=eagle2", "+drafter.noise=0")),
-        ("sharded", ("drafter=eagle2", "+drafter.noise=0", "train.online=true", "train.shard_target=true")),
-        ("taps", ("drafter=moa", "+drafter.window=1", "train.shard_target=true")),
+        ("sharded", ("drafter=eagle2", "+drafter.noise=0", "train.online=true", *SHARDED)),
+        ("taps", ("drafter=moa", "+drafter.window=1", *SHARDED)),
     ],
 )
 def test_two_processes_train_what_one_does(home, name, options):
     seed = f"train.corpus.seed={len(name)}"  # a corpus of its own, written by both processes
-    launch(home, *train(home, f"{name}-2"), *SHORT, *options, seed)
-    run(home, "train", *train(home, f"{name}-1"), *SHORT, *[o for o in options if "shard" not in o], seed)
+    both = [
+        lambda: launch(home, *train(home, f"{name}-2"), *SHORT, *options, seed),
+        lambda: run(home, "train", *train(home, f"{name}-1"), *SHORT, *[o for o in options if o not in SHARDED], seed),
+    ]
+    for start in both[::-1] if SHARDED[0] in options else both:  # a target in parts writes no corpus
+        start()
     (one, said_one), (two, said_two) = outcome(home, f"{name}-1"), outcome(home, f"{name}-2")
     state = torch.load(home / "cache" / "training" / "tiny" / f"{name}-2" / "checkpoint.pt", weights_only=True)
     assert len(state["rng"]) == 2  # there really were two
@@ -56,3 +61,8 @@ def test_a_launch_goes_on_only_with_as_many_processes(home):
     (home / "out" / "resumed" / "model.safetensors").unlink()
     said = run(home, "train", *train(home, "resumed"), *SHORT, ok=False)
     assert "of 2 processes, this run has 1" in said
+
+
+def test_a_target_in_parts_writes_no_corpus(home):
+    said = run(home, "train", *train(home, "parts"), "train.shard_target=true", ok=False)
+    assert "train.build=false" in said

@@ -18,9 +18,11 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from specbench.engine.cache import KVCache
+from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.errors import SpecBenchError
+
+SPARE = 128  # rows behind the context that a tree may take in a compiled pass
 
 
 def pick_device(device: str) -> torch.device:
@@ -70,6 +72,9 @@ class CausalLM:
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self.head: nn.Linear = model.get_output_embeddings()
         self.layers = len(self.decoder.layers)
+        window = getattr(self.config, "sliding_window", None)
+        self.kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        self.window: int | None = window if window and self.kinds != {"full_attention"} else None
 
     def logits(self, last: Tensor) -> Tensor:
         """LM head on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
@@ -128,10 +133,8 @@ class CausalLM:
     def _masks(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor | dict[str, Tensor] | None:
-        """The mask each layer type needs: sliding-window layers also lose the keys that lie a window behind."""
-        window = getattr(self.config, "sliding_window", None)
-        kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-        if not window or kinds == {"full_attention"}:
+        """The mask each layer type needs, of a pass whose rows come behind a cache's."""
+        if self.window is None:
             return mask
         start = cache.length if cache is not None else 0
         batch, t = tokens.shape
@@ -140,9 +143,14 @@ class CausalLM:
             keys = torch.arange(start + t, device=device)
             mask = (keys[None, :] <= start + torch.arange(t, device=device)[:, None]).expand(batch, 1, t, start + t)
         past = torch.arange(start, device=tokens.device).expand(batch, start)  # slot = position
-        distance = positions[:, :, None] - torch.cat([past, positions], 1)[:, None, :]  # [B, T, S]
-        near = mask & (distance < window)[:, None]
-        return near if len(kinds) == 1 else {"full_attention": mask, "sliding_attention": near}
+        return self._by_kind(mask, positions, torch.cat([past, positions], 1))
+
+    def _by_kind(self, mask: Tensor, positions: Tensor, of_keys: Tensor) -> Tensor | dict[str, Tensor]:
+        """Sliding-window layers also lose the keys that lie a window behind. mask [B, 1, T, S], positions [B, T], [B, S]"""
+        if self.window is None:
+            return mask
+        near = mask & (positions[:, :, None] - of_keys[:, None, :] < self.window)[:, None]
+        return near if len(self.kinds) == 1 else {"full_attention": mask, "sliding_attention": near}
 
 
 class Target(CausalLM):
@@ -163,16 +171,21 @@ class Target(CausalLM):
         self.max_context: int = self.config.max_position_embeddings
         self.device, self.dtype = self.head.weight.device, self.head.weight.dtype
         self.stop_ids = stop_ids(getattr(model, "generation_config", None), self.config)
-        self.cache = KVCache(self.layers, 0)
+        self.cache = self.new_cache(0)
         self.taps = Taps()
         self._tapped: dict[int, Tensor] = {}
+        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self._rows: StaticRows | None = None
         self._check_head()
 
     @classmethod
-    def load(cls, path: Path | str, dtype: torch.dtype, device: torch.device, processes: int = 1) -> "Target":
+    def load(
+        cls, path: Path | str, dtype: torch.dtype, device: torch.device, processes: int = 1, device_map: str | None = None
+    ) -> "Target":
         """From a local folder of safetensors, or of pickled tensors without code.
 
         Args:
+            device_map: `auto` spreads the layers over all GPUs instead of putting them on `device`.
             processes: of several each holds its part of every decoder layer and gathers a layer when it runs (FSDP).
 
         Raises:
@@ -181,7 +194,13 @@ class Target(CausalLM):
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation="sdpa", weights_only=True, trust_remote_code=False
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                device_map=device_map,
+                weights_only=True,
+                trust_remote_code=False,
             )
         except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
             raise SpecBenchError(f"no causal language model can be read from {path}: {error}") from error
@@ -189,8 +208,18 @@ class Target(CausalLM):
             mesh = init_device_mesh(device.type, (processes,))
             for layer in model.get_decoder().layers:
                 fully_shard(layer.requires_grad_(False), mesh=mesh, reshard_after_forward=True)
-        model.to(device)  # type: ignore[arg-type]
+        if device_map is None:
+            model.to(device)  # type: ignore[arg-type]
         return cls(model, path)
+
+    @classmethod
+    def random(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> "Target":
+        """A target of this shape without its weights, for time and memory alone. It never stops by itself."""
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        target = cls(model)
+        target.stop_ids = ()
+        return target
 
     def fingerprint(self) -> str:
         """Which model this is: shapes and the first rows of its embedding, alike in float32 and bfloat16."""
@@ -198,10 +227,26 @@ class Target(CausalLM):
         shape = f"{self.config.model_type} {self.layers} {self.hidden_size} {self.vocab_size}"
         return hashlib.sha256(shape.encode() + rows.numpy().tobytes()).hexdigest()[:16]
 
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for this model, wherever its layers lie."""
+        devices = [next(layer.parameters()).device for layer in self.decoder.layers]
+        return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None)
+
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         """Start a new sequence. capacity: the most rows it can need (prompt + new tokens + one tree)."""
         self.taps = (taps or Taps()).resolve(self.layers)
+        if self._compiled is not None:  # one size for all prompts, or each would be compiled anew
+            capacity = max(capacity, self.max_context + SPARE)
         self.cache.begin(capacity)
+
+    def compile(self, backend: str = "inductor") -> None:
+        """From now on run trees through one compiled pass of static shapes; prompts stay eager.
+
+        A pass sees all rows that the cache can hold, most of them masked, so `max_context` should not be larger than
+        needed. Source: gpt-fast, as in EAGLE, Table 4.
+        """
+        options = {"mode": "reduce-overhead"} if self.device.type == "cuda" and backend == "inductor" else {}
+        self._compiled = torch.compile(self._static_pass, backend=backend, dynamic=False, **options)
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
@@ -213,12 +258,48 @@ class Target(CausalLM):
     def forward(self, tree: DraftTree) -> TargetStates:
         """One pass over root + draft nodes; every node sees the prefix, its ancestors and itself. Keeps nothing yet."""
         start = self.cache.length
+        if self._compiled is not None and not self.taps.hidden:  # hooks are not compiled
+            return self._forward_static(tree, start)
         # A lone root sees everything, a chain is causal, but only an explicit mask knows what the cache already holds.
         mask = None
         if len(tree) > 1:
             mask = torch.ones(len(tree), start + len(tree), dtype=torch.bool, device=self.device)
             mask[:, start:] = tree.ancestors
         return self._states(tree.tokens, start + tree.depths, mask)
+
+    def _forward_static(self, tree: DraftTree, start: int) -> TargetStates:
+        """The same in shapes that do not depend on how much the cache holds."""
+        assert self._compiled is not None
+        n, end = len(tree), start + len(tree)
+        positions, of_keys = start + tree.depths, torch.arange(self.cache.capacity, device=self.device)
+        of_keys[start:end] = positions
+        mask = torch.zeros(n, self.cache.capacity, dtype=torch.bool, device=self.device)
+        mask[:, :start] = True
+        mask[:, start:end] = tree.ancestors
+        if self._rows is None or not self._rows.of(self.cache):
+            self._rows = self.cache.whole()
+        masks = self._by_kind(mask[None, None], positions[None], of_keys[None])
+        slots = torch.arange(start, end, device=self.device)
+        last, logits = self._compiled(tree.tokens[None], positions[None], masks, slots)
+        self.cache.pending = n
+        return TargetStates(
+            tokens=tree.tokens,
+            positions=positions,
+            last=last[0].clone(),  # the next replay of a graph would overwrite it
+            logits=logits[0].clone(),
+            hidden={},
+            kv={i: self.cache.rows(i, start, end) for i in self.taps.kv},
+        )
+
+    def _static_pass(
+        self, tokens: Tensor, positions: Tensor, masks: Tensor | dict[str, Tensor], slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self._rows is not None
+        self._rows.slots = slots
+        out = self.decoder(
+            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self._rows, use_cache=True
+        )
+        return out.last_hidden_state, self.logits(out.last_hidden_state)
 
     def keep(self, nodes: Tensor) -> None:
         """Keep the cache rows of these nodes [1 + A] (root and accepted path), drop the others."""
@@ -228,15 +309,19 @@ class Target(CausalLM):
         start = self.cache.length
         with self._reading(self.taps.hidden):
             last = self.run(tokens[None], positions[None], None if mask is None else mask[None, None], self.cache)[0]
+        last = last.to(self.device)  # of a model spread over several devices, the head's
         end = start + tokens.shape[0]
         return TargetStates(
             tokens=tokens,
             positions=positions,
             last=last,
             logits=self.logits(last[-1:] if last_only else last),
-            hidden={i: self._tapped[i][0] for i in self.taps.hidden},
-            kv={i: self.cache.rows(i, start, end) for i in self.taps.kv},
+            hidden={i: self._tapped[i][0].to(self.device) for i in self.taps.hidden},
+            kv={i: self._at_home(self.cache.rows(i, start, end)) for i in self.taps.kv},
         )
+
+    def _at_home(self, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return kv[0].to(self.device), kv[1].to(self.device)
 
     @torch.no_grad()  # not inference mode: what is returned takes part in training
     def tapped(self, tokens: Tensor, taps: Taps) -> tuple[Tensor, dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
@@ -246,14 +331,14 @@ class Target(CausalLM):
             [B, T, D], {layer: [B, T, D]}, {layer: ([B, H, T, Dh], [B, H, T, Dh])}.
         """
         taps = taps.resolve(self.layers)
-        cache = KVCache(self.layers, tokens.shape[1]) if taps.kv else None
+        cache = self.new_cache(tokens.shape[1]) if taps.kv else None
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with self._reading(taps.hidden):
             states = self.run(tokens, positions, None, cache)
         hidden = {i: self._tapped[i].clone() for i in taps.hidden}
         kv = {}
-        if cache is not None and cache.keys is not None and cache.values is not None:
-            kv = {i: (cache.keys[i].clone(), cache.values[i].clone()) for i in taps.kv}
+        if cache is not None:
+            kv = {i: tuple(x.to(self.device, copy=True) for x in cache.layer(i)) for i in taps.kv}
         return states.clone(), hidden, kv
 
     @torch.no_grad()
@@ -286,7 +371,7 @@ class Target(CausalLM):
     def _check_head(self) -> None:
         """Refuse a model whose logits are not head(post-norm state): every drafter here builds on that."""
         probe = torch.arange(4, device=self.device)[None]
-        with torch.inference_mode():
+        with torch.no_grad():
             ours, theirs = self.logits(self.decoder(probe).last_hidden_state), self.model(probe).logits
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
             raise SpecBenchError(

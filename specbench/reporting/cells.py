@@ -74,11 +74,11 @@ def _entry(
     above = path.relative_to(root).parts[:-4] if root is not None and path.is_relative_to(root) else ()
     return Entry(
         collection="/".join(above),  # <collection>/<model>/<dataset>/<cell>/rows.jsonl
-        model=config["model"]["name"],
+        model=config["model"]["name"] + (", random weights, SIMULATED acceptance" if header.get("simulated") else ""),
         dataset=config["dataset"]["name"],
         temperature=config["sampler"]["temperature"],
         machine=f"{hardware['device']}, {hardware['cores']} cores, torch {header['versions']['torch']}",
-        dtype=header["target"]["dtype"],
+        dtype=header["target"]["dtype"] + (" compiled" if config.get("backend") == "compile" else ""),
         summary=summarise(header, drafter, rows, baseline),
         failed=failed,
         parameters=header["parameters"]["drafter"],
