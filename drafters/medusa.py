@@ -104,7 +104,7 @@ class Medusa(TrainedDrafter):
         self.head_per_level = len(places) > len(blocks) and not checkpoint.config.get("original_lm_head", False)
 
     def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
-        """`k.i.linear.*` of block i of head k, then `k.L.weight`, its output layer, if it has its own; also vLLM's names."""
+        """`k.i.linear.*` of block i of head k, `k.L.weight` of its output layer if it has its own; or vLLM's names."""
         named: dict[str, Tensor] = {}
         used = set()
         for name, tensor in checkpoint.tensors.items():

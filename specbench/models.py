@@ -51,7 +51,7 @@ class ModelSpec:
     shape: dict[str, Any] | None = None
 
     def load(self, processes: int = 1) -> tuple[Target, Chat]:
-        """The model, spread over some processes, and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
+        """The model, over some processes, and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
         device = pick_device(self.device)
         dtype = pick_dtype(self.dtype, device)
         self._check_memory(device, dtype, processes)
@@ -96,5 +96,6 @@ class ModelSpec:
         if needed > free:
             raise SpecBenchError(
                 f"{self.name} takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {device} has "
-                f"{free / 1e9:.1f} GB free; choose a smaller model=, a smaller model.dtype, model.device_map=auto over several GPUs, or a larger machine"
+                f"{free / 1e9:.1f} GB free; choose a smaller model= or model.dtype, "
+                "model.device_map=auto over several GPUs, or a larger machine"
             )

@@ -110,10 +110,15 @@ def _assume(config: DictConfig) -> None:
     """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
     if config.alpha is None:
         raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
-    for part in (config.drafter, config.drafter.get("base") or {}):
+    parts: list[Any] = [config.drafter, config.drafter.get("base") or {}]
+    for part in parts:
         if "weights" in part:
             part.weights = None
-    config.verify = {"_target_": "specbench.engine.verify.Simulated", "alpha": list(config.alpha), "seed": config.decode.seed}
+    config.verify = {
+        "_target_": "specbench.engine.verify.Simulated",
+        "alpha": list(config.alpha),
+        "seed": config.decode.seed,
+    }
 
 
 def _trace(
@@ -177,6 +182,7 @@ def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> d
             "target": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),
             "drafter": drafter.active_parameters,
         },
+        "bytes": {"target": _bytes(target.model), "drafter": _bytes(drafter, trained_only=True)},
         "draft_passes": drafter.passes,
         "weights": getattr(drafter, "provenance", {}),
         "lossy": rule.lossy,
@@ -186,6 +192,12 @@ def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> d
         "versions": measure.versions(),
         "hardware": measure.hardware(target.device),
     }
+
+
+def _bytes(model: Any, trained_only: bool = False) -> int:
+    """Of a model's parameters; of a drafter's only its own, since the rest is the target's."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else []
+    return sum(p.nbytes for p in parameters if p.requires_grad or not trained_only)
 
 
 def _require_lossless(cell: Cell) -> None:

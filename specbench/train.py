@@ -45,8 +45,8 @@ def main(config: DictConfig) -> None:
     spec: ModelSpec = instantiate(config.model)
     if config.train.shard_target and config.train.build:
         raise SpecBenchError(
-            "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one process "
-            "(model.device_map=auto), then train with train.build=false"
+            "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
+            "process (model.device_map=auto), then train with train.build=false"
         )
     processes = PartialState(cpu=pick_device(spec.device).type == "cpu")
     target, chat = spec.load(processes.num_processes if config.train.shard_target else 1)

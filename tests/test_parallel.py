@@ -20,7 +20,12 @@ SHORT = ("train.settings.steps=6", "train.settings.validation_answers=1")
 def launch(home, *arguments):
     _, dash_m, *rest = command(home, "train", *arguments)
     done = subprocess.run(
-        [sys.executable, *LAUNCH, dash_m, *rest], cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=200
+        [sys.executable, *LAUNCH, dash_m, *rest],
+        cwd=ROOT,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done

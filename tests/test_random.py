@@ -76,9 +76,7 @@ def test_pieces_are_about_four_characters_each():
 @pytest.mark.parametrize("drafter", ["eagle2", "coral_router", "medusa"])
 def test_rows_of_a_random_target_say_so(home, drafter, tmp_path):
     results = f"results={tmp_path}"
-    said = run(
-        home, "run", f"drafter={drafter}", *SHAPE, "model.path=null", "alpha=[0.9,0.8]", "data.limit=3", results
-    )
+    said = run(home, "run", f"drafter={drafter}", *SHAPE, "model.path=null", "alpha=[0.9,0.8]", "data.limit=3", results)
     assert "SIMULATED" in said
     header, rows = read_cell(next(tmp_path.rglob("rows.jsonl")))
     assert header["simulated"] is True and header["lossy"] is True

@@ -245,8 +245,8 @@ class Target(CausalLM):
         A pass sees all rows that the cache can hold, most of them masked, so `max_context` should not be larger than
         needed. Source: gpt-fast, as in EAGLE, Table 4.
         """
-        options = {"mode": "reduce-overhead"} if self.device.type == "cuda" and backend == "inductor" else {}
-        self._compiled = torch.compile(self._static_pass, backend=backend, dynamic=False, **options)
+        mode = "reduce-overhead" if self.device.type == "cuda" and backend == "inductor" else None  # CUDA graphs
+        self._compiled = torch.compile(self._static_pass, backend=backend, dynamic=False, mode=mode)
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
@@ -338,7 +338,7 @@ class Target(CausalLM):
         hidden = {i: self._tapped[i].clone() for i in taps.hidden}
         kv = {}
         if cache is not None:
-            kv = {i: tuple(x.to(self.device, copy=True) for x in cache.layer(i)) for i in taps.kv}
+            kv = {i: self._at_home(cache.layer(i)) for i in taps.kv}
         return states.clone(), hidden, kv
 
     @torch.no_grad()

@@ -74,7 +74,8 @@ class Checkpoint:
     """Tensors as the authors named them.
 
     Attributes:
-        place: as given. folder: where its files lie. config: the `config.json` beside them, empty if there is none. digest: SHA-256 by file.
+        place: as given. folder: where its files lie.
+        config: the `config.json` beside them, empty if there is none. digest: SHA-256 by file.
     """
 
     place: str

@@ -25,6 +25,8 @@ class Entry:
     target_parameters: int  # that a target pass multiplies, likewise
     passes: int  # draft passes a cycle
     lossy: bool  # verified by a rule that does not keep the target's distribution
+    peaks: list[dict[str, Any]]  # of memory, one a generation, by source
+    held: dict[str, int]  # bytes of parameters by owner, empty in rows older than this measure
     weights: dict[str, Any]  # provenance, empty where the drafter brings no weights of ours
     path: Path
 
@@ -85,6 +87,8 @@ def _entry(
         target_parameters=header["parameters"]["target"],
         passes=header["draft_passes"],
         lossy=header["lossy"],
+        peaks=[r.peak for r in rows],
+        held=header.get("bytes", {}),
         weights=header["weights"] if drafter != BASELINE else {},
         path=path,
     )
