@@ -1,6 +1,7 @@
 """A target model as a configuration names it: where it comes from and how it runs. Knows no drafter."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ class ModelSpec:
 
     def _random(self, device: torch.device, dtype: torch.dtype) -> tuple[Target, Chat]:
         if self.shape is not None:
-            config = AutoConfig.for_model(**self.shape)
+            plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.shape.items()}  # as a configuration brings it
+            config = AutoConfig.for_model(**plain)
         else:
             config = AutoConfig.from_pretrained(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
         target = Target.random(config, dtype, device)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import ROOT, tiny
 from doors import run
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specbench.datasets import Pieces
 from specbench.engine import tree as trees
@@ -84,7 +86,7 @@ def test_rows_of_a_random_target_say_so(home, drafter, tmp_path):
     assert all(len(r.tokens) == 12 for r in rows)  # nothing stops it
     report = Report(Sources(tmp_path))
     assert all("random weights" in part["caption"] for part in report.parts)
-    assert not [c for c in report.claims if c.verdict in ("reproduced", "not reproduced")]
+    assert not [c for c in report.verdicts if c.verdict in ("reproduced", "not reproduced")]
 
 
 def test_neither_half_goes_without_the_other(home):
@@ -94,11 +96,9 @@ def test_neither_half_goes_without_the_other(home):
 
 @pytest.mark.parametrize("model", ["llama2-7b", "llama3-8b", "qwen2.5-7b"])
 def test_shapes_of_the_papers_targets_have_their_parameters(model):
-    from conftest import ROOT
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("run", [f"model={model}"]).model
+    shape = OmegaConf.to_container(config.shape, resolve=True)
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.shape))
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
     assert built.num_parameters() / 1e9 == pytest.approx(config.billions, rel=0.01)
