@@ -2,15 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2-135m
-DRAFTERS ?= none,vanilla,eagle1,eagle2,eagle2_small
+DRAFTERS ?= none,vanilla,medusa,eagle1,eagle2,eagle2_small,hass,coral,coral_router,beagle,moa
 DATASETS ?= mtbench
 RESULTS ?= results/local
 TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
 ROUTERS ?= eagle2_router,coral_router
 # The default model's benchmark fits into minutes on two cores; a larger model gets the papers' full setting.
 ifeq ($(MODEL),smollm2-135m)
-LIMIT ?= 8
-TOKENS ?= 96
+LIMIT ?= 4
+TOKENS ?= 48
 else
 LIMIT ?= null
 TOKENS ?= 1024

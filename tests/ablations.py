@@ -1,4 +1,4 @@
-"""Short trainings and decoding variants that take one thing away at a time: `python tests/ablations.py FOLDER [GROUP …]`.
+"""Short trainings and decodings, one thing taken away at a time: `python tests/ablations.py FOLDER [GROUP[:NAME] …]`.
 
 Rows go to FOLDER/<group>, under the variant's name; the trained variants go to results/local, which is not kept.
 Whatever is there is not done again, so a killed run goes on where it was. Budgets are in `GROUPS`: within a group all get
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "smollm2-135m"
 SHIPPED = f"drafters/weights/{MODEL}"
-PROMPTS = ("dataset=mtbench", "data.limit=8", "decode.max_new_tokens=64")
+PROMPTS = ("dataset=mtbench", "data.limit=8")
 CHAIN = ("tree=chain", "tree.gamma=5")
 
 
@@ -26,6 +26,7 @@ class Variant:
     options: tuple[str, ...] = ()  # of the drafter, in training and decoding
     training: tuple[str, ...] | None = None
     decoding: tuple[str, ...] = CHAIN
+    tokens: int = 24  # a generation
 
 
 def scratch(steps: int, batch: int = 16) -> tuple[str, ...]:
@@ -38,36 +39,37 @@ ALIGNED = (  # EAGLE-2's shipped head, a short while longer
     "train.settings.lr=3.0e-4",
     "train.settings.warmup_steps=10",
 )
+LATE = ("++drafter.window=5", "++drafter.late_from=0.5")
 GROUPS: dict[str, dict[str, Variant]] = {
     # EAGLE, Figure 10: what a pair holds
     "inputs": {
-        i: Variant("eagle2", (f"+drafter.inputs={i}",), scratch(80)) for i in ("shifted", "unshifted", "feature", "token")
+        i: Variant("eagle2", (f"++drafter.inputs={i}",), scratch(80)) for i in ("shifted", "unshifted", "feature", "token")
     },
     # HASS: steps of alignment, then its Top-K term
     "hass-steps": {
-        f"n{n}": Variant("hass", (f"+drafter.steps={n}", "+drafter.topk_weight=0", "+drafter.align_from=0"), ALIGNED)
+        f"n{n}": Variant("hass", (f"++drafter.steps={n}", "++drafter.topk_weight=0", "++drafter.align_from=0"), ALIGNED)
         for n in (1, 2, 3, 4)
     },
-    "hass-topk": {"n3-topk10": Variant("hass", ("+drafter.align_from=0",), ALIGNED)},
+    "hass-topk": {"n3-topk10": Variant("hass", ("++drafter.align_from=0",), ALIGNED)},
     # CORAL, Tables 3 and 5: the same steps with contrastive alignment
     "coral-steps": {
-        f"n{n}": Variant("coral", (f"+drafter.steps={n}", "+drafter.align_from=0"), ALIGNED) for n in (1, 2, 3, 4)
+        f"n{n}": Variant("coral", (f"++drafter.steps={n}", "++drafter.align_from=0"), ALIGNED) for n in (1, 2, 3, 4)
     },
     # Beagle, Figure 4: the early stage's window
     "beagle-window": {
-        f"k{k}": Variant("beagle", (f"+drafter.window={k}", "+drafter.late_from=2"), scratch(60)) for k in (1, 2, 3, 4, 5)
+        f"k{k}": Variant("beagle", (f"++drafter.window={k}", "++drafter.late_from=2"), scratch(60)) for k in (1, 2, 3, 4, 5)
     },
     # Beagle, section 4: a late stage after the early one, its steps weighted, against k5 above
     "beagle-late": {
-        "late": Variant("beagle", (), scratch(60)),
-        "late-uniform": Variant("beagle", ("+drafter.decreasing=false",), scratch(60)),
+        "late": Variant("beagle", LATE, scratch(60)),
+        "late-uniform": Variant("beagle", (*LATE, "++drafter.decreasing=false"), scratch(60)),
     },
     # MoA, Tables 2 and 5: the target's last layers, layer self-attention
     "moa": {
-        "tli0": Variant("moa", (), scratch(60, 4)),
-        "tli1": Variant("moa", ("drafter.tli=1",), scratch(60, 4)),
-        "tli3": Variant("moa", ("drafter.tli=3",), scratch(60, 4)),
-        "without-lsa": Variant("moa", ("+drafter.lsa=false",), scratch(60, 4)),
+        "tli0": Variant("moa", (), scratch(100, 4)),
+        "tli1": Variant("moa", ("drafter.tli=1",), scratch(100, 4)),
+        "tli3": Variant("moa", ("drafter.tli=3",), scratch(100, 4)),
+        "without-lsa": Variant("moa", ("++drafter.lsa=false",), scratch(100, 4)),
     },
     # MoA sees fewer tokens than the other shipped drafters: EAGLE-2 with as many
     "equal-tokens": {
@@ -81,19 +83,22 @@ GROUPS: dict[str, dict[str, Variant]] = {
     },
     "beagle-concat": {
         "concat": Variant("beagle", decoding=()),
-        "no-concat": Variant("beagle", ("+drafter.concat=false",), decoding=()),
+        "no-concat": Variant("beagle", ("++drafter.concat=false",), decoding=()),
     },
     # CORAL, Table 4: groups times active groups; one router a number of groups
     "router": {
         f"N{n}-top{g}": Variant(
-            "eagle2_router", (f"+drafter.groups={n}", f"+drafter.active={g}"), ("train=router",), decoding=()
+            "eagle2_router",
+            (f"++drafter.groups={n}", f"++drafter.active={g}"),
+            ("train=router", "train.settings.steps=60"),
+            decoding=(),
         )
         for n in (8, 16, 32)
         for g in (1, 2, 3)
     },
     # 0-alpha … 4-alpha of every shipped drafter
     "n-alpha": {
-        f"{d}-chain": Variant(d)
+        f"{d}-chain": Variant(d, tokens=36)
         for d in ("vanilla", "medusa", "eagle2", "hass", "coral", "eagle2_router", "coral_router", "beagle", "moa")
     },
 }
@@ -118,24 +123,26 @@ def run(folder: Path, group: str, name: str, variant: Variant) -> None:
             f"train.out={out}",
             *variant.training,
             "train.missing=true",
-            "train.settings.validation_answers=24",
+            "train.settings.validate_minutes=1000",  # at the end only
         )
         weights = [f"drafter.weights={out}"]
     shown = name if name.split("-")[0] == variant.drafter else f"{variant.drafter}-{name}"
-    call("run", *options, f"drafter.name={shown}", *weights, *PROMPTS, *variant.decoding, f"results={folder / group}")
+    prompts = (*PROMPTS, f"decode.max_new_tokens={variant.tokens}")
+    call("run", *options, f"drafter.name={shown}", *weights, *prompts, *variant.decoding, f"results={folder / group}")
 
 
 def main(folder: Path, chosen: list[str]) -> None:
-    unknown = set(chosen) - set(GROUPS)
-    if unknown:
-        raise SystemExit(f"no such group: {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
-    for group in chosen or GROUPS:
+    for choice in chosen or GROUPS:
+        group, _, one = choice.partition(":")
+        if group not in GROUPS or one not in ("", *GROUPS[group]):
+            raise SystemExit(f"no such group or variant: {choice}; there are the groups {', '.join(GROUPS)}")
         for name, variant in GROUPS[group].items():
-            print(f"== {group} {name}", flush=True)
-            run(folder, group, name, variant)
+            if one in ("", name):
+                print(f"== {group} {name}", flush=True)
+                run(folder, group, name, variant)
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        raise SystemExit("usage: python tests/ablations.py FOLDER [GROUP …]")
+        raise SystemExit("usage: python tests/ablations.py FOLDER [GROUP[:NAME] …]")
     main(Path(sys.argv[1]).resolve(), sys.argv[2:])
