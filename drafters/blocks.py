@@ -1,6 +1,5 @@
 """What trained drafters share: binding to a target, weights, growing a tree from `expand`, the distillation loss."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, Sampler, Taps
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
-
-PROJECT = Path(__file__).resolve().parents[1]  # relative weight folders start here
 
 
 class TrainedDrafter(nn.Module):
@@ -67,7 +64,7 @@ class TrainedDrafter(nn.Module):
             self.check(self.checkpoint, target)
             self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
         elif self.weights is not None:
-            self.provenance = stored.load(self, PROJECT / self.weights, target.fingerprint())
+            self.provenance = stored.load(self, stored.PROJECT / self.weights, target.fingerprint())
 
     def build(self, target: Target) -> None:
         """Create the network. What is shared with the target stays frozen and is not saved."""

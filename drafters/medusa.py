@@ -70,7 +70,10 @@ class Medusa(TrainedDrafter):
     def bind(self, target: Target) -> None:
         super().bind(target)
         if isinstance(self.growth, Calibrated):
-            self.growth.calibrate(self.provenance.get("calibration") or self.growth.guess(self.heads))
+            if measured := self.provenance.get("calibration"):
+                self.growth.calibrate(measured)
+            else:
+                self.growth.guess(self.heads)
         if self.growth.depth > self.heads:
             raise SpecBenchError(
                 f"a tree of depth {self.growth.depth} for {self.heads} heads; choose a tree= of that depth"

@@ -32,6 +32,7 @@ class ModelSpec:
         billions: of parameters, so that a run that cannot fit says so before anything is fetched.
         weights: `trained`, or `random`: only the shape, for time and memory of a target that is not here.
         shape: the model's configuration, so that `random` needs nothing fetched; None takes that of its folder.
+        published: by drafter, the checkpoint (hub id or folder) to take where no weights were trained here.
         notice: terms that come with the weights, said before they are fetched.
     """
 
@@ -47,6 +48,7 @@ class ModelSpec:
     system: str | None = None
     template: str | None = None
     billions: float | None = None
+    published: Mapping[str, str] | None = None
     notice: str | None = None
     weights: str = "trained"
     shape: dict[str, Any] | None = None
@@ -81,7 +83,7 @@ class ModelSpec:
 
     def _random(self, device: torch.device, dtype: torch.dtype) -> tuple[Target, Chat]:
         if self.shape is not None:
-            plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.shape.items()}  # as a configuration brings it
+            plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.shape.items()}
             config = AutoConfig.for_model(**plain)
         else:
             config = AutoConfig.from_pretrained(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))

@@ -22,6 +22,7 @@ from specbench import checkpoints, measure, sweep, trace
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet, Question
 from specbench.engine.interface import Drafter
+from specbench.engine.weights import PROJECT
 from specbench.errors import SpecBenchError, one_line, run_door, spoken
 from specbench.metrics import BASELINE
 from specbench.models import ModelSpec
@@ -29,6 +30,7 @@ from specbench.records import Cell, CellFailure, Failure, held, identity, read_c
 from specbench.reporting import cells, tables
 
 RERUN = ("missing", "failed", "all")
+_absent: dict[str, str] = {}  # targets that this process could not load, and why
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="run")
@@ -38,16 +40,18 @@ def job(config: DictConfig) -> None:
     if config.rerun not in RERUN:
         raise SpecBenchError(f"rerun={config.rerun}: use missing, failed or all")
     place = _failure_path(config)
-    if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
-        return
     try:
+        _settle(config)
+        if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
+            return
         _run(config)
     except (SpecBenchError, HydraException, torch.OutOfMemoryError, MemoryError) as error:
         if not _is_sweep():
             raise
         heat = config.sampler.temperature
         CellFailure(config.model.name, config.dataset.name, config.drafter.name, heat, one_line(error)).write(place)
-        print(f"specbench: {config.drafter.name} on {config.dataset.name}: {one_line(error)}", file=sys.stderr)
+        if one_line(error) not in _absent.values():  # said once; at the sweep's end all its cells are named
+            print(f"specbench: {config.drafter.name} on {config.dataset.name}: {one_line(error)}", file=sys.stderr)
     else:
         place.unlink(missing_ok=True)
 
@@ -56,12 +60,7 @@ def _run(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     prompts: PromptSet = instantiate(config.dataset)
     questions = prompts.load()
-    if config.model.get("weights") == "random":
-        _assume(config)
-    elif config.alpha is not None:
-        raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
-    spec: ModelSpec = instantiate(config.model)
-    target, chat = spec.load()
+    target, chat = _load(config)
     drafter: Any = instantiate(config.drafter)
     if config.checkpoint is not None:
         if not hasattr(drafter, "official"):
@@ -94,6 +93,21 @@ def _run(config: DictConfig) -> None:
     _require_lossless(cell)
 
 
+def _load(config: DictConfig) -> tuple[Any, Any]:
+    """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell."""
+    wanted = str(config.model)
+    if wanted in _absent:
+        raise SpecBenchError(_absent[wanted])
+    spec: ModelSpec = instantiate(config.model)
+    try:
+        return spec.load()
+    except SpecBenchError as error:
+        if _is_sweep():
+            print(f"specbench: {one_line(error)}", file=sys.stderr)
+        _absent[wanted] = one_line(error)
+        raise
+
+
 def _compile(backend: str, target: Any, drafter: Any) -> None:
     if backend not in ("eager", "compile"):
         raise SpecBenchError(f"backend={backend}: use eager or compile")
@@ -104,6 +118,18 @@ def _compile(backend: str, target: Any, drafter: Any) -> None:
         target.compile()
         if hasattr(drafter, "compile_network"):
             drafter.compile_network()
+
+
+def _settle(config: DictConfig) -> None:
+    """Write into the configuration what follows from the rest of it, so that headers say it."""
+    if config.model.get("weights") == "random":
+        return _assume(config)
+    if config.alpha is not None:
+        raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
+    own, published = config.drafter.get("weights"), config.model.get("published") or {}
+    if config.checkpoint is None and own and not (PROJECT / own).exists():
+        config.checkpoint = published.get(config.drafter.name)
+    return None
 
 
 def _assume(config: DictConfig) -> None:
@@ -218,7 +244,8 @@ def main() -> None:
     """Run the job or the sweep; exit code 2 if any cell failed."""
     job()
     if sweep.failed:
-        raise SpecBenchError(f"{len(sweep.failed)} cells failed, named above; the same command tries them again")
+        lost = sum(map(len, sweep.failed.values()))
+        raise SpecBenchError(f"{lost} cells failed, named above; the same command tries them again")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from doors import rows_of, run
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from transformers import AutoTokenizer
@@ -84,6 +85,17 @@ def test_terms_are_named_before_the_weights_are_fetched(monkeypatch, tmp_path, c
     monkeypatch.setattr("specbench.models.model_folder", fetching)
     with pytest.raises(SpecBenchError, match="stopped here"):
         spec("gemma3-270m").load()
+
+
+def test_published_heads_are_taken_where_none_were_trained(home):
+    """The target stands in for a published draft model of its own: all it drafts is accepted."""
+    asked = ("drafter=vanilla", "dataset=mtbench", "data.limit=1")
+    assert "no drafter weights" in run(home, "run", *asked, ok=False)
+    run(home, "run", *asked, f"+model.published={{vanilla: {home / 'model'}}}")
+    header, rows = rows_of(home, "vanilla")
+    assert header["config"]["checkpoint"] == header["weights"]["checkpoint"] == str(home / "model")
+    found = [row for row in rows if row.drafter == "vanilla"]
+    assert found and all(row.accepted[:-1] == row.drafted[:-1] for row in found)
 
 
 def test_a_target_under_a_device_map_is_the_same(home):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from specbench.errors import SpecBenchError
 
 WEIGHTS, PROVENANCE = "model.safetensors", "provenance.json"
+PROJECT = Path(__file__).resolve().parents[2]  # relative weight folders start here
 
 
 def trained(module: nn.Module) -> dict[str, torch.Tensor]:
