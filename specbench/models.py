@@ -83,7 +83,7 @@ class ModelSpec:
 
     def _random(self, device: torch.device, dtype: torch.dtype) -> tuple[Target, Chat]:
         if self.shape is not None:
-            plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.shape.items()}
+            plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.shape.items()}
             config = AutoConfig.for_model(**plain)
         else:
             config = AutoConfig.from_pretrained(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
