@@ -3,14 +3,20 @@
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, make
 from doors import rows_of, run
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specbench.datasets import Chat
+from specbench.bench import Bench, RunSettings
+from specbench.datasets import Chat, Question
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
+from specbench.records import Cell, Failure, Row
 
 MODELS = sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
 PAPERS = {"vicuna-7b", "llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b", "mixtral-8x7b"}
@@ -96,6 +102,37 @@ def test_published_heads_are_taken_where_none_were_trained(home):
     assert header["config"]["checkpoint"] == header["weights"]["checkpoint"] == str(home / "model")
     found = [row for row in rows if row.drafter == "vanilla"]
     assert found and all(row.accepted[:-1] == row.drafted[:-1] for row in found)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("mamba", "attention implementation"), ("gpt2", "no Llama-like decoder")])
+def test_a_model_that_cannot_be_driven_is_refused(kind, words, tmp_path):
+    small = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "eos_token_id": 1, "bos_token_id": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SpecBenchError, match=words):
+        Target.load(tmp_path, torch.float32, torch.device("cpu"))
+
+
+def test_out_of_memory_in_one_generation_is_a_failed_row_and_the_rest_goes_on(tmp_path, home):
+    """The second prompt is too much for the drafter; the baseline's rows and the drafter's others are there."""
+    target, chat = spec("smollm2-135m", f"model.path={home / 'model'}", "model.dtype=float32").load()
+    baseline, drafter = make("none", target), make("eagle2", target)
+    draft, calls = drafter.reset, []
+
+    def reset(capacity):
+        calls.append(capacity)
+        if len(calls) == 3:  # after the warm-up and the first prompt
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        draft(capacity)
+
+    drafter.reset = reset
+    questions = [Question(str(i), "writing", ("tell me",)) for i in range(3)]
+    cell = Cell(tmp_path, {"config": {}})
+    bench = Bench(target, chat, [baseline, drafter], Lossless(), Sampler(), RunSettings(max_new_tokens=6))
+    assert bench.run(questions, cell) == 1
+    failed = [row for row in cell.rows.values() if isinstance(row, Failure)]
+    assert [(f.drafter, f.question) for f in failed] == [("eagle2", "1")] and "out of memory" in failed[0].error
+    assert sum(isinstance(row, Row) for row in cell.rows.values()) == 5
 
 
 def test_a_target_under_a_device_map_is_the_same(home):

@@ -69,6 +69,10 @@ class CausalLM:
         self.model = model
         self.config: PreTrainedConfig = model.config.get_text_config()
         self.decoder: Any = model.get_decoder()
+        if not hasattr(self.decoder, "layers"):
+            raise SpecBenchError(
+                f"model type {self.config.model_type} has no Llama-like decoder (`layers`); this harness cannot run it"
+            )
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self.head: nn.Linear = model.get_output_embeddings()
         self.layers = len(self.decoder.layers)
