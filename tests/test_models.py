@@ -1,5 +1,7 @@
 """Targets as configurations name them: prompt formats, stop tokens, what they weigh, and what is said before loading."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,14 @@ def test_terms_are_named_before_the_weights_are_fetched(monkeypatch, tmp_path, c
     monkeypatch.setattr("specbench.models.model_folder", fetching)
     with pytest.raises(SpecBenchError, match="stopped here"):
         spec("gemma3-270m").load()
+
+
+@pytest.mark.parametrize("model", sorted(PAPERS))
+def test_a_benchmark_of_a_papers_target_asks_for_the_heads_it_has(model):
+    said = subprocess.run(["make", "-n", "bench", f"MODEL={model}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    drafters = re.findall(r"drafter=(\S+)", said.stdout)
+    trained = {p.name for p in (ROOT / "drafters" / "weights" / model).glob("*")}
+    assert drafters == [",".join(["none", *sorted(trained | set(spec(model).published or {}))])]
 
 
 def test_published_heads_are_taken_where_none_were_trained(home):
