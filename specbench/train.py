@@ -92,11 +92,12 @@ def main(config: DictConfig) -> None:
         file=sys.stderr,
     )
     history = trainer.run()
+    # By all processes: a target in parts runs in all of them or in none.
+    calibration = drafter.calibrate([known_states(target, ids, begin) for ids, begin in held_out(folder, CALIBRATION)])
     if not processes.is_main_process:
         return
     recipe = OmegaConf.to_container(config.train, resolve=True)
     assert isinstance(recipe, dict)
-    calibration = drafter.calibrate([known_states(target, ids, begin) for ids, begin in held_out(folder, CALIBRATION)])
     provenance = {
         "drafter": OmegaConf.to_container(config.drafter, resolve=True),
         "target": config.model.name,

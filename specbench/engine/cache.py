@@ -111,9 +111,13 @@ class KVCache(Cache):
         self.pending = 0
 
     def begin(self, capacity: int) -> None:
-        """Start a new sequence of at most `capacity` rows; storage that is large enough is used again."""
-        if capacity > self.capacity:
-            self.capacity, self.storage = capacity, {}
+        """Start a new sequence of at most `capacity` rows; storage that is large enough is used again.
+
+        Not storage of inference mode outside it: torch forbids to write there.
+        """
+        frozen = any(keys.is_inference() for keys, _ in self.storage.values()) and not torch.is_inference_mode_enabled()
+        if capacity > self.capacity or frozen:
+            self.capacity, self.storage = max(capacity, self.capacity), {}
         self.truncate(0)
 
     def truncate(self, length: int) -> None:
