@@ -1,20 +1,31 @@
 # The only door for people and for CI. `make help` lists what there is.
+comma := ,
+space := $(subst ,, )
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2-135m
+# Two small targets fit into minutes on two cores; a larger one gets the papers' full setting.
+ifneq ($(filter $(MODEL),smollm2-135m gemma3-270m),)
+LIMIT ?= 4
+TOKENS ?= 48
+endif
+LIMIT ?= null
+TOKENS ?= 1024
+ifeq ($(MODEL),smollm2-135m)
 DRAFTERS ?= none,vanilla,medusa,eagle1,eagle2,eagle2_small,hass,coral,coral_router,beagle,moa
+else ifeq ($(MODEL),gemma3-270m)
+DRAFTERS ?= none,vanilla,eagle2
+BRIEF ?= vanilla,eagle2# trained a little before the benchmark, for none are shipped
+else
+# what was trained here, and what the target's configuration knows to be published
+HAVE := $(notdir $(wildcard drafters/weights/$(MODEL)/*))
+HAVE += $(shell sed -n '/^published:/,/^[a-z]*:/s/^  \([a-z0-9_]*\):.*/\1/p' conf/model/$(MODEL).yaml 2>/dev/null)
+DRAFTERS ?= none$(subst $(space),,$(addprefix $(comma),$(sort $(HAVE))))
+endif
 DATASETS ?= mtbench
 RESULTS ?= results/local
 TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
 ROUTERS ?= eagle2_router,coral_router
-# The default model's benchmark fits into minutes on two cores; a larger model gets the papers' full setting.
-ifeq ($(MODEL),smollm2-135m)
-LIMIT ?= 4
-TOKENS ?= 48
-else
-LIMIT ?= null
-TOKENS ?= 1024
-endif
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CHECKED := $(VENV)/.checked
@@ -38,6 +49,7 @@ $(CHECKED): $(READY)
 install: $(READY) ## create the virtual environment, once
 
 bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
+	$(if $(BRIEF),$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(BRIEF) train=brief train.missing=true)
 	@status=0; $(BIN)/python -m specbench.run -m model=$(MODEL) drafter=$(DRAFTERS) dataset=$(DATASETS) \
 		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false trace=1 || status=$$?; \
 	$(BIN)/python -m specbench.report; exit $$status

@@ -89,7 +89,7 @@ class Beagle(TrainedDrafter):
 
     def network(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """h_hat of B x T queries. tokens, positions [B, T]; keys, values [B, H, S, Dh]; mask [B or 1, T, S] -> [B, T, D]"""
-        e = self.embedding(tokens).to(keys.dtype)
+        e = self.embedding(tokens).to(keys)
         q = rotate(split_heads(self.q(self.query_norm(e)), self.head_dim), self.rotary, positions)
         y = e + self.o(attend(q, keys, values, mask))
         return y + self.mlp(self.mlp_norm(y))

@@ -1,6 +1,5 @@
 """What trained drafters share: binding to a target, weights, growing a tree from `expand`, the distillation loss."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,21 +12,25 @@ from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, Sampler, Taps
 from specbench.engine.target import Target
-
-PROJECT = Path(__file__).resolve().parents[1]  # relative weight folders start here
+from specbench.errors import SpecBenchError
 
 
 class TrainedDrafter(nn.Module):
     """An autoregressive drafter with weights of its own, trained for one target.
 
-    A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`.
+    A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`; `official` if its authors publish
+    weights, and `fit` if these may have another shape than the default.
 
     Attributes:
         taps: what it reads from the target.
         growth: how its trees are grown.
         weights: folder of its weights, relative to the project; None leaves them at their initial values (training, tests).
+        checkpoint: weights in their authors' layout instead, set before `bind`.
         provenance: where the loaded weights come from.
+        compiled: names of the functions that `compile_network` compiles.
     """
+
+    compiled: tuple[str, ...] = ("network",)
 
     taps = Taps()
 
@@ -38,6 +41,7 @@ class TrainedDrafter(nn.Module):
         super().__init__()
         self.name, self.growth, self.weights = name, growth, weights
         self.nodes, self.passes = growth.nodes, growth.depth
+        self.checkpoint: stored.Checkpoint | None = None
         self.provenance: dict[str, Any] = {}
 
     def bind(self, target: Target) -> None:
@@ -46,18 +50,54 @@ class TrainedDrafter(nn.Module):
         Raises:
             SpecBenchError: weights that are missing, damaged, or made for another target or network.
         """
+        if self.checkpoint is not None:
+            self.fit(self.checkpoint)
         self.build(target)
         self.to(target.device, target.dtype)
         looked_up = sum(p.numel() for p in self.embedding.parameters())
         self.active_parameters = sum(p.numel() for p in self.parameters()) - looked_up
         if self.head is self.embedding or self.head.weight is self.embedding.weight:
             self.active_parameters += self.head.weight.numel()  # tied: counted once, looked up and multiplied
-        if self.weights is not None:
-            self.provenance = stored.load(self, PROJECT / self.weights, target.fingerprint())
+        if self.checkpoint is not None:
+            named, used = self.official(self.checkpoint, target)
+            stored.adopt(stored.trained(self), named, self.checkpoint, used)
+            self.check(self.checkpoint, target)
+            self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
+        elif self.weights is not None:
+            self.provenance = stored.load(self, stored.PROJECT / self.weights, target.fingerprint())
 
     def build(self, target: Target) -> None:
         """Create the network. What is shared with the target stays frozen and is not saved."""
         raise TypeError(f"{type(self).__name__} builds no network")
+
+    def fit(self, checkpoint: stored.Checkpoint) -> None:
+        """Take over what a published checkpoint says of the network's shape, before `build`."""
+
+    def official(self, checkpoint: stored.Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+        """A published checkpoint's tensors under this drafter's names, and the names there that were understood.
+
+        Raises:
+            SpecBenchError: a layout that this network cannot take, with the reason.
+        """
+        raise checkpoint.refuse(f"no published layout is known for {type(self).__name__}")
+
+    def check(self, checkpoint: stored.Checkpoint, target: Target) -> None:
+        """Refuse what names and shapes cannot tell apart but one look at the target's own text can."""
+
+    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and `config.json` of this drafter as a server (`vllm`, `sglang`) reads them.
+
+        Raises:
+            SpecBenchError: the server has no place for this network, with the reason.
+        """
+        raise SpecBenchError(
+            f"drafter={self.name} cannot be exported: {server} has no model of {type(self).__name__}'s kind"
+        )
+
+    def compile_network(self, backend: str = "inductor") -> None:
+        """Compile what runs at every level; lengths stay dynamic, since every level has its own."""
+        for name in self.compiled:
+            setattr(self, name, torch.compile(getattr(self, name), backend=backend, dynamic=True))
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""
@@ -100,6 +140,15 @@ def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a Llama
     config = LlamaConfig(**(settings | changes))
     config._attn_implementation = "sdpa"
     return config
+
+
+def served(config: Any) -> dict[str, Any]:
+    """A Llama configuration as servers read it: those that know older Transformers ask for `rope_theta` by itself."""
+    said: dict[str, Any] = config.to_dict()
+    rope = dict(config.rope_parameters)
+    said["rope_theta"] = rope.pop("rope_theta")
+    said["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    return said
 
 
 class Teacher:

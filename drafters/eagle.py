@@ -20,18 +20,22 @@ Deviations and choices: the position of a pair is that of its state (official co
 embedding first (official code); noise is U(-noise, noise) as in the paper, whatever the sequence length.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.blocks import Teacher, TrainedDrafter, behind, llama_config
+from drafters.blocks import Teacher, TrainedDrafter, behind, llama_config, served
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
-from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.target import Target
+from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
 
+ORDER_TOKENS = 24  # of the target's own text, enough to see which half of fc is which
 INPUTS = ("shifted", "unshifted", "feature", "token")
 
 
@@ -45,6 +49,7 @@ class Eagle(TrainedDrafter):
         regression, classification: weights of the two loss terms.
         noise: half-width of the uniform noise on input states while training.
         inputs: `shifted`, or an ablation: `unshifted`, `feature`, `token`.
+        bias: the fully connected layer carries one (official code); vLLM serves heads without it only.
     """
 
     def __init__(
@@ -56,11 +61,12 @@ class Eagle(TrainedDrafter):
         classification: float = 0.1,
         noise: float = 0.1,
         inputs: str = "shifted",
+        bias: bool = True,
     ):
         super().__init__(name, growth, weights)
         if inputs not in INPUTS:
             raise SpecBenchError(f"drafter.inputs={inputs}: use {', '.join(INPUTS)}")
-        self.inputs = inputs
+        self.inputs, self.bias = inputs, bias
         self.regression, self.classification, self.noise = regression, classification, noise
 
     def build(self, target: Target) -> None:
@@ -68,17 +74,72 @@ class Eagle(TrainedDrafter):
         self.embedding, self.head = target.embedding, target.head
         self.target_logits = target.logits
         parts = 2 if "shifted" in self.inputs else 1
-        self.fc = nn.Linear(parts * target.hidden_size, target.hidden_size, bias=True)
+        self.fc = nn.Linear(parts * target.hidden_size, target.hidden_size, bias=self.bias)
         self.layer = LlamaDecoderLayer(config, layer_idx=0)
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.rotary = LlamaRotaryEmbedding(config)
         self.cache = KVCache(1, 0)
 
+    # Published weights ---------------------------------------------------------------------------------------------------
+
+    def fit(self, checkpoint: Checkpoint) -> None:
+        """Whether fc has a bias is decided by the tensor: published configurations are known to be wrong."""
+        self.bias = "fc.bias" in checkpoint.tensors
+
+    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+        """EAGLE's and HASS's files: `fc.*`, `layers.0.*` without an input norm, a frozen copy of the target's embedding."""
+        tensors = checkpoint.tensors
+        if "layers.0.input_layernorm.weight" in tensors:
+            raise checkpoint.refuse("its layer has an input norm, which EAGLE's has not; it belongs to another method")
+        own = {n: n.replace("layers.0.", "layer.") for n in tensors if n.startswith(("fc.", "layers.0."))}
+        used = set(own)
+        embedding = tensors.get("embed_tokens.weight")
+        if embedding is not None:
+            ours = self.embedding.weight[: len(embedding)]
+            if embedding.shape != ours.shape or not torch.allclose(embedding[:512].to(ours), ours[:512], atol=1e-2):
+                raise checkpoint.refuse("its embedding is not the target's: it was trained for another target")
+            used.add("embed_tokens.weight")
+        return {mine: tensors[theirs] for theirs, mine in own.items()}, used
+
+    def check(self, checkpoint: Checkpoint, target: Target) -> None:
+        """Both halves of fc have the same shape: the order that agrees with the target's own text is the right one."""
+        tokens = target.greedy(target.stop_ids[:1] or (0,), ORDER_TOKENS)  # [1, T]
+        states, _, _ = target.tapped(tokens, Taps())
+        best = target.logits(states[:, 1:]).argmax(-1)
+        agree = []
+        with torch.no_grad():
+            for _ in range(2):  # as it is, then the other way round
+                predicted = self.target_logits(self.predict(states[:, :-1], tokens)).argmax(-1)
+                agree.append(int((predicted == best).sum()))
+                self.fc.weight.copy_(torch.cat(self.fc.weight.chunk(2, 1)[::-1], 1))
+        if agree[1] > agree[0] + ORDER_TOKENS // 4:
+            raise checkpoint.refuse(
+                f"its fc takes (state, embedding) where EAGLE's takes (embedding, state): {agree[1]} against {agree[0]} of "
+                f"{best.numel()} tokens agree the other way round; swap the halves of fc.weight"
+            )
+
+    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The official layout without embedding and head, which servers take from the target."""
+        if self.inputs != "shifted":
+            raise SpecBenchError(f"drafter.inputs={self.inputs}: {server} serves (state, next token) pairs only")
+        tensors = {n.replace("layer.", "layers.0.", 1): t for n, t in trained(self).items()}
+        if server == "vllm" and "fc.bias" in tensors:
+            raise SpecBenchError(
+                "vLLM's EAGLE has no fc.bias and would drop it silently; train without one (+drafter.bias=false) or use "
+                "format=sglang"
+            )
+        tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
+        if server == "vllm":
+            del tensors["fc.bias"]
+        config = served(llama_config(target, layers=1))
+        kind = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[server]
+        return tensors, config | {"architectures": [kind], "tie_word_embeddings": False}
+
     def network(
         self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """f_hat of B x T pairs. states [B, T, D], tokens [B, T], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
-        embedded = self.embedding(tokens).to(states.dtype)
+        embedded = self.embedding(tokens).to(states)
         parts = {"feature": [states], "token": [embedded]}.get(self.inputs, [embedded, states])
         x = self.fc(torch.cat(parts, -1))
         rotary = self.rotary(x, positions)

@@ -16,6 +16,7 @@ bias start at zero (the official code leaves the bias random), so that training 
 With a confined vocabulary, positions whose label lies outside it do not count.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -26,6 +27,20 @@ from drafters.blocks import TrainedDrafter
 from specbench.engine.grow import Calibrated, Growth
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.target import Target
+from specbench.engine.weights import Checkpoint, trained
+from specbench.errors import SpecBenchError
+
+NAMES = (  # of a block's tensors and of an output layer: the authors' files, then vLLM's
+    re.compile(r"(?:medusa_heads?\.)?(?P<head>\d+)\.(?P<block>\d+)\.linear\.(?P<part>weight|bias)"),
+    re.compile(r"blocks\.(?P<head>\d+)\.layers\.(?P<block>\d+)\.(?P<part>weight|bias)"),
+    re.compile(r"(?:medusa_heads?\.)?(?P<head>\d+)\.\d+\.weight"),
+    re.compile(r"lm_heads\.(?P<head>\d+)\.weight"),
+)
+
+
+def _place(name: str) -> dict[str, str] | None:
+    """Which head, block and part a published tensor is; no block for an output layer, None for anything else."""
+    return next((found.groupdict() for pattern in NAMES if (found := pattern.fullmatch(name))), None)
 
 
 class Medusa(TrainedDrafter):
@@ -54,9 +69,15 @@ class Medusa(TrainedDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        accuracy = self.provenance.get("calibration")
-        if accuracy is not None and isinstance(self.growth, Calibrated):
-            self.growth.calibrate(accuracy)
+        if isinstance(self.growth, Calibrated):
+            if measured := self.provenance.get("calibration"):
+                self.growth.calibrate(measured)
+            else:
+                self.growth.guess(self.heads)
+        if self.growth.depth > self.heads:
+            raise SpecBenchError(
+                f"a tree of depth {self.growth.depth} for {self.heads} heads; choose a tree= of that depth"
+            )
         self.nodes = self.growth.nodes
 
     def build(self, target: Target) -> None:
@@ -72,6 +93,60 @@ class Medusa(TrainedDrafter):
         for output in outputs:
             output.load_state_dict({"weight": target.head.weight})
         self.outputs = nn.ModuleList(outputs)
+
+    # Published weights ---------------------------------------------------------------------------------------------------
+
+    def fit(self, checkpoint: Checkpoint) -> None:
+        """Heads, blocks and output layers are counted in the file: published configurations are known to be wrong."""
+        places = [place for name in checkpoint.tensors if (place := _place(name))]
+        blocks = [place for place in places if "block" in place]
+        if not blocks:
+            raise checkpoint.refuse("no tensor is named like a block of a Medusa head (0.0.linear.weight)")
+        self.heads = 1 + max(int(p["head"]) for p in blocks)
+        self.layers = 1 + max(int(p["block"]) for p in blocks)
+        self.head_per_level = len(places) > len(blocks) and not checkpoint.config.get("original_lm_head", False)
+
+    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+        """`k.i.linear.*` of block i of head k, `k.L.weight` of its output layer if it has its own; or vLLM's names."""
+        named: dict[str, Tensor] = {}
+        used = set()
+        for name, tensor in checkpoint.tensors.items():
+            place = _place(name)
+            if place is None:
+                continue
+            used.add(name)
+            if "block" in place:
+                named[f"blocks.{place['head']}.{place['block']}.{place['part']}"] = tensor
+            elif self.head_per_level:
+                named[f"outputs.{place['head']}.weight"] = tensor
+            elif tensor.shape != self.head.weight.shape or not torch.allclose(
+                tensor.to(self.head.weight), self.head.weight
+            ):
+                raise checkpoint.refuse("its output layer is not the target's: it was trained for another target")
+        return named, used
+
+    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """vLLM's names. It keeps no head of the target's for Medusa: heads that share it carry a copy."""
+        if server != "vllm":
+            return super().publish(server, target)
+        tensors = {}
+        for name, tensor in trained(self).items():
+            _, head, *rest = name.split(".")
+            block = name.startswith("blocks")
+            tensors[f"blocks.{head}.layers.{'.'.join(rest)}" if block else f"lm_heads.{head}.weight"] = tensor
+        if not self.head_per_level:
+            tensors["lm_heads.0.weight"] = self.head.weight.detach()
+        return tensors, {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "truncated_vocab_size": target.vocab_size,
+            "num_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": not self.head_per_level,
+        }
 
     def network(self, states: Tensor, level: int) -> Tensor:
         """What head `level` (from 0) makes of states, before the output layer. [..., D] -> [..., D]"""

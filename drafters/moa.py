@@ -22,6 +22,7 @@ scale with the target instead of the paper's figures for one model.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,25 @@ from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.target import Target
+from specbench.engine.weights import Checkpoint
 from specbench.errors import SpecBenchError
 
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, new keys, new values -> all keys, all values
+
+
+PARTS = {"lsa": "layer_self_attention", "sa": "self_attention", "ca": "cross_attention"}  # ours, in released configurations
+OFFICIAL = {  # released tensor names, ours; both carry on alike
+    "layer_self_attention.": "lsa.",
+    "Ekv2E.": "mix.",
+    "self_attention.": "sa.",
+    "cross_attention.input_layernorm.": "norm.",
+    "cross_attention.self_attn.q_proj.": "q.",
+    "cross_attention.self_attn.k_proj.": "k.",
+    "cross_attention.self_attn.v_proj.": "v.",
+    "cross_attention.self_attn.o_proj.": "o.",
+    "cross_attention.post_attention_layernorm.": "mlp_norm.",
+    "cross_attention.mlp.": "mlp.",
+}
 
 
 class MoA(TrainedDrafter):
@@ -53,6 +70,8 @@ class MoA(TrainedDrafter):
         regression, classification: weights of the two loss terms.
         periods: least and most T. window: a fixed T instead.
     """
+
+    compiled = ("layer_attention", "_self_attention", "cross")
 
     def __init__(
         self,
@@ -71,6 +90,7 @@ class MoA(TrainedDrafter):
         self.tli, self.use_lsa, self.mlp_ratio = tli, lsa, mlp_ratio
         self.regression, self.classification = regression, classification
         self.periods, self.window = tuple(periods), window
+        self.shapes: dict[str, dict[str, Any]] = {}  # of `lsa`, `sa` and `ca`, where a published checkpoint differs
 
     def build(self, target: Target) -> None:
         if not 0 <= self.tli < target.layers:
@@ -79,25 +99,62 @@ class MoA(TrainedDrafter):
         self.embedding, self.head = target.embedding, target.head
         self.taps = Taps(kv=tuple(range(target.layers)), hidden=(target.layers - self.tli - 1,) if self.tli else ())
         width = target.hidden_size
-        self.config = llama_config(target, layers=1, intermediate_size=int(self.mlp_ratio * width))
-        heads, head_dim = self.config.num_key_value_heads, self.config.head_dim
-        stacked = 2 * heads * head_dim  # keys and values of one layer
+        mlp = {"intermediate_size": int(self.mlp_ratio * width)}
+        sa, ca = (llama_config(target, layers=1, **(mlp | self.shapes.get(part, {}))) for part in ("sa", "ca"))
+        heads, self.head_dim = ca.num_key_value_heads, ca.head_dim
+        own = llama_config(target, layers=1)
+        stacked = 2 * own.num_key_value_heads * own.head_dim  # keys and values of one layer
         if self.use_lsa:
-            sizes = {"hidden_size": stacked, "num_attention_heads": 2 * heads, "num_key_value_heads": 2 * heads}
-            across = llama_config(
-                target, layers=1, **sizes, intermediate_size=int(self.mlp_ratio * stacked), attention_bias=False
-            )
+            count = stacked // own.head_dim
+            sizes = {"num_attention_heads": count, "num_key_value_heads": count, "attention_bias": False}
+            sizes |= {"intermediate_size": int(self.mlp_ratio * stacked)} | self.shapes.get("lsa", {})
+            across = llama_config(target, layers=1, hidden_size=stacked, **sizes)
             self.lsa, self.lsa_rotary = LlamaDecoderLayer(across, layer_idx=0), LlamaRotaryEmbedding(across)
         self.mix = nn.Linear(stacked, width, bias=True)
-        self.sa, self.rotary = LlamaDecoderLayer(self.config, layer_idx=0), LlamaRotaryEmbedding(self.config)
-        self.norm = LlamaRMSNorm(width, self.config.rms_norm_eps)  # of queries, keys and values alike
-        self.q = nn.Linear(width, self.config.num_attention_heads * head_dim, bias=False)
-        self.k = nn.Linear(width, heads * head_dim, bias=False)
-        self.v = nn.Linear(width, heads * head_dim, bias=False)
-        self.o = nn.Linear(self.config.num_attention_heads * head_dim, width, bias=False)
-        self.mlp_norm, self.mlp = LlamaRMSNorm(width, self.config.rms_norm_eps), LlamaMLP(self.config)
+        self.sa, self.rotary = LlamaDecoderLayer(sa, layer_idx=0), LlamaRotaryEmbedding(sa)
+        self.cross_rotary = LlamaRotaryEmbedding(ca)
+        self.norm = LlamaRMSNorm(width, ca.rms_norm_eps)  # of queries, keys and values alike
+        self.q = nn.Linear(width, ca.num_attention_heads * self.head_dim, bias=False)
+        self.k = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.v = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.o = nn.Linear(ca.num_attention_heads * self.head_dim, width, bias=False)
+        self.mlp_norm, self.mlp = LlamaRMSNorm(width, ca.rms_norm_eps), LlamaMLP(ca)
         self.tokens_cache, self.states_cache = KVCache(1, 0), KVCache(1, 0)
         self.tail_cache = KVCache(self.tli, 0)
+
+    # Published weights ---------------------------------------------------------------------------------------------------
+
+    def fit(self, checkpoint: Checkpoint) -> None:
+        """Widths are read off the tensors, heads and rope bases off the configuration's part for each attention."""
+        self.use_lsa = "Ekv2E.weight" in checkpoint.tensors
+        if not self.use_lsa:
+            raise checkpoint.refuse(
+                "it was trained without layer self-attention (no Ekv2E), on states this network has not"
+            )
+        for part, theirs in PARTS.items():
+            said = checkpoint.config.get(theirs, {})
+            sizes = {
+                k: said[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps") if k in said
+            }
+            if "head_dim" not in sizes and {"hidden_size", "num_attention_heads"} <= said.keys():
+                sizes["head_dim"] = said["hidden_size"] // said["num_attention_heads"]
+            if "rope_theta" in said:
+                sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": said["rope_theta"]}
+            gate = checkpoint.tensors.get(f"{theirs}.mlp.gate_proj.weight")
+            if gate is not None:
+                sizes["intermediate_size"] = gate.shape[0]
+            self.shapes[part] = sizes
+
+    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+        """The released layout: `layer_self_attention.*`, `Ekv2E.*`, `self_attention.*`, `cross_attention.*`."""
+        named: dict[str, Tensor] = {}
+        used = set()
+        for theirs, tensor in checkpoint.tensors.items():
+            mine = next((theirs.replace(a, b, 1) for a, b in OFFICIAL.items() if theirs.startswith(a)), None)
+            if mine is not None:
+                named[mine] = tensor
+                used.add(theirs)
+        return named, used
 
     def layer_attention(self, kv: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
         """g of every verified token. kv: layer -> 2 x [B, H, T, Dh] -> [B, T, D]"""
@@ -114,12 +171,12 @@ class MoA(TrainedDrafter):
     def keys_values(self, mixed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """g as cross-attention sees it. [B, S, D], [B, S] -> 2 x [B, H, S, Dh]"""
         normed = self.norm(mixed)
-        k, v = (split_heads(part(normed), self.config.head_dim) for part in (self.k, self.v))
-        return rotate(k, self.rotary, positions), v
+        k, v = (split_heads(part(normed), self.head_dim) for part in (self.k, self.v))
+        return rotate(k, self.cross_rotary, positions), v
 
     def cross(self, s: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """h_hat of B x T queries. s [B, T, D]; keys, values [B, H, S, Dh]; mask [B, T, S] -> [B, T, D]"""
-        q = rotate(split_heads(self.q(self.norm(s)), self.config.head_dim), self.rotary, positions)
+        q = rotate(split_heads(self.q(self.norm(s)), self.head_dim), self.cross_rotary, positions)
         y = s + self.o(attend(q, keys, values, mask))
         return y + self.mlp(self.mlp_norm(y))
 
@@ -157,7 +214,7 @@ class MoA(TrainedDrafter):
 
     def _self_attention(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """SA of N tokens behind its cache, whose rows are kept. mask [N, S] -> [N, D]"""
-        x = self.embedding(tokens)[None]
+        x = self.embedding(tokens)[None].to(self.q.weight)
         mask = None if mask is None else mask[None, None]
         rotary = self.rotary(x, positions[None])
         s = self.sa(x, attention_mask=mask, past_key_values=self.tokens_cache, position_embeddings=rotary)[0]
@@ -199,7 +256,7 @@ class MoA(TrainedDrafter):
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
         mask = self._windows(tokens.shape[0], tokens.shape[1], device)  # [B, T, T]
         keys, values = self.keys_values(self.layer_attention(dict(batch.kv)), positions)
-        x = self.embedding(tokens).to(keys.dtype)
+        x = self.embedding(tokens).to(keys)
         s = self.sa(x, attention_mask=None, position_embeddings=self.rotary(x, positions))
         hidden = self.cross(s, positions, keys, values, mask)
         if not self.tli:

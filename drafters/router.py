@@ -52,6 +52,9 @@ class Routed(TrainedDrafter):
         self.whole_head = target.logits
         self.base.target_logits = self.routed
 
+    def compile_network(self, backend: str = "inductor") -> None:
+        self.base.compile_network(backend)
+
     def bind(self, target: Target) -> None:
         super().bind(target)
         self.provenance |= {"base": self.base.provenance}

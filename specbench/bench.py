@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from specbench.datasets import Chat, Message, Question
+from specbench.engine.cache import KVCache
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Drafter
 from specbench.engine.sampling import Sampler
@@ -90,9 +92,11 @@ class Bench:
             row = Row(drafter.name, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
             self.memory.start()
             self._decode(drafter, prompt, row)
-            row.peak = self.memory.read()
+            row.peak = self.memory.read() | {"kv": cached_bytes(self.target, drafter)}
             if self.sampler.greedy and reference is not None and not self.rule.lossy:
                 row.audit = audit(self.target, prompt, reference.tokens, row.tokens)
+            if self.rule.simulated:
+                row.audit = {"verdict": "simulated acceptance"}
             return row
         except (SpecBenchError, torch.OutOfMemoryError, MemoryError) as error:
             return Failure(drafter.name, question.id, turn, one_line(error))
@@ -122,6 +126,13 @@ class Bench:
         for drafter in self.drafters * self.settings.warmup:
             for _ in decode(self.target, drafter, prompt, limits, self.rule, self.sampler):
                 pass
+
+
+def cached_bytes(target: Target, drafter: Any) -> int:
+    """Keys and values that target and drafter hold, as much as was taken for them."""
+    modules = drafter.modules() if isinstance(drafter, nn.Module) else [drafter]
+    caches = [target.cache, *(x for module in modules for x in vars(module).values() if isinstance(x, KVCache))]
+    return sum(cache.nbytes for cache in {id(c): c for c in caches}.values())
 
 
 @torch.inference_mode()

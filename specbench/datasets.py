@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,3 +211,19 @@ class Chat:
             return self.tokenizer(text)["input_ids"]
         encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, return_dict=True)
         return encoded["input_ids"]
+
+
+class Pieces:
+    """Stands in for a tokenizer where only time and memory count: about four characters an id, whatever they are."""
+
+    chat_template = None
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        pieces = (text[i : i + 4] for i in range(0, len(text), 4))
+        return {"input_ids": [zlib.crc32(p.encode()) % self.vocab_size for p in pieces]}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(f"{i:03}" for i in ids)  # as long as its ids say

@@ -77,6 +77,23 @@ def _driver_bytes(device: torch.device) -> int:
         pynvml.nvmlShutdown()
 
 
+def free_memory(device: torch.device, everywhere: bool = False) -> int:
+    """Bytes that a device can still give, the kernel's file cache included; `everywhere`: all GPUs that torch sees."""
+    if device.type == "cuda":
+        gpus = range(torch.cuda.device_count()) if everywhere else [device]
+        return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _file_cache()
+
+
+def _file_cache() -> int:
+    """Bytes that the kernel would give back from its file cache; 0 where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Cached:"))
+    except (OSError, StopIteration):
+        return 0
+
+
 def hardware(device: torch.device) -> dict[str, Any]:
     """The machine, in words a table can show."""
     cpu = platform.processor() or platform.machine()

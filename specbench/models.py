@@ -1,13 +1,18 @@
 """A target model as a configuration names it: where it comes from and how it runs. Knows no drafter."""
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from specbench.assets import Wheel, model_folder
-from specbench.datasets import Chat
+from specbench import measure
+from specbench.assets import Wheel, Wheels, cache_root, model_folder
+from specbench.datasets import Chat, Pieces
 from specbench.engine.target import Target, pick_device, pick_dtype
 from specbench.errors import SpecBenchError
 
@@ -20,27 +25,48 @@ class ModelSpec:
         name: also the folder of its results and weights.
         path, hub, revision, wheel: where it comes from; see `specbench.assets.model_folder`.
         device: auto, cpu, cuda, cuda:1 … dtype: auto, float32, bfloat16, float16.
+        device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
         max_context: rows the cache may take, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
+        template: a Jinja chat template for tokenizers that bring none (the papers' prompt formats).
+        billions: of parameters, so that a run that cannot fit says so before anything is fetched.
+        weights: `trained`, or `random`: only the shape, for time and memory of a target that is not here.
+        shape: the model's configuration, so that `random` needs nothing fetched; None takes that of its folder.
+        published: by drafter, the checkpoint (hub id or folder) to take where no weights were trained here.
+        notice: terms that come with the weights, said before they are fetched.
     """
 
     name: str
     path: str | None = None
     hub: str | None = None
     revision: str | None = None
-    wheel: Wheel | None = None
+    wheel: Wheel | Wheels | None = None
     device: str = "auto"
     dtype: str = "auto"
+    device_map: str | None = None
     max_context: int = 4096
     system: str | None = None
+    template: str | None = None
+    billions: float | None = None
+    published: Mapping[str, str] | None = None
+    notice: str | None = None
+    weights: str = "trained"
+    shape: dict[str, Any] | None = None
 
-    def load(self) -> tuple[Target, Chat]:
-        """The model and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
+    def load(self, processes: int = 1) -> tuple[Target, Chat]:
+        """The model, over some processes, and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
         device = pick_device(self.device)
         dtype = pick_dtype(self.dtype, device)
+        self._check_memory(device, dtype, processes)
         transformers_logging.disable_progress_bar()
+        if self.weights == "random":
+            return self._random(device, dtype)
+        if self.weights != "trained":
+            raise SpecBenchError(f"model.weights={self.weights}: use trained or random")
+        if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
+            print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
-        target = Target.load(folder, dtype, device)
+        target = Target.load(folder, dtype, device, processes, self.device_map)
         target.max_context = min(target.max_context, self.max_context)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -51,4 +77,29 @@ class ModelSpec:
                 f"the tokenizer in {folder} has {len(tokenizer)} ids, the model {target.vocab_size}: they do not belong "
                 "together; pass a complete folder as model.path"
             )
+        if self.template is not None and tokenizer.chat_template is None:
+            tokenizer.chat_template = self.template
         return target, Chat(tokenizer, self.system)
+
+    def _random(self, device: torch.device, dtype: torch.dtype) -> tuple[Target, Chat]:
+        if self.shape is not None:
+            plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.shape.items()}
+            config = AutoConfig.for_model(**plain)
+        else:
+            config = AutoConfig.from_pretrained(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
+        target = Target.random(config, dtype, device)
+        target.max_context = min(target.max_context, self.max_context)
+        return target, Chat(Pieces(target.vocab_size), self.system)
+
+    def _check_memory(self, device: torch.device, dtype: torch.dtype, processes: int) -> None:
+        """Refuse weights that cannot fit, before they are fetched or loaded."""
+        if self.billions is None:
+            return
+        needed = self.billions * 1e9 * dtype.itemsize / processes
+        free = measure.free_memory(device, everywhere=self.device_map is not None)
+        if needed > free:
+            raise SpecBenchError(
+                f"{self.name} takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {device} has "
+                f"{free / 1e9:.1f} GB free; choose a smaller model= or model.dtype, "
+                "model.device_map=auto over several GPUs, or a larger machine"
+            )

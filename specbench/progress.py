@@ -30,7 +30,9 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]
         now = time.monotonic()
         if now - said >= LINES_EVERY or (count >= total > first):
             said = now
-            left = (now - begin) / max(count - first, 1) * (total - count)
-            print(f"{what}: {count:,}/{total:,} {unit}, about {left / 60:.1f} min left", file=sys.stderr, flush=True)
+            left = ""
+            if count > first:
+                left = f", about {(now - begin) / (count - first) * (total - count) / 60:.1f} min left"
+            print(f"{what}: {count:,}/{total:,} {unit}{left}", file=sys.stderr, flush=True)
 
     yield line

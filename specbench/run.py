@@ -4,6 +4,7 @@ python -m specbench.run drafter=eagle2 dataset=mtbench
 python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
 """
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -17,10 +18,11 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from specbench import measure, sweep, trace
+from specbench import checkpoints, measure, sweep, trace
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet, Question
 from specbench.engine.interface import Drafter
+from specbench.engine.weights import PROJECT
 from specbench.errors import SpecBenchError, one_line, run_door, spoken
 from specbench.metrics import BASELINE
 from specbench.models import ModelSpec
@@ -28,6 +30,7 @@ from specbench.records import Cell, CellFailure, Failure, held, identity, read_c
 from specbench.reporting import cells, tables
 
 RERUN = ("missing", "failed", "all")
+_absent: dict[str, str] = {}  # targets that this process could not load, and why
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="run")
@@ -37,16 +40,18 @@ def job(config: DictConfig) -> None:
     if config.rerun not in RERUN:
         raise SpecBenchError(f"rerun={config.rerun}: use missing, failed or all")
     place = _failure_path(config)
-    if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
-        return
     try:
+        _settle(config)
+        if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
+            return
         _run(config)
     except (SpecBenchError, HydraException, torch.OutOfMemoryError, MemoryError) as error:
         if not _is_sweep():
             raise
         heat = config.sampler.temperature
         CellFailure(config.model.name, config.dataset.name, config.drafter.name, heat, one_line(error)).write(place)
-        print(f"specbench: {config.drafter.name} on {config.dataset.name}: {one_line(error)}", file=sys.stderr)
+        if one_line(error) not in _absent.values():  # said once; at the sweep's end all its cells are named
+            print(f"specbench: {config.drafter.name} on {config.dataset.name}: {one_line(error)}", file=sys.stderr)
     else:
         place.unlink(missing_ok=True)
 
@@ -55,19 +60,23 @@ def _run(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     prompts: PromptSet = instantiate(config.dataset)
     questions = prompts.load()
-    spec: ModelSpec = instantiate(config.model)
-    target, chat = spec.load()
-    drafter: Drafter = instantiate(config.drafter)
+    target, chat = _load(config)
+    drafter: Any = instantiate(config.drafter)
+    if config.checkpoint is not None:
+        if not hasattr(drafter, "official"):
+            raise SpecBenchError(f"drafter={config.drafter.name} takes no checkpoint; leave checkpoint out")
+        drafter.checkpoint = checkpoints.read(config.checkpoint)
     drafter.bind(target)
     drafters = [drafter]
     if drafter.name != BASELINE:
         baseline: Drafter = instantiate(config.baseline)
         baseline.bind(target)
         drafters = [baseline, drafter]
+    _compile(config.backend, target, drafter)
     rule, sampler = instantiate(config.verify), instantiate(config.sampler)
     settings: RunSettings = instantiate(config.decode)
 
-    described = _describe(config, target, drafter, rule.lossy)
+    described = _describe(config, target, drafter, rule)
     folder = _folder(config) / f"{drafter.name}-{identity(described)}"
     with held(folder):
         cell = Cell(folder, described, fresh=config.rerun == "all")
@@ -82,6 +91,60 @@ def _run(config: DictConfig) -> None:
     if failed:
         raise SpecBenchError(f"{failed} generations failed; their rows in {cell.path} say why; run again to retry them")
     _require_lossless(cell)
+
+
+def _load(config: DictConfig) -> tuple[Any, Any]:
+    """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell."""
+    wanted = str(config.model)
+    if wanted in _absent:
+        raise SpecBenchError(_absent[wanted])
+    spec: ModelSpec = instantiate(config.model)
+    try:
+        return spec.load()
+    except SpecBenchError as error:
+        if _is_sweep():
+            print(f"specbench: {one_line(error)}", file=sys.stderr)
+        _absent[wanted] = one_line(error)
+        raise
+
+
+def _compile(backend: str, target: Any, drafter: Any) -> None:
+    if backend not in ("eager", "compile"):
+        raise SpecBenchError(f"backend={backend}: use eager or compile")
+    if backend == "compile":
+        if target.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+            raise SpecBenchError("backend=compile needs a C++ compiler on a CPU; install g++ or leave it out")
+        torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
+        target.compile()
+        if hasattr(drafter, "compile_network"):
+            drafter.compile_network()
+
+
+def _settle(config: DictConfig) -> None:
+    """Write into the configuration what follows from the rest of it, so that headers say it."""
+    if config.model.get("weights") == "random":
+        return _assume(config)
+    if config.alpha is not None:
+        raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
+    own, published = config.drafter.get("weights"), config.model.get("published") or {}
+    if config.checkpoint is None and own and not (PROJECT / own).exists():
+        config.checkpoint = published.get(config.drafter.name)
+    return None
+
+
+def _assume(config: DictConfig) -> None:
+    """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
+    if config.alpha is None:
+        raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
+    parts: list[Any] = [config.drafter, config.drafter.get("base") or {}]
+    for part in parts:
+        if "weights" in part:
+            part.weights = None
+    config.verify = {
+        "_target_": "specbench.engine.verify.Simulated",
+        "alpha": list(config.alpha),
+        "seed": config.decode.seed,
+    }
 
 
 def _trace(
@@ -132,7 +195,7 @@ def _has_failed_rows(config: DictConfig) -> bool:
     return False
 
 
-def _describe(config: DictConfig, target: Any, drafter: Drafter, lossy: bool) -> dict[str, Any]:
+def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> dict[str, Any]:
     """Everything that can change a row: the header, and the identity of the cell."""
     return {
         "config": _plain(config),
@@ -145,14 +208,22 @@ def _describe(config: DictConfig, target: Any, drafter: Drafter, lossy: bool) ->
             "target": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),
             "drafter": drafter.active_parameters,
         },
+        "bytes": {"target": _bytes(target.model), "drafter": _bytes(drafter, trained_only=True)},
         "draft_passes": drafter.passes,
         "weights": getattr(drafter, "provenance", {}),
-        "lossy": lossy,
+        "lossy": rule.lossy,
+        "simulated": rule.simulated,
         "commit": measure.commit(),
         "source": measure.source_digest(),
         "versions": measure.versions(),
         "hardware": measure.hardware(target.device),
     }
+
+
+def _bytes(model: Any, trained_only: bool = False) -> int:
+    """Of a model's parameters; of a drafter's only its own, since the rest is the target's."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else []
+    return sum(p.nbytes for p in parameters if p.requires_grad or not trained_only)
 
 
 def _require_lossless(cell: Cell) -> None:
@@ -173,7 +244,8 @@ def main() -> None:
     """Run the job or the sweep; exit code 2 if any cell failed."""
     job()
     if sweep.failed:
-        raise SpecBenchError(f"{len(sweep.failed)} cells failed, named above; the same command tries them again")
+        lost = sum(map(len, sweep.failed.values()))
+        raise SpecBenchError(f"{lost} cells failed, named above; the same command tries them again")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from specbench.records import CellFailure
 
-failed: list[str] = []  # of the sweep that ended last in this process
+failed: dict[str, list[str]] = {}  # cells by error, of the sweep that ended last in this process
 BEGUN, CELLS = "SPECBENCH_SWEEP_BEGUN", "SPECBENCH_SWEEP_CELLS"  # read by jobs, in this process or another
 
 
@@ -53,11 +53,12 @@ class Sweep(Callback):
         for path in sorted(Path(config.results).rglob("*.failed.json")):
             if path.stat().st_mtime >= begun - 1:
                 failure = CellFailure.read(path)
-                failed.append(f"{failure.drafter} on {failure.dataset}: {failure.error}")
-        for line in failed:
-            print(f"FAILED {line}", file=sys.stderr)
+                failed.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset}")
+        for error, cells_of in failed.items():
+            print(f"FAILED {', '.join(cells_of)}: {error}", file=sys.stderr)
+        lost = sum(map(len, failed.values()))
         minutes = (time.time() - begun) / 60
-        print(f"sweep: {cells - len(failed)} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
+        print(f"sweep: {cells - lost} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
 
 
 def count_cells(config: DictConfig) -> int:

@@ -2,6 +2,7 @@
 
 python -m specbench.train drafter=eagle2
 python -m specbench.train drafter=eagle2 train=paper model=llama2-7b
+accelerate launch --num_processes 4 -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 """
 
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import hydra
 import torch
+from accelerate import PartialState
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,6 +21,7 @@ from specbench.datasets import Conversations
 from specbench.engine import weights
 from specbench.engine.grow import Chain
 from specbench.engine.interface import Taps
+from specbench.engine.target import pick_device
 from specbench.errors import SpecBenchError, run_door, spoken
 from specbench.models import ModelSpec
 from specbench.training.features import Corpus, CorpusBuilder, CorpusSettings, held_out
@@ -40,7 +43,13 @@ def main(config: DictConfig) -> None:
     measure.commit()  # remembered from now on: the code that trains is the code that was there at the start
     torch.set_num_threads(config.threads or torch.get_num_threads())
     spec: ModelSpec = instantiate(config.model)
-    target, chat = spec.load()
+    if config.train.shard_target and config.train.build:
+        raise SpecBenchError(
+            "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
+            "process (model.device_map=auto), then train with train.build=false"
+        )
+    processes = PartialState(cpu=pick_device(spec.device).type == "cpu")
+    target, chat = spec.load(processes.num_processes if config.train.shard_target else 1)
     torch.manual_seed(config.train.settings.seed)
     if "weights" not in config.drafter:
         raise SpecBenchError(f"drafter={config.drafter.name} has nothing to train")
@@ -55,8 +64,10 @@ def main(config: DictConfig) -> None:
     online = None if stored else target
     settings: TrainSettings = instantiate(config.train.settings)
     estimate = plan(builder, drafter, target, settings, config.train.batch, not stored, builder.folder)
-    print(estimate, flush=True)
-    folder = builder.build() if config.train.build else builder.folder
+    if processes.is_main_process:
+        print(estimate, flush=True)
+    folder = builder.build(processes.process_index, processes.num_processes) if config.train.build else builder.folder
+    processes.wait_for_everyone()
     taps = drafter.taps
     corpus = Corpus(
         folder, config.train.batch, config.train.answers_only, settings.seed, online, taps, corpus_settings.tokens
@@ -75,15 +86,18 @@ def main(config: DictConfig) -> None:
     name = config.train.name or config.drafter.name
     trainer = Trainer(drafter, corpus, settings, validate, cache_root() / "training" / config.model.name / name)
     own = sum(p.numel() for p in trainer.parameters)
-    print(
+    processes.print(
         f"{config.drafter.name}: {own:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
         f"{trainer.total} steps, checkpoints in {trainer.folder}",
         file=sys.stderr,
     )
     history = trainer.run()
+    # By all processes: a target in parts runs in all of them or in none.
+    calibration = drafter.calibrate([known_states(target, ids, begin) for ids, begin in held_out(folder, CALIBRATION)])
+    if not processes.is_main_process:
+        return
     recipe = OmegaConf.to_container(config.train, resolve=True)
     assert isinstance(recipe, dict)
-    calibration = drafter.calibrate([known_states(target, ids, begin) for ids, begin in held_out(folder, CALIBRATION)])
     provenance = {
         "drafter": OmegaConf.to_container(config.drafter, resolve=True),
         "target": config.model.name,

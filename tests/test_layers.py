@@ -8,7 +8,7 @@ from conftest import DRAFTERS, ROOT, configuration
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-DOORS = {"specbench.run", "specbench.train", "specbench.report"}
+DOORS = {"specbench.run", "specbench.train", "specbench.export", "specbench.report"}
 
 
 def imports(path: Path) -> set[str]:

@@ -165,7 +165,7 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
         header = {**SETTINGS, "config": {**SETTINGS["config"], "drafter": {"name": drafter}}}
         summary = metrics.summarise(header, drafter, [random_row(rng, drafter)[0]], [])
         return Entry(
-            "", "m", "d", 0.0, "toaster", "float32", summary, 0, 1000, 100, 6, False, provenance, Path("rows.jsonl")
+            "", "m", "d", 0.0, "toaster", "float32", summary, 0, 1000, 100, 6, False, [], {}, provenance, Path("rows.jsonl")
         )
 
     first, second = weights(), weights(parameters=7)

@@ -1,14 +1,17 @@
 """A Transformers KV cache with preallocated rows. Knows nothing of trees or drafters.
 
 Slot = position: row s of every layer holds the keys and values of position s. A pass appends its N rows after the
-`length` rows kept so far; `keep` then decides which of them stay. One tensor holds all layers, so keeping an accepted
-path is one indexed copy of its few rows, whatever the number of layers.
+`length` rows kept so far; `keep` then decides which of them stay. One tensor holds all layers of a device, so keeping an
+accepted path is one indexed copy of its few rows, whatever the number of layers.
 
              kept rows          appended by the pass (tree)
     before   0 1 2 ... n-1  |  n+0 n+1 n+2 n+3 n+4        keep([0, 1, 4])
     after    0 1 2 ... n-1     n+0 n+1 n+4 |
 """
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -44,33 +47,45 @@ class _Layer(CacheLayerMixin):
 class KVCache(Cache):
     """Keys and values of `layers` layers, `capacity` rows each, for B sequences of equal length.
 
-    Storage is taken at the first append, with that pass's batch size, heads, head dimension, dtype and device.
+    Storage is taken at the first append, with that pass's batch size, heads, head dimension, dtype and device. Layers of
+    one device share one tensor, so that keeping a path is one copy a device.
+
+    Args:
+        devices: of each layer, for a model spread over several; None: all on one.
 
     Attributes:
         length: rows kept, the same in every layer.
-        keys, values: [L, B, H, S, Dh] once allocated.
+        storage: device -> keys, values [L on that device, B, H, S, Dh].
     """
 
-    def __init__(self, layers: int, capacity: int):
+    def __init__(self, layers: int, capacity: int, devices: Sequence[torch.device] | None = None):
         self.capacity = capacity
         self.length = 0
         self.pending = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.devices = devices
+        self.index = list(range(layers)) if devices is None else [devices[:i].count(d) for i, d in enumerate(devices)]
+        self.storage: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(layers=[_Layer(self, i) for i in range(layers)])
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
-        """Take storage shaped after one layer's [B, H, N, Dh] keys and values."""
+        """Take a device's storage, shaped after one layer's [B, H, N, Dh] keys and values."""
         batch, heads, _, dim = key.shape
-        layers = len(self.layers)
-        self.keys = key.new_empty(layers, batch, heads, self.capacity, dim)
-        self.values = value.new_empty(layers, batch, heads, self.capacity, value.shape[-1])
+        layers = len(self.layers) if self.devices is None else list(self.devices).count(key.device)
+        self.storage[key.device] = (
+            key.new_empty(layers, batch, heads, self.capacity, dim),
+            value.new_empty(layers, batch, heads, self.capacity, value.shape[-1]),
+        )
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All rows of one layer, 2 x [B, H, S, Dh]; of use only up to `length`."""
+        device = next(iter(self.storage)) if self.devices is None else self.devices[layer]
+        keys, values = self.storage[device]
+        return keys[self.index[layer]], values[self.index[layer]]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new rows [B, H, N, Dh] after the kept ones; returns views of kept + new rows."""
-        if self.keys is None or self.values is None:
+        if key.device not in self.storage:
             self.allocate(key, value)
-        assert self.keys is not None and self.values is not None
         self.pending = key.shape[-2]
         end = self.length + self.pending
         if end > self.capacity:
@@ -78,24 +93,31 @@ class KVCache(Cache):
                 f"the cache holds {self.capacity} rows but position {end - 1} was asked for; "
                 "shorten the prompt, lower max_new_tokens or raise model.max_context"
             )
-        self.keys[layer, :, :, self.length : end] = key
-        self.values[layer, :, :, self.length : end] = value
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys, values = self.layer(layer)
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
 
     def keep(self, nodes: Tensor | None = None) -> None:
         """Keep rows of the last pass, in the given order, and drop the others. nodes: [A] of its N; None: all."""
         count = self.pending if nodes is None else nodes.shape[0]
-        if nodes is not None and self.keys is not None and self.values is not None:
-            source, target = self.length + nodes, slice(self.length, self.length + count)
-            self.keys[..., target, :] = self.keys[..., source, :]
-            self.values[..., target, :] = self.values[..., source, :]
+        if nodes is not None:
+            target = slice(self.length, self.length + count)
+            for device, (keys, values) in self.storage.items():
+                source = (self.length + nodes).to(device)
+                keys[..., target, :] = keys[..., source, :]
+                values[..., target, :] = values[..., source, :]
         self.length += count
         self.pending = 0
 
     def begin(self, capacity: int) -> None:
-        """Start a new sequence of at most `capacity` rows; storage that is large enough is used again."""
-        if capacity > self.capacity:
-            self.capacity, self.keys, self.values = capacity, None, None
+        """Start a new sequence of at most `capacity` rows; storage that is large enough is used again.
+
+        Not storage of inference mode outside it: torch forbids to write there.
+        """
+        frozen = any(keys.is_inference() for keys, _ in self.storage.values()) and not torch.is_inference_mode_enabled()
+        if capacity > self.capacity or frozen:
+            self.capacity, self.storage = max(capacity, self.capacity), {}
         self.truncate(0)
 
     def truncate(self, length: int) -> None:
@@ -104,15 +126,67 @@ class KVCache(Cache):
 
     def rows(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [H, end - start, Dh] of one layer of the first sequence, as views."""
-        assert self.keys is not None and self.values is not None
-        return self.keys[layer, 0, :, start:end], self.values[layer, 0, :, start:end]
+        keys, values = self.layer(layer)
+        return keys[0, :, start:end], values[0, :, start:end]
 
     def select_sequences(self, rows: Tensor) -> None:
         """Go on with some of the B sequences only. rows: [B'] indices."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.storage = {d: (k[:, rows.to(d)], v[:, rows.to(d)]) for d, (k, v) in self.storage.items()}
+
+    def whole(self) -> "StaticRows":
+        """The storage as a compiled pass sees it; it must have been allocated, on one device."""
+        if len(self.storage) != 1:
+            raise SpecBenchError("backend=compile needs the whole target on one device; use backend=eager")
+        ((keys, values),) = self.storage.values()
+        for part in (keys, values):  # masked rows weigh nothing, but nothing times NaN is NaN
+            part[..., self.length :, :] = 0
+        return StaticRows(keys, values)
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage taken."""
-        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+        return sum(k.nbytes + v.nbytes for k, v in self.storage.values())
+
+
+class _StaticLayer(CacheLayerMixin):
+    """One layer of `StaticRows`."""
+
+    is_sliding = False
+
+    def __init__(self, rows: "StaticRows", index: int):
+        super().__init__()
+        self._rows, self._index = rows, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        keys, values = self._rows.keys[self._index], self._rows.values[self._index]
+        keys.index_copy_(2, self._rows.slots, key_states)
+        values.index_copy_(2, self._rows.slots, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._rows.keys.shape[-2], 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._rows.keys.shape[-2]
+
+
+class StaticRows(Cache):
+    """All rows of a cache at once, written in place at `slots`: shapes stay the same from pass to pass.
+
+    What a pass may see of them is its mask's business alone. Attributes: slots [N], set before each pass.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.keys, self.values = keys, values
+        self.slots: Tensor = keys.new_empty(0)
+        super().__init__(layers=[_StaticLayer(self, i) for i in range(keys.shape[0])])
+
+    def of(self, cache: KVCache) -> bool:
+        """Is this still that cache's storage?"""
+        return any(keys is self.keys for keys, _ in cache.storage.values())

@@ -133,11 +133,19 @@ class Calibrated(Static):
 
     Args:
         nodes: of the target pass, root included. levels, top_k: of the guess that serves until `calibrate` is called.
+        unmeasured: paths to take instead of that guess: those that were measured elsewhere.
     """
 
-    def __init__(self, nodes: int, levels: int = 5, top_k: int = 10):
-        self.wanted = nodes
-        self.calibrate([[0.5 ** (rank + 1) for rank in range(top_k)]] * levels)
+    def __init__(self, nodes: int, levels: int = 5, top_k: int = 10, unmeasured: Sequence[Sequence[int]] = ()):
+        self.wanted, self.top_k, self.unmeasured = nodes, top_k, unmeasured
+        self.guess(levels)
+
+    def guess(self, levels: int) -> None:
+        """What to go on before any accuracy is measured: `unmeasured`, or each rank worth half of the one above it."""
+        if self.unmeasured:
+            super().__init__([path for path in self.unmeasured if len(path) <= levels])
+        else:
+            self.calibrate([[0.5 ** (rank + 1) for rank in range(self.top_k)]] * levels)
 
     def calibrate(self, accuracy: Sequence[Sequence[float]]) -> None:
         """accuracy[level][rank]: how often that level's candidate of that rank is the right token."""

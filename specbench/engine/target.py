@@ -5,6 +5,8 @@ of preallocated rows stands in for the model's own, and forward hooks read the l
 """
 
 import hashlib
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,17 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from specbench.engine.cache import KVCache
+from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.errors import SpecBenchError
+
+SPARE = 128  # rows behind the context that a tree may take in a compiled pass
 
 
 def pick_device(device: str) -> torch.device:
     """`auto` is CUDA where there is one. Raises `SpecBenchError` for a GPU that this machine lacks."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        own = int(os.environ.get("LOCAL_RANK", 0))  # each process of a launch has a GPU of its own
+        return torch.device("cuda", own) if torch.cuda.is_available() else torch.device("cpu")
     chosen = torch.device(device)
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise SpecBenchError(
@@ -62,9 +69,16 @@ class CausalLM:
         self.model = model
         self.config: PreTrainedConfig = model.config.get_text_config()
         self.decoder: Any = model.get_decoder()
+        if not hasattr(self.decoder, "layers"):
+            raise SpecBenchError(
+                f"model type {self.config.model_type} has no Llama-like decoder (`layers`); this harness cannot run it"
+            )
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self.head: nn.Linear = model.get_output_embeddings()
         self.layers = len(self.decoder.layers)
+        window = getattr(self.config, "sliding_window", None)
+        self.kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        self.window: int | None = window if window and self.kinds != {"full_attention"} else None
 
     def logits(self, last: Tensor) -> Tensor:
         """LM head on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
@@ -123,10 +137,8 @@ class CausalLM:
     def _masks(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor | dict[str, Tensor] | None:
-        """The mask each layer type needs: sliding-window layers also lose the keys that lie a window behind."""
-        window = getattr(self.config, "sliding_window", None)
-        kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-        if not window or kinds == {"full_attention"}:
+        """The mask each layer type needs, of a pass whose rows come behind a cache's."""
+        if self.window is None:
             return mask
         start = cache.length if cache is not None else 0
         batch, t = tokens.shape
@@ -135,9 +147,14 @@ class CausalLM:
             keys = torch.arange(start + t, device=device)
             mask = (keys[None, :] <= start + torch.arange(t, device=device)[:, None]).expand(batch, 1, t, start + t)
         past = torch.arange(start, device=tokens.device).expand(batch, start)  # slot = position
-        distance = positions[:, :, None] - torch.cat([past, positions], 1)[:, None, :]  # [B, T, S]
-        near = mask & (distance < window)[:, None]
-        return near if len(kinds) == 1 else {"full_attention": mask, "sliding_attention": near}
+        return self._by_kind(mask, positions, torch.cat([past, positions], 1))
+
+    def _by_kind(self, mask: Tensor, positions: Tensor, of_keys: Tensor) -> Tensor | dict[str, Tensor]:
+        """Sliding-window layers also lose the keys that lie a window behind. mask [B, 1, T, S], positions [B, T], [B, S]"""
+        if self.window is None:
+            return mask
+        near = mask & (positions[:, :, None] - of_keys[:, None, :] < self.window)[:, None]
+        return near if len(self.kinds) == 1 else {"full_attention": mask, "sliding_attention": near}
 
 
 class Target(CausalLM):
@@ -158,23 +175,55 @@ class Target(CausalLM):
         self.max_context: int = self.config.max_position_embeddings
         self.device, self.dtype = self.head.weight.device, self.head.weight.dtype
         self.stop_ids = stop_ids(getattr(model, "generation_config", None), self.config)
-        self.cache = KVCache(self.layers, 0)
+        self.cache = self.new_cache(0)
         self.taps = Taps()
         self._tapped: dict[int, Tensor] = {}
+        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self._rows: StaticRows | None = None
         self._check_head()
 
     @classmethod
-    def load(cls, path: Path | str, dtype: torch.dtype, device: torch.device) -> "Target":
-        """From a local folder of safetensors. Raises `SpecBenchError` where it holds no causal LM."""
+    def load(
+        cls, path: Path | str, dtype: torch.dtype, device: torch.device, processes: int = 1, device_map: str | None = None
+    ) -> "Target":
+        """From a local folder of safetensors, or of pickled tensors without code.
+
+        Args:
+            device_map: `auto` spreads the layers over all GPUs instead of putting them on `device`.
+            processes: of several each holds its part of every decoder layer and gathers a layer when it runs (FSDP).
+
+        Raises:
+            SpecBenchError: no causal language model is there.
+        """
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                device_map=device_map,
+                weights_only=True,
+                trust_remote_code=False,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
             raise SpecBenchError(f"no causal language model can be read from {path}: {error}") from error
-        model.to(device)  # type: ignore[arg-type]
+        if processes > 1:
+            mesh = init_device_mesh(device.type, (processes,))
+            for layer in model.get_decoder().layers:
+                fully_shard(layer.requires_grad_(False), mesh=mesh, reshard_after_forward=True)
+        if device_map is None:
+            model.to(device)  # type: ignore[arg-type]
         return cls(model, path)
+
+    @classmethod
+    def random(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> "Target":
+        """A target of this shape without its weights, for time and memory alone. It never stops by itself."""
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        target = cls(model)
+        target.stop_ids = ()
+        return target
 
     def fingerprint(self) -> str:
         """Which model this is: shapes and the first rows of its embedding, alike in float32 and bfloat16."""
@@ -182,10 +231,26 @@ class Target(CausalLM):
         shape = f"{self.config.model_type} {self.layers} {self.hidden_size} {self.vocab_size}"
         return hashlib.sha256(shape.encode() + rows.numpy().tobytes()).hexdigest()[:16]
 
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for this model, wherever its layers lie."""
+        devices = [next(layer.parameters()).device for layer in self.decoder.layers]
+        return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None)
+
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         """Start a new sequence. capacity: the most rows it can need (prompt + new tokens + one tree)."""
         self.taps = (taps or Taps()).resolve(self.layers)
+        if self._compiled is not None:  # one size for all prompts, or each would be compiled anew
+            capacity = max(capacity, self.max_context + SPARE)
         self.cache.begin(capacity)
+
+    def compile(self, backend: str = "inductor") -> None:
+        """From now on run trees through one compiled pass of static shapes; prompts stay eager.
+
+        A pass sees all rows that the cache can hold, most of them masked, so `max_context` should not be larger than
+        needed. Source: gpt-fast, as in EAGLE, Table 4.
+        """
+        mode = "reduce-overhead" if self.device.type == "cuda" and backend == "inductor" else None  # CUDA graphs
+        self._compiled = torch.compile(self._static_pass, backend=backend, dynamic=False, mode=mode)
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
@@ -197,12 +262,48 @@ class Target(CausalLM):
     def forward(self, tree: DraftTree) -> TargetStates:
         """One pass over root + draft nodes; every node sees the prefix, its ancestors and itself. Keeps nothing yet."""
         start = self.cache.length
+        if self._compiled is not None and not self.taps.hidden:  # hooks are not compiled
+            return self._forward_static(tree, start)
         # A lone root sees everything, a chain is causal, but only an explicit mask knows what the cache already holds.
         mask = None
         if len(tree) > 1:
             mask = torch.ones(len(tree), start + len(tree), dtype=torch.bool, device=self.device)
             mask[:, start:] = tree.ancestors
         return self._states(tree.tokens, start + tree.depths, mask)
+
+    def _forward_static(self, tree: DraftTree, start: int) -> TargetStates:
+        """The same in shapes that do not depend on how much the cache holds."""
+        assert self._compiled is not None
+        n, end = len(tree), start + len(tree)
+        positions, of_keys = start + tree.depths, torch.arange(self.cache.capacity, device=self.device)
+        of_keys[start:end] = positions
+        mask = torch.zeros(n, self.cache.capacity, dtype=torch.bool, device=self.device)
+        mask[:, :start] = True
+        mask[:, start:end] = tree.ancestors
+        if self._rows is None or not self._rows.of(self.cache):
+            self._rows = self.cache.whole()
+        masks = self._by_kind(mask[None, None], positions[None], of_keys[None])
+        slots = torch.arange(start, end, device=self.device)
+        last, logits = self._compiled(tree.tokens[None], positions[None], masks, slots)
+        self.cache.pending = n
+        return TargetStates(
+            tokens=tree.tokens,
+            positions=positions,
+            last=last[0].clone(),  # the next replay of a graph would overwrite it
+            logits=logits[0].clone(),
+            hidden={},
+            kv={i: self.cache.rows(i, start, end) for i in self.taps.kv},
+        )
+
+    def _static_pass(
+        self, tokens: Tensor, positions: Tensor, masks: Tensor | dict[str, Tensor], slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self._rows is not None
+        self._rows.slots = slots
+        out = self.decoder(
+            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self._rows, use_cache=True
+        )
+        return out.last_hidden_state, self.logits(out.last_hidden_state)
 
     def keep(self, nodes: Tensor) -> None:
         """Keep the cache rows of these nodes [1 + A] (root and accepted path), drop the others."""
@@ -212,15 +313,19 @@ class Target(CausalLM):
         start = self.cache.length
         with self._reading(self.taps.hidden):
             last = self.run(tokens[None], positions[None], None if mask is None else mask[None, None], self.cache)[0]
+        last = last.to(self.device)  # of a model spread over several devices, the head's
         end = start + tokens.shape[0]
         return TargetStates(
             tokens=tokens,
             positions=positions,
             last=last,
             logits=self.logits(last[-1:] if last_only else last),
-            hidden={i: self._tapped[i][0] for i in self.taps.hidden},
-            kv={i: self.cache.rows(i, start, end) for i in self.taps.kv},
+            hidden={i: self._tapped[i][0].to(self.device) for i in self.taps.hidden},
+            kv={i: self._at_home(self.cache.rows(i, start, end)) for i in self.taps.kv},
         )
+
+    def _at_home(self, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return kv[0].to(self.device), kv[1].to(self.device)
 
     @torch.no_grad()  # not inference mode: what is returned takes part in training
     def tapped(self, tokens: Tensor, taps: Taps) -> tuple[Tensor, dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
@@ -230,15 +335,25 @@ class Target(CausalLM):
             [B, T, D], {layer: [B, T, D]}, {layer: ([B, H, T, Dh], [B, H, T, Dh])}.
         """
         taps = taps.resolve(self.layers)
-        cache = KVCache(self.layers, tokens.shape[1]) if taps.kv else None
+        cache = self.new_cache(tokens.shape[1]) if taps.kv else None
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with self._reading(taps.hidden):
             states = self.run(tokens, positions, None, cache)
         hidden = {i: self._tapped[i].clone() for i in taps.hidden}
         kv = {}
-        if cache is not None and cache.keys is not None and cache.values is not None:
-            kv = {i: (cache.keys[i].clone(), cache.values[i].clone()) for i in taps.kv}
+        if cache is not None:
+            kv = {i: self._at_home(cache.layer(i)) for i in taps.kv}
         return states.clone(), hidden, kv
+
+    @torch.no_grad()
+    def greedy(self, start: tuple[int, ...], count: int) -> Tensor:
+        """[1, len(start) + count]: a little text of the model's own, without the cache; for checks, not for decoding."""
+        tokens = torch.tensor([start], device=self.device)
+        for _ in range(count):
+            positions = torch.arange(tokens.shape[1], device=self.device)[None]
+            last = self.run(tokens, positions, None, None)[:, -1]
+            tokens = torch.cat([tokens, self.logits(last).argmax(-1, keepdim=True)], 1)
+        return tokens
 
     @contextmanager
     def _reading(self, layers: tuple[int, ...]) -> Iterator[None]:
@@ -260,7 +375,7 @@ class Target(CausalLM):
     def _check_head(self) -> None:
         """Refuse a model whose logits are not head(post-norm state): every drafter here builds on that."""
         probe = torch.arange(4, device=self.device)[None]
-        with torch.inference_mode():
+        with torch.no_grad():
             ours, theirs = self.logits(self.decoder(probe).last_hidden_state), self.model(probe).logits
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
             raise SpecBenchError(

@@ -8,11 +8,13 @@ all: the deepest node whose edges are all taken.
     Algorithm D   deterministic candidates: draw y from p after every node; a child is taken if it is y
     Algorithm S   sampled candidates: rejection with residuals, sibling by sibling in draw order
     typical       Medusa's threshold; NOT lossless
+    simulated     a coin, for targets without weights; says nothing of acceptance
 
 Why D is lossless: y is drawn from p whatever the candidates are. Whether a draft branch happens to spell y decides
 only how much work is saved. Draws at nodes off the path are independent of those on it.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -24,9 +26,10 @@ from specbench.errors import SpecBenchError
 
 
 class Rule(Protocol):
-    """A verification rule. lossy: it does not preserve the target's distribution."""
+    """A verification rule. lossy: it does not preserve the target's distribution. simulated: it does not even ask it."""
 
     lossy: bool
+    simulated: bool
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None
@@ -37,7 +40,7 @@ class Rule(Protocol):
 class Lossless:
     """Greedy at temperature 0; else Algorithm S for sampled candidates, Algorithm D for deterministic ones."""
 
-    lossy = False
+    lossy, simulated = False, False
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None
@@ -54,7 +57,7 @@ class Typical:
     delta = sqrt(epsilon) there.
     """
 
-    lossy = True
+    lossy, simulated = True, False
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3):
         self.epsilon, self.delta = epsilon, delta
@@ -71,6 +74,37 @@ class Typical:
         taken = p[parents, tree.tokens] > threshold[parents]
         taken[0] = True
         return taken, draw(p, generator)
+
+
+class Simulated:
+    """Acceptance by a coin: at depth d the best candidate below the path is taken with probability alpha[d - 1].
+
+    For targets with random weights, where time and memory are real and acceptance can only be assumed. Deeper levels
+    than alpha has go on with its last value.
+    """
+
+    lossy, simulated = True, True
+
+    def __init__(self, alpha: Sequence[float], seed: int = 0):
+        if not alpha or not all(0 <= a <= 1 for a in alpha):
+            raise SpecBenchError(f"alpha={list(alpha)}: one probability a depth is needed, as in alpha=[0.8,0.7,0.6]")
+        self.alpha, self.seed = list(alpha), seed
+        self.coins: torch.Generator | None = None
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        n, device = len(tree), logits.device
+        if self.coins is None:
+            self.coins = torch.Generator(device).manual_seed(self.seed)
+        depths = torch.arange(tree.max_depth + 1, device=device)
+        alpha = torch.tensor(self.alpha, device=device)[(depths - 1).clamp(0, len(self.alpha) - 1)]
+        heads = torch.rand(len(depths), device=device, generator=self.coins) < alpha  # [1 + depth] one coin a level
+        nodes = torch.arange(n, device=device)
+        first = torch.full((n,), n, device=device).scatter_reduce(0, tree.parents[1:], nodes[1:], "amin")  # best child
+        taken = heads[tree.depths] & (first[tree.parents.clamp(min=0)] == nodes)
+        taken[0] = True
+        return taken, logits.argmax(-1)
 
 
 def algorithm_d(tree: DraftTree, said: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,24 @@
-"""A drafter's weights on disk: `model.safetensors` beside `provenance.json`. Knows no drafter.
+"""A drafter's weights: `model.safetensors` beside `provenance.json`, or tensors that others published. Knows no drafter.
 
 The provenance says what the weights were trained for (the target's fingerprint), on what, for how long, by which
 commit and machine; loading refuses weights that belong to another target or another network.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from specbench.errors import SpecBenchError
 
 WEIGHTS, PROVENANCE = "model.safetensors", "provenance.json"
+PROJECT = Path(__file__).resolve().parents[2]  # relative weight folders start here
 
 
 def trained(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -65,3 +68,45 @@ def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
     return provenance
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors as the authors named them.
+
+    Attributes:
+        place: as given. folder: where its files lie.
+        config: the `config.json` beside them, empty if there is none. digest: SHA-256 by file.
+    """
+
+    place: str
+    folder: str
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+    digest: Mapping[str, str]
+
+    def refuse(self, why: str) -> SpecBenchError:
+        """An error that names this checkpoint."""
+        return SpecBenchError(f"checkpoint={self.place}: {why}")
+
+
+def adopt(own: Mapping[str, Tensor], named: Mapping[str, Tensor], checkpoint: Checkpoint, used: set[str]) -> None:
+    """Fill a drafter's own tensors.
+
+    Args:
+        own: the drafter's, by its names. named: the checkpoint's, by the drafter's names. used: names in the checkpoint
+            that were understood.
+
+    Raises:
+        SpecBenchError: tensors missing, left over, or of another shape, by name.
+    """
+    missing, left = sorted(own.keys() - named.keys()), sorted(checkpoint.tensors.keys() - used)
+    if missing or left:
+        parts = [f"lacks {', '.join(missing[:4])}"] * bool(missing) + [f"also holds {', '.join(left[:4])}"] * bool(left)
+        raise checkpoint.refuse(f"not this drafter's layout: it {' and '.join(parts)}")
+    wrong = [f"{n} is {list(named[n].shape)}, not {list(t.shape)}" for n, t in own.items() if named[n].shape != t.shape]
+    if wrong:
+        raise checkpoint.refuse(f"made for another target: {'; '.join(wrong[:3])}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(named[name])

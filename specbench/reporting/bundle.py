@@ -90,7 +90,7 @@ class Report:
         """The measured tables, as frames by file name."""
         frames = {}
         for i, part in enumerate(self.parts):
-            for name in ("decoding", "versus", "alphas"):
+            for name in ("decoding", "versus", "alphas", "memory"):
                 columns, lines = part[name]
                 frames[f"{name}-{i + 1}" if i else name] = pd.DataFrame(lines, columns=list(columns))
         frames["training"] = pd.DataFrame(self.training, columns=list(tables.TRAINING))
@@ -107,6 +107,8 @@ class Report:
             if part["versus"][1]:
                 parts += ["### Is that difference real?", ""]
                 parts += [tables.markdown_table(*part["versus"]), "", tables.markdown_table(*part["alphas"]), ""]
+            if part["memory"][1]:
+                parts += ["### Peak memory while decoding, MiB", "", tables.markdown_table(*part["memory"]), ""]
         if self.training:
             parts += ["## Training", "", tables.markdown_table(tables.TRAINING, self.training), ""]
         parts += ["## Claims", "", claims.markdown(self.verdicts)]
@@ -168,6 +170,7 @@ def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:
         "decoding": (tables.COLUMNS, [tables.cells(e) for e in group]),
         "versus": (tables.VERSUS, tables.versus(group)),
         "alphas": (tables.ALPHAS, [tables.alphas(e) for e in group]),
+        "memory": (tables.MEMORY, tables.memory_lines(group)),
     }
 
 

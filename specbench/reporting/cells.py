@@ -25,6 +25,8 @@ class Entry:
     target_parameters: int  # that a target pass multiplies, likewise
     passes: int  # draft passes a cycle
     lossy: bool  # verified by a rule that does not keep the target's distribution
+    peaks: list[dict[str, Any]]  # of memory, one a generation, by source
+    held: dict[str, int]  # bytes of parameters by owner, empty in rows older than this measure
     weights: dict[str, Any]  # provenance, empty where the drafter brings no weights of ours
     path: Path
 
@@ -74,17 +76,19 @@ def _entry(
     above = path.relative_to(root).parts[:-4] if root is not None and path.is_relative_to(root) else ()
     return Entry(
         collection="/".join(above),  # <collection>/<model>/<dataset>/<cell>/rows.jsonl
-        model=config["model"]["name"],
+        model=config["model"]["name"] + (", random weights, SIMULATED acceptance" if header.get("simulated") else ""),
         dataset=config["dataset"]["name"],
         temperature=config["sampler"]["temperature"],
         machine=f"{hardware['device']}, {hardware['cores']} cores, torch {header['versions']['torch']}",
-        dtype=header["target"]["dtype"],
+        dtype=header["target"]["dtype"] + (" compiled" if config.get("backend") == "compile" else ""),
         summary=summarise(header, drafter, rows, baseline),
         failed=failed,
         parameters=header["parameters"]["drafter"],
         target_parameters=header["parameters"]["target"],
         passes=header["draft_passes"],
         lossy=header["lossy"],
+        peaks=[r.peak for r in rows],
+        held=header.get("bytes", {}),
         weights=header["weights"] if drafter != BASELINE else {},
         path=path,
     )

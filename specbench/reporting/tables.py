@@ -1,7 +1,7 @@
 """Entries to tables, on a terminal or as Markdown: decoding, training, and who beats whom."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -110,6 +110,28 @@ def alphas(entry: Entry) -> list[str]:
     """tau and per-step acceptance with their intervals, in the order of `ALPHAS`."""
     steps = [shown(interval(RATES[f"alpha{i}"], entry.totals)) for i in range(6)]
     return [entry.name, shown(entry.summary.tau_interval), *steps]
+
+
+MEMORY = ("drafter", "target's weights", "drafter's weights", "KV caches", "everything else", "peak", "of the process")
+
+
+def memory_lines(group: Sequence[Entry]) -> list[list[str]]:
+    """Where the peak of decoding goes, in MiB; on a CPU the peak is the process's, Python and libraries in it."""
+    lines = []
+    for e in group:
+        largest = max(e.peaks, key=peak_of, default={})
+        if not e.held or "kv" not in largest:
+            continue
+        peak, process = peak_of(largest), largest.get("driver") or largest.get("resident") or 0
+        target, drafter = e.held["target"], 0 if e.name == BASELINE else e.held["drafter"]
+        parts = (target, drafter, largest["kv"], peak - target - drafter - largest["kv"], peak, process)
+        lines.append([e.name, *(f"{part / 2**20:,.0f}" for part in parts)])
+    return lines
+
+
+def peak_of(peaks: Mapping[str, int]) -> int:
+    """The allocator's peak where there is one, else the process's."""
+    return peaks.get("allocator") or peaks.get("resident") or 0
 
 
 def training_cells(drafters: str, entry: Entry) -> list[str]:

@@ -125,23 +125,23 @@ class CorpusBuilder:
             seconds = time.perf_counter() - begin
         return seconds / tokens.numel()
 
-    def build(self) -> Path:
-        """Write what is missing up to `tokens`; returns the folder."""
+    def build(self, process: int = 0, processes: int = 1) -> Path:
+        """Write what is missing up to `tokens`; returns the folder. Of several processes each writes its own shards."""
         self.folder.mkdir(parents=True, exist_ok=True)
         tokens = self.estimate()
-        (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings), indent=1))
+        if process == 0:
+            (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings), indent=1))
         paths = {name: self.folder / f"{name}.safetensors" for name in self.shards}
         done = self.written()
         with progress(self.settings.source, tokens, "tokens") as reached:
             reached(min(done, tokens))
             for index, (name, items) in enumerate(self.shards.items()):
-                if paths[name].exists():
+                if index % processes != process or paths[name].exists():
                     continue
                 if name != VALIDATION and done >= (self.settings.tokens or math.inf):
                     break
                 self._write(paths[name], index, items)
-                if name != VALIDATION:
-                    done += _count(paths[name])
+                done = self.written()  # by all
                 reached(min(done, tokens))
         return self.folder
 

@@ -3,7 +3,6 @@
 Knows the corpus, the trainer's settings and that a drafter owns its loss.
 """
 
-import os
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from specbench import measure
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
@@ -49,9 +49,7 @@ class Plan:
         return shutil.disk_usage(self.folder).free
 
     def free_memory(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)[0]
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _file_cache()
+        return measure.free_memory(self.device)
 
     def check(self) -> None:
         """Raises `SpecBenchError` where disk or memory do not suffice, with what would."""
@@ -131,12 +129,3 @@ def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, bat
             if trial:  # the first one warms up
                 seconds += time.perf_counter() - begin
     return seconds / len(STAGES) / tokens.numel()
-
-
-def _file_cache() -> int:
-    """Bytes that the kernel would give back from its file cache; 0 where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Cached:"))
-    except (OSError, StopIteration):
-        return 0

@@ -44,7 +44,7 @@ class Acceptance:
             self.passed[depth] += depth < accepted
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def replay(target: Target, drafter: Drafter, answers: list[tuple[list[int], int]], most: int = 64) -> Acceptance:
     """Replay the first `most` tokens of each answer. One target pass each, then drafting only.
 
@@ -74,7 +74,7 @@ def replay(target: Target, drafter: Drafter, answers: list[tuple[list[int], int]
     return result
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def known_states(target: Target, ids: list[int], begin: int) -> tuple[Tensor, Tensor, int]:
     """A held-out answer with the target's states: (tokens [T], states [T, D], index of the first answer token)."""
     tokens = torch.tensor(ids, device=target.device)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specbench.engine.cache import KVCache
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 
@@ -23,7 +22,7 @@ class Sequence:
     answer: Tensor  # [T] bool: True on what the assistant said
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def read(target: Target, texts: list[list[int]], answers: list[list[bool]]) -> list[Sequence]:
     """States of given text, one right-padded pass. texts: B token lists; answers: the assistant's share of each."""
     longest = max(map(len, texts))
@@ -36,7 +35,7 @@ def read(target: Target, texts: list[list[int]], answers: list[list[bool]]) -> l
     ]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def write(
     target: Target, prompts: list[list[int]], max_new: int, sampler: Sampler, generator: torch.Generator | None
 ) -> list[Sequence]:
@@ -53,7 +52,7 @@ def write(
     causal = slots[None, :width] <= slots[:width, None]
     mask = (causal & visible[:, None, :width]) | torch.eye(width, dtype=torch.bool, device=target.device)
 
-    cache = KVCache(target.layers, width + max_new)
+    cache = target.new_cache(width + max_new)
     states = target.run(tokens, (slots[:width] - pads[:, None]).clamp(min=0), mask[:, None], cache)
     cache.keep()
     seen_tokens: list[list[Tensor]] = [[tokens[b, pads[b] :]] for b in range(len(prompts))]

@@ -2,6 +2,9 @@
 
 A run survives a kill: its checkpoint holds weights, optimiser, schedule, step and random state, and the data order is
 a function of seed and epoch, so that the resumed run takes the very steps the uninterrupted one would have taken.
+
+Under `accelerate launch` every process takes its share of each batch, and gradients are averaged (DDP): the batch of the
+configuration is the global one, whatever the number of processes. The first process logs and writes.
 """
 
 import math
@@ -13,10 +16,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from specbench.assets import atomic_path
+from specbench.engine.interface import Batch
 from specbench.errors import SpecBenchError
 from specbench.training.features import Corpus
 
@@ -58,6 +63,18 @@ class TrainSettings:
     seed: int = 0
 
 
+class _Objective(nn.Module):
+    """A drafter whose forward is its loss: gradients of several processes meet at a module's forward."""
+
+    def __init__(self, drafter: nn.Module):
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.drafter.loss(batch)  # type: ignore[operator]
+        return found
+
+
 class Trainer:
     """Trains one drafter; `run` returns the history of what it measured.
 
@@ -79,19 +96,26 @@ class Trainer:
         self.accelerator = Accelerator(
             mixed_precision=settings.precision, cpu=next(drafter.parameters()).device.type == "cpu"
         )
-        self.drafter = drafter
+        self.processes = self.accelerator.num_processes
+        self.drafter, self.objective = drafter, _Objective(drafter)
+        if self.processes > 1:
+            self.objective = self.accelerator.prepare(self.objective)
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         if not self.parameters:
             raise SpecBenchError("this drafter has nothing to train")
         self.optimizers = [self.accelerator.prepare(o) for o in _optimizers(self.parameters, settings)]
         self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
-        self.per_epoch = math.ceil(len(corpus.batches(0)) / settings.accumulate)
+        self.per_epoch = math.ceil(len(self._batches(0)) / settings.accumulate)
         self.total = min(settings.steps or math.inf, settings.epochs * self.per_epoch)
         self.frequent = None
         if settings.vocabulary is not None:
             self.frequent = corpus.frequent(settings.vocabulary).to(self.accelerator.device)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.history: list[dict[str, Any]] = []
+
+    def _batches(self, epoch: int) -> list[list[tuple[Path, int, int]]]:
+        """Those of which every process gets something."""
+        return [items for items in self.corpus.batches(epoch) if len(items) >= self.processes]
 
     @property
     def checkpoint(self) -> Path:
@@ -107,18 +131,19 @@ class Trainer:
         running: dict[str, float] = {}
         while self.step < self.total:
             epoch, at = divmod(self.step, self.per_epoch)
-            batches = self.corpus.batches(epoch)
+            batches = self._batches(epoch)
             for index in range(at, self.per_epoch):
                 metrics, count = {}, 0
                 for items in batches[index * settings.accumulate : (index + 1) * settings.accumulate]:
-                    batch = self.corpus.load(items, device, dtype)
+                    batch = self.corpus.load(items[self.accelerator.process_index :: self.processes], device, dtype)
                     if self.step < settings.full_vocabulary_from * self.total:
                         batch.vocabulary = self.frequent
                     batch.progress = self.step / self.total
                     with self.accelerator.autocast():
-                        metrics = self.drafter.loss(batch)  # type: ignore[operator]
+                        metrics = self.objective(batch)
+                    metrics, tokens = self._together(metrics, batch)
                     self.accelerator.backward(metrics["loss"] / settings.accumulate)
-                    count += int(batch.valid.sum())
+                    count += tokens
                 self._update(metrics["loss"])
                 self.step, self.tokens = self.step + 1, self.tokens + count
                 for name, value in metrics.items():
@@ -128,10 +153,10 @@ class Trainer:
                 self.seconds += now - before
                 if self.step % 20 == 0 or self.step == self.total:
                     self._progress(console, running)
-                if now - validated > settings.validate_minutes * 60 and self.step < self.total:
+                if self._agreed(now - validated > settings.validate_minutes * 60 and self.step < self.total):
                     self._log(console, running)
                     now = validated = time.monotonic()  # validation is no training time
-                if now - saved > settings.checkpoint_minutes * 60 or self.step == self.total:
+                if self._agreed(now - saved > settings.checkpoint_minutes * 60 or self.step == self.total):
                     self._save()
                     saved = time.monotonic()
                 if self.step >= self.total:
@@ -140,6 +165,31 @@ class Trainer:
             self._log(console, running)
             self._save()
         return self.history
+
+    def _together(self, metrics: dict[str, Tensor], batch: Batch) -> tuple[dict[str, Tensor], int]:
+        """Of several processes: means over the whole batch instead of this share of it, and its tokens.
+
+        Gradients are averaged over processes, so a share counts by its scored positions over their average. What is
+        returned as `loss` has the gradient of this share and, like the other values, the value of the whole batch.
+        """
+        tokens = batch.valid.sum()
+        if self.processes == 1:
+            return metrics, int(tokens)
+        scored = batch.scored.sum()
+        totals: Tensor = self.accelerator.reduce(torch.stack([scored, tokens]), "sum")
+        share = scored / totals[0] * self.processes
+        names = list(metrics)
+        values: Tensor = self.accelerator.reduce(torch.stack([metrics[n].detach().float() for n in names]) * share, "mean")
+        whole = dict(zip(names, values.unbind(), strict=True))
+        own = metrics["loss"] * share
+        return whole | {"loss": own + (whole["loss"] - own.detach())}, int(totals[1])
+
+    def _agreed(self, due: bool) -> bool:
+        """The first process's clock decides for all."""
+        if self.processes == 1:
+            return due
+        flag = torch.tensor(float(due and self.accelerator.is_main_process), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _update(self, loss: torch.Tensor) -> None:
         settings = self.settings
@@ -154,6 +204,8 @@ class Trainer:
             optimizer.zero_grad()
 
     def _progress(self, console: Console, running: dict[str, float]) -> None:
+        if not self.accelerator.is_main_process:
+            return
         speed = self.tokens / max(self.seconds, 1e-9)
         left = self.seconds / self.step * (self.total - self.step)
         shown = " ".join(f"{k} {v:.4f}" for k, v in running.items())
@@ -169,7 +221,8 @@ class Trainer:
         entry |= {k: round(v, 5) for k, v in running.items()} | self.validate()
         self.drafter.train()
         self.history.append(entry)
-        console.print(f"held out: {entry}", highlight=False, soft_wrap=True)
+        if self.accelerator.is_main_process:
+            console.print(f"held out: {entry}", highlight=False, soft_wrap=True)
 
     def _save(self) -> None:
         """Everything a resumed run needs, atomically."""
@@ -181,15 +234,17 @@ class Trainer:
             "history": self.history,
             "parameters": [p.detach().cpu() for p in self.parameters],
             "optimizers": [o.state_dict() for o in self.optimizers],
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "rng": gather_object([torch.get_rng_state()]),  # by process
+            "cuda_rng": gather_object([torch.cuda.get_rng_state()]) if torch.cuda.is_available() else [],
         }
-        with atomic_path(self.checkpoint) as temporary:
-            torch.save(state, temporary)
+        if self.accelerator.is_main_process:
+            with atomic_path(self.checkpoint) as temporary:
+                torch.save(state, temporary)
+        self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
         if not self.checkpoint.exists():
-            torch.manual_seed(self.settings.seed)
+            torch.manual_seed(self.settings.seed + self.accelerator.process_index)
             return
         state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         if state["total"] != self.total:
@@ -202,12 +257,18 @@ class Trainer:
                 parameter.copy_(value)
         for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(value)
-        torch.set_rng_state(state["rng"])
+        if len(state["rng"]) != self.processes:
+            raise SpecBenchError(
+                f"{self.checkpoint} is of {len(state['rng'])} processes, this run has {self.processes}; launch as many or "
+                "use another train.name"
+            )
+        torch.set_rng_state(state["rng"][self.accelerator.process_index])
         if state["cuda_rng"]:
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
+            torch.cuda.set_rng_state(state["cuda_rng"][self.accelerator.process_index])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.history = state["history"]
-        Console(stderr=True).print(f"resuming at step {self.step} of {self.total}", highlight=False)
+        if self.accelerator.is_main_process:
+            Console(stderr=True).print(f"resuming at step {self.step} of {self.total}", highlight=False)
 
 
 def schedule(step: int, total: int, warmup: int, decay: str) -> float:

@@ -1,0 +1,67 @@
+"""What only a GPU can show; skipped where none is, because there is nothing to look at."""
+
+import pytest
+import torch
+from conftest import TRAINED, make, tiny
+
+from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.verify import Lossless
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+PROMPT = [3, 4, 5, 6]
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def on_gpu(dtype=torch.float32) -> Target:
+    return Target(tiny().model.to("cuda", dtype))
+
+
+def events(target, drafter, sampler=None, count=32):
+    sampler = sampler or Sampler()
+    generator = None if sampler.greedy else torch.Generator("cuda").manual_seed(0)
+    return list(decode(target, drafter, PROMPT, Limits(count), Lossless(), sampler, generator))
+
+
+def ids(found):
+    return [i for e in found for i in ([e.token] if isinstance(e, Prefill) else e.tokens)]
+
+
+@pytest.mark.parametrize("drafter", TRAINED)
+def test_greedy_ids_are_the_baselines_on_a_gpu(drafter):
+    target = on_gpu()
+    assert ids(events(target, make(drafter, target))) == ids(events(target, make("none", target)))
+
+
+@pytest.mark.parametrize("drafter", TRAINED)
+def test_sampling_runs_on_a_gpu(drafter):
+    target = on_gpu(torch.bfloat16)
+    assert len(ids(events(target, make(drafter, target), Sampler(1.0)))) == 32
+
+
+@pytest.mark.parametrize("drafter", [d for d in TRAINED if "router" not in d])  # a router reads its groups back each level
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cycle_waits_for_the_device_twice_at_most(drafter, temperature):
+    target = on_gpu()
+    made = make(drafter, target)
+    events(target, made, Sampler(temperature))  # warm
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as p:
+        found = events(target, made, Sampler(temperature))
+        torch.cuda.synchronize()
+    waits = sum(e.count for e in p.key_averages() if e.key in WAITS)
+    assert waits <= 2 * (len(found) - 1) + 6, waits  # the prefill and the end have a few of their own
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle2", "beagle"])
+def test_compiled_passes_say_what_eager_ones_do_on_a_gpu(drafter):
+    target = on_gpu()
+    expected = ids(events(target, make(drafter, target)))
+    made = make(drafter, target)
+    torch._dynamo.reset()
+    target.compile()
+    if drafter != "none":
+        made.compile_network()
+    assert ids(events(target, made)) == expected
