@@ -459,10 +459,29 @@ def test_every_figure_is_drawn_from_what_is_there(tmp_path):
     assert set(nothing) <= {"theory"}
 
 
+def test_two_targets_in_one_folder_are_kept_apart(tmp_path):
+    """Claims and curves are about the target with most rows, tables and bars about both."""
+    shutil.copytree(GOLDEN / "rows", tmp_path, dirs_exist_ok=True)
+    alone = report(tmp_path)
+    shutil.copytree(GOLDEN / "rows" / "smollm2-135m", tmp_path / "another")
+    for path in (tmp_path / "another").rglob("rows.jsonl"):
+        header, *rows = path.read_text().splitlines(keepends=True)
+        changed = json.loads(header)
+        changed["config"]["model"]["name"] = "another"
+        path.write_text(json.dumps(changed) + "\n" + "".join(rows[:-1]))  # a generation less each
+    both = report(tmp_path)
+    assert [part["caption"].split(",")[0] for part in both.parts] == ["smollm2-135m", "another"]
+    assert both.verdicts == alone.verdicts and not alone.judged
+    both.write()
+    text = (tmp_path / "README.md").read_text()
+    assert "Judged on smollm2-135m, of which there are most rows; not on another." in text
+    assert "eagle2_small (smollm2-135m) |" in text and (tmp_path / "figures" / "speed_up.png").stat().st_size > 2000
+
+
 def test_the_committed_report_is_what_the_rows_give(tmp_path):
-    for part in ("smollm2-135m-cpu", "data-comparison", "ablations"):
-        if (ROOT / "results" / part).exists():
-            shutil.copytree(ROOT / "results" / part, tmp_path / "results" / part)
+    rows = [path.relative_to(ROOT / "results") for path in (ROOT / "results").rglob("rows.jsonl")]
+    for part in {path.parts[0] for path in rows} - {"local"}:
+        shutil.copytree(ROOT / "results" / part, tmp_path / "results" / part)
     report(tmp_path / "results").write()
     for path in [ROOT / "results" / "README.md", *sorted((ROOT / "results" / "tables").glob("*"))]:
         made = tmp_path / "results" / path.relative_to(ROOT / "results")

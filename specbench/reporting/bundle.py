@@ -56,7 +56,9 @@ class Report:
             raise SpecBenchError(f"no rows under results={sources.results}; run `make bench` first")
         self.problems = [f"{p}: the last row was cut off by a crash and is left out" for p in paths if cells.cut_off(p)]
         self.entries = cells.collect(paths, sources.results)
-        self.main = [e for e in self.entries if "/" not in e.collection]
+        main = [e for e in self.entries if "/" not in e.collection]
+        target, self.judged = _judged(main or self.entries)
+        self.main = sorted(main, key=lambda e: e.model != target)  # that target first
         self.studies = [e for e in self.entries if "/" in e.collection]
         named = [*self.main, *(e for e in self.studies if "-" in e.name)]  # a study's plain names are not the drafters
         self.parts = [_part(caption, group) for caption, group in cells.groups(self.main).items()]
@@ -65,7 +67,8 @@ class Report:
         _, self.benchmarks = _measured(sources.results, "benchmarks.json")
         folder, self.drafters = _measured(sources.results, "drafters.json")
         listed = claims_listed(sources.claims, sources.chosen)
-        known = lru_cache(lambda dataset: claims.evidence(self.entries, dataset))
+        judged = [e for e in self.entries if e.model == target]
+        known = lru_cache(lambda dataset: claims.evidence(judged, dataset))
         self.verdicts = claims.ledger(listed, known, folder)
         measured = published.Measured.of(named)
         self.papers = published.tables(published.load(sources.published), measured)
@@ -73,8 +76,9 @@ class Report:
     def write(self) -> Path:
         """All files; returns the HTML's path."""
         root = self.sources.results
-        models = sorted({e.model for e in self.main})
-        weights = {k: v for model in models for k, v in figures.provenances(self.sources.weights / model).items()}
+        found = {model: figures.provenances(self.sources.weights / model) for model in {e.model: 0 for e in self.main}}
+        several = sum(map(bool, found.values())) > 1
+        weights = {f"{n} ({model})" if several else n: p for model, named in found.items() for n, p in named.items()}
         drawn = figures.draw_all(self.main, self.entries, weights, self.benchmarks, self.drafters, root / "figures")
         (root / "tables").mkdir(parents=True, exist_ok=True)
         for name, frame in self._frames().items():
@@ -111,7 +115,7 @@ class Report:
                 parts += ["### Peak memory while decoding, MiB", "", tables.markdown_table(*part["memory"]), ""]
         if self.training:
             parts += ["## Training", "", tables.markdown_table(tables.TRAINING, self.training), ""]
-        parts += ["## Claims", "", claims.markdown(self.verdicts)]
+        parts += ["## Claims", "", *([f"{self.judged}\n"] if self.judged else []), claims.markdown(self.verdicts)]
         parts += ["## Figures", "", *(f"![{title}](figures/{name}.png)\n" for name, title in drawn.items())]
         for part in self.study_parts:
             parts += [f"## {part['caption']}", "", tables.markdown_table(*part["decoding"]), ""]
@@ -138,6 +142,7 @@ class Report:
             studies=self.study_parts,
             training=(tables.TRAINING, self.training) if self.training else None,
             figures=images,
+            judged=self.judged,
             claims=(claims.COLUMNS, [claims.cells(v) for v in self.verdicts]),
             papers=[
                 {
@@ -160,6 +165,17 @@ class Report:
                     dataset, model = path.parent.parent.name, path.parent.parent.parent.name
                     found.append({**part, "title": f"{part['drafter']}: question {part['question']} ({dataset}, {model})"})
         return found
+
+
+def _judged(entries: Sequence[Entry]) -> tuple[str, str]:
+    """The target that claims are judged on, the one with most generations, and a sentence on it if there are others."""
+    generations: dict[str, int] = {}
+    for e in entries:
+        generations[e.model] = generations.get(e.model, 0) + e.summary.prompts
+    target = max(generations, key=lambda model: generations[model], default="")
+    others = [model for model in generations if model != target]
+    said = f"Judged on {target}, of which there are most rows; not on {', '.join(others)}." if others else ""
+    return target, said
 
 
 def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:

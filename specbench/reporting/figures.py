@@ -27,10 +27,10 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
 PHASES = ("draft", "target", "verify", "rest")
 
 
-def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def _styles(names: Iterable[str]) -> list[dict[str, Any]]:
     """Colour, marker and line of every series; the same order gives the same look."""
     marks = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(["-", "--", "-.", ":"]), strict=False)
-    return {n: {"color": c, "marker": m, "linestyle": s, "label": n} for n, (c, m, s) in zip(names, marks, strict=False)}
+    return [{"color": c, "marker": m, "linestyle": s, "label": n} for n, (c, m, s) in zip(names, marks, strict=False)]
 
 
 def _axes(width: float = 5.0, height: float = 3.4, **options: Any) -> tuple[Figure, Any]:
@@ -54,16 +54,19 @@ def _legend_above(figure: Figure, axes: Axes) -> None:
 
 
 def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
-    """Speed-up over plain decoding by dataset, with 95% intervals."""
+    """Speed-up over plain decoding by dataset (and target), with 95% intervals."""
     found = [e for e in entries if e.name != BASELINE and e.summary.speed_up is not None]
     if not found:
         return None
-    datasets, names = _unique(e.dataset for e in found), _unique(e.name for e in found)
-    figure, axes = _axes(max(5.0, 0.45 * len(names) * len(datasets)))
+    decoded = _settings(found) if len(set(_settings(found))) > 1 else [e.dataset for e in found]
+    bars = {(e.name, setting): e for e, setting in zip(found, decoded, strict=True)}
+    settings, names = _unique(decoded), _unique(e.name for e in found)
+    figure, axes = _axes(max(5.0, 0.45 * len(names) * len(settings)))
     width = 0.8 / len(names)
     for i, name in enumerate(names):
-        for j, dataset in enumerate(datasets):
-            e = next((e for e in found if (e.name, e.dataset) == (name, dataset)), None)
+        labelled = False
+        for j, setting in enumerate(settings):
+            e = bars.get((name, setting))
             if e is None or e.summary.speed_up is None:
                 continue
             up = e.summary.speed_up
@@ -77,23 +80,26 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
                 edgecolor="black",
                 linewidth=0.4,
                 capsize=2,
-                label=name if dataset == _first(found, name) else None,
+                label=None if labelled else name,
             )
+            labelled = True
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(datasets)), datasets)
+    axes.set_xticks(range(len(settings)), settings)
     axes.set_ylabel("speed-up over plain decoding")
     _legend_above(figure, axes)
     return figure
 
 
+def _settings(entries: Sequence[Entry]) -> list[str]:
+    """What was decoded, as far as it differs between the entries: target, dataset, temperature."""
+    parts = [(e.model, e.dataset, "greedy" if e.temperature == 0 else f"T={e.temperature}") for e in entries]
+    differing = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    return [", ".join(itertools.compress(part, differing)) for part in parts]
+
+
 def _named(entries: Sequence[Entry]) -> list[str]:
-    """The drafters, with their datasets where there are several."""
-    several = len({e.dataset for e in entries}) > 1
-    return [f"{e.name} ({e.dataset})" if several else e.name for e in entries]
-
-
-def _first(entries: Sequence[Entry], name: str) -> str:
-    return next(e.dataset for e in entries if e.name == name)
+    """The drafters, with their settings where there are several."""
+    return [f"{e.name} ({setting})" if setting else e.name for e, setting in zip(entries, _settings(entries), strict=True)]
 
 
 def _unique(values: Iterable[str]) -> list[str]:
@@ -106,7 +112,7 @@ def step_alphas(entries: Sequence[Entry]) -> Figure | None:
     if not found:
         return None
     figure, axes = _axes()
-    for e, style in zip(found, _styles(e.name for e in found).values(), strict=True):
+    for e, style in zip(found, _styles(_named(found)), strict=True):
         tried = e.totals.pooled()["tried"]
         depths = [i for i in range(len(e.summary.alphas)) if i < len(tried) and tried[i] >= 10]  # fewer say nothing
         axes.plot([d + 1 for d in depths], [e.summary.alphas[d] for d in depths], markersize=4, linewidth=1.2, **style)
@@ -122,7 +128,7 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
     if not found:
         return None
     figure, axes = _axes()
-    for e, style in zip(found, _styles(_named(found)).values(), strict=True):
+    for e, style in zip(found, _styles(_named(found)), strict=True):
         up, tau = e.summary.speed_up, e.summary.tau_interval
         assert up is not None and tau is not None
         axes.errorbar(
@@ -141,7 +147,9 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
 
 def time_split(entries: Sequence[Entry]) -> Figure | None:
     """Milliseconds a cycle by phase."""
-    found = list({(e.name, e.dataset): e for e in entries if e.summary.split["target"] > 0}.values())
+    found = list(
+        {(e.name, e.model, e.dataset, e.temperature): e for e in entries if e.summary.split["target"] > 0}.values()
+    )
     if not found:
         return None
     sums = [e.totals.pooled() for e in found]
@@ -210,7 +218,7 @@ def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     if not found:
         return None
     figure, (left, right) = _axes(8.0, 3.4, ncols=2)
-    for provenance, style in zip(found.values(), _styles(found).values(), strict=True):
+    for provenance, style in zip(found.values(), _styles(found), strict=True):
         points = [h for h in provenance["history"] if "chain_tau" in h]
         tokens = [h["tokens"] / 1e6 for h in points]
         left.plot(tokens, [h["chain_tau"] for h in points], markersize=3.5, linewidth=1.1, **style)
@@ -228,7 +236,7 @@ def training_memory(drafters: Mapping[str, Any]) -> Figure | None:
     if not found:
         return None
     figure, (left, right) = _axes(8.0, 3.0, ncols=2)
-    for series, style in zip(found.values(), _styles(found).values(), strict=True):
+    for series, style in zip(found.values(), _styles(found), strict=True):
         steps = [int(s) for s in series]
         left.plot(steps, [v["peak_mib"] / 1024 for v in series.values()], **style)
         right.plot(steps, [v["seconds_per_step"] for v in series.values()], **style)
@@ -255,13 +263,14 @@ def theory(entries: Sequence[Entry]) -> Figure | None:
     """Leviathan et al.: tokens a pass and speed-up of a chain by acceptance alpha, with our chains on the curves."""
     alpha = np.linspace(0.01, 0.99, 99)
     figure, (left, right) = _axes(8.0, 3.4, ncols=2)
-    for gamma, style in _styles(("2", "3", "5", "7")).items():
+    gammas = ("2", "3", "5", "7")
+    for gamma, style in zip(gammas, _styles(gammas), strict=True):
         expected = (1 - alpha ** (int(gamma) + 1)) / (1 - alpha)
         look = style | {"marker": "", "label": f"gamma {gamma}"}
         left.plot(alpha, expected, **look)
         right.plot(alpha, expected / (int(gamma) * 0.1 + 1), **look | {"label": f"gamma {gamma}, c 0.1"})
     chains = [e for e in entries if e.name.endswith("-chain") or e.name == "vanilla"]
-    for e, style in zip(chains, _styles(e.name for e in chains).values(), strict=True):
+    for e, style in zip(chains, _styles(_named(chains)), strict=True):
         mean = float(RATES["alpha"](e.totals.pooled()))
         left.plot(mean, e.summary.tau, **style | {"linestyle": ""})
         if e.summary.speed_up:
@@ -289,16 +298,19 @@ def draw_all(
     """Every figure that can be drawn, as PNG and SVG in a folder.
 
     Args:
-        entries: of the benchmark itself. everything: ablations too.
+        entries: of the benchmark itself, the target that matters most first. everything: ablations too.
 
     Returns:
         name -> what it shows, of those drawn.
     """
+    # Of several targets bars stand side by side; curves would hide each other and show the first target alone.
+    first = [e for e in entries if e.model == entries[0].model]
+    everything = [e for e in everything if not entries or e.model == entries[0].model]
     made = {
         "speed_up": (speed_up_bars(entries), "Speed-up by dataset"),
-        "step_alpha": (step_alphas(entries), "Acceptance by draft step"),
-        "tau_speed_up": (tau_against_speed_up(entries), "Accepting more against being faster"),
-        "time_split": (time_split(entries), "Where a cycle's time goes"),
+        "step_alpha": (step_alphas(first), "Acceptance by draft step"),
+        "tau_speed_up": (tau_against_speed_up(first), "Accepting more against being faster"),
+        "time_split": (time_split(first), "Where a cycle's time goes"),
         "head_share": (head_share(drafters), "The LM head's share of drafting"),
         "router_speed_up": (router_grid(everything, "speed_up"), "LM-head router: speed-up by groups and active groups"),
         "router_tau": (router_grid(everything, "tau"), "LM-head router: tau by groups and active groups"),

@@ -162,9 +162,12 @@ def training_lines(entries: list[Entry]) -> list[list[str]]:
     for e in entries:
         if e.weights.get("history"):
             groups.setdefault(json.dumps(e.weights, sort_keys=True), []).append(e)
-    return [
-        training_cells(", ".join(dict.fromkeys(e.summary.drafter for e in group)), group[0]) for group in groups.values()
-    ]
+    several = len({e.model for e in entries}) > 1
+    lines = []
+    for group in groups.values():
+        names = ", ".join(dict.fromkeys(e.summary.drafter for e in group))
+        lines.append(training_cells(f"{names} ({group[0].model})" if several else names, group[0]))
+    return lines
 
 
 def show(entries: list[Entry], console: Console | None = None) -> None:
