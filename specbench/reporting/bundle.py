@@ -57,8 +57,8 @@ class Report:
         self.problems = [f"{p}: the last row was cut off by a crash and is left out" for p in paths if cells.cut_off(p)]
         self.entries = cells.collect(paths, sources.results)
         main = [e for e in self.entries if "/" not in e.collection]
-        target, self.judged = _judged(main or self.entries)
-        self.main = sorted(main, key=lambda e: e.model != target)  # that target first
+        most, self.judged = _judged(main or self.entries)
+        self.main = sorted(main, key=lambda e: _where(e) != most)  # these first
         self.studies = [e for e in self.entries if "/" in e.collection]
         named = [*self.main, *(e for e in self.studies if "-" in e.name)]  # a study's plain names are not the drafters
         self.parts = [_part(caption, group) for caption, group in cells.groups(self.main).items()]
@@ -67,7 +67,7 @@ class Report:
         _, self.benchmarks = _measured(sources.results, "benchmarks.json")
         folder, self.drafters = _measured(sources.results, "drafters.json")
         listed = claims_listed(sources.claims, sources.chosen)
-        judged = [e for e in self.entries if e.model == target]
+        judged = [e for e in self.main if _where(e) == most] + [e for e in self.studies if e.model == most[0]]
         known = lru_cache(lambda dataset: claims.evidence(judged, dataset))
         self.verdicts = claims.ledger(listed, known, folder)
         measured = published.Measured.of(named)
@@ -167,15 +167,19 @@ class Report:
         return found
 
 
-def _judged(entries: Sequence[Entry]) -> tuple[str, str]:
-    """The target that claims are judged on, the one with most generations, and a sentence on it if there are others."""
-    generations: dict[str, int] = {}
+def _where(e: Entry) -> tuple[str, str, str]:
+    """What two drafters must have in common for one to be called better: target, precision, machine."""
+    return e.model, e.dtype, e.machine
+
+
+def _judged(entries: Sequence[Entry]) -> tuple[tuple[str, str, str], str]:
+    """Where claims are judged: where there are most generations; and a sentence on it if there are others."""
+    generations: dict[tuple[str, str, str], int] = {}
     for e in entries:
-        generations[e.model] = generations.get(e.model, 0) + e.summary.prompts
-    target = max(generations, key=lambda model: generations[model], default="")
-    others = [model for model in generations if model != target]
-    said = f"Judged on {target}, of which there are most rows; not on {', '.join(others)}." if others else ""
-    return target, said
+        generations[_where(e)] = generations.get(_where(e), 0) + e.summary.prompts
+    most = max(generations, key=lambda where: generations[where], default=("", "", ""))
+    others = "; ".join(", ".join(where) for where in generations if where != most)
+    return most, f"Judged on {', '.join(most)}, where most was decoded; not on {others}." if others else ""
 
 
 def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:
