@@ -37,8 +37,11 @@ def main(config: DictConfig) -> None:
         return
     report = Report(Sources(results, chosen=config.claims))
     tables.show(report.main)
+    failed: dict[str, list[str]] = {}
     for failure in report.failures:
-        print(f"FAILED {failure.drafter} on {failure.dataset}: {failure.error}")
+        failed.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset}")
+    for error, lost in failed.items():
+        print(f"FAILED {', '.join(lost)}: {error}")
     for problem in report.problems:
         print(problem)
     for part in report.parts:
