@@ -128,9 +128,8 @@ class Eagle(TrainedDrafter):
                 "vLLM's EAGLE has no fc.bias and would drop it silently; train without one (+drafter.bias=false) or use "
                 "format=sglang"
             )
-        tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
-        if server == "vllm":
-            del tensors["fc.bias"]
+        if server == "sglang":
+            tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
         config = served(llama_config(target, layers=1))
         kind = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[server]
         return tensors, config | {"architectures": [kind], "tie_word_embeddings": False}

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -113,6 +113,14 @@ class CellFailure:
             return cls(**json.loads(path.read_text()))
         except (TypeError, ValueError) as error:
             raise SpecBenchError(f"{path} does not say which cell failed ({error}); remove it") from error
+
+
+def by_error(failures: Iterable[CellFailure]) -> dict[str, list[str]]:
+    """The cells that each error cost, in order."""
+    found: dict[str, list[str]] = {}
+    for failure in failures:
+        found.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset}")
+    return found
 
 
 def identity(settings: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import hydra
 from omegaconf import DictConfig
 
 from specbench.errors import SpecBenchError, run_door, spoken
+from specbench.records import by_error
 from specbench.reporting import cells, tables, translate
 from specbench.reporting.bundle import Report, Sources
 
@@ -37,10 +38,7 @@ def main(config: DictConfig) -> None:
         return
     report = Report(Sources(results, chosen=config.claims))
     tables.show(report.main)
-    failed: dict[str, list[str]] = {}
-    for failure in report.failures:
-        failed.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset}")
-    for error, lost in failed.items():
+    for error, lost in by_error(report.failures).items():
         print(f"FAILED {', '.join(lost)}: {error}")
     for problem in report.problems:
         print(problem)

@@ -122,14 +122,13 @@ def _compile(backend: str, target: Any, drafter: Any) -> None:
 
 def _settle(config: DictConfig) -> None:
     """Write into the configuration what follows from the rest of it, so that headers say it."""
-    if config.model.get("weights") == "random":
-        return _assume(config)
-    if config.alpha is not None:
-        raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
     own, published = config.drafter.get("weights"), config.model.get("published") or {}
-    if config.checkpoint is None and own and not (PROJECT / own).exists():
+    if config.model.get("weights") == "random":
+        _assume(config)
+    elif config.alpha is not None:
+        raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
+    elif config.checkpoint is None and own and not (PROJECT / own).exists():
         config.checkpoint = published.get(config.drafter.name)
-    return None
 
 
 def _assume(config: DictConfig) -> None:

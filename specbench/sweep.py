@@ -15,7 +15,7 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.records import CellFailure
+from specbench.records import CellFailure, by_error
 
 failed: dict[str, list[str]] = {}  # cells by error, of the sweep that ended last in this process
 BEGUN, CELLS = "SPECBENCH_SWEEP_BEGUN", "SPECBENCH_SWEEP_CELLS"  # read by jobs, in this process or another
@@ -50,10 +50,8 @@ class Sweep(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Failures first, then how many cells there are."""
         begun, cells = float(os.environ.pop(BEGUN)), int(os.environ.pop(CELLS))
-        for path in sorted(Path(config.results).rglob("*.failed.json")):
-            if path.stat().st_mtime >= begun - 1:
-                failure = CellFailure.read(path)
-                failed.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset}")
+        paths = [p for p in sorted(Path(config.results).rglob("*.failed.json")) if p.stat().st_mtime >= begun - 1]
+        failed.update(by_error(map(CellFailure.read, paths)))
         for error, cells_of in failed.items():
             print(f"FAILED {', '.join(cells_of)}: {error}", file=sys.stderr)
         lost = sum(map(len, failed.values()))

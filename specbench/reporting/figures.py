@@ -58,7 +58,7 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
     found = [e for e in entries if e.name != BASELINE and e.summary.speed_up is not None]
     if not found:
         return None
-    decoded = _settings(found) if len(set(_settings(found))) > 1 else [e.dataset for e in found]
+    decoded = [setting or e.dataset for e, setting in zip(found, _settings(found), strict=True)]
     bars = {(e.name, setting): e for e, setting in zip(found, decoded, strict=True)}
     settings, names = _unique(decoded), _unique(e.name for e in found)
     figure, axes = _axes(max(5.0, 0.45 * len(names) * len(settings)))
