@@ -18,7 +18,7 @@ DRAFTERS ?= none,vanilla,eagle2
 BRIEF ?= vanilla,eagle2# trained a little before the benchmark, for none are shipped
 else
 # what was trained here, and what the target's configuration knows to be published
-HAVE := $(notdir $(wildcard drafters/weights/$(MODEL)/*))
+HAVE := $(notdir $(patsubst %/model.safetensors,%,$(wildcard drafters/weights/$(MODEL)/*/model.safetensors)))
 HAVE += $(shell sed -n '/^published:/,/^[a-z]*:/s/^  \([a-z0-9_]*\):.*/\1/p' conf/model/$(MODEL).yaml 2>/dev/null)
 DRAFTERS ?= none$(subst $(space),,$(addprefix $(comma),$(sort $(HAVE))))
 endif
@@ -26,6 +26,9 @@ DATASETS ?= mtbench
 RESULTS ?= results/local
 TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
 ROUTERS ?= eagle2_router,coral_router
+SCALE ?= small
+MISSING ?= true# false: train anew what is there
+JOBS ?= $(if $(filter gpu,$(SCALE)),4,1)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CHECKED := $(VENV)/.checked
@@ -35,7 +38,7 @@ CHECKED := $(VENV)/.checked
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
-	@echo 'variables: MODEL=$(MODEL) DRAFTERS=$(DRAFTERS) DATASETS=$(DATASETS) LIMIT=$(LIMIT) TOKENS=$(TOKENS)'
+	@echo 'variables: MODEL=$(MODEL) SCALE=$(SCALE) JOBS=$(JOBS) DRAFTERS=$(DRAFTERS) DATASETS=$(DATASETS) LIMIT=$(LIMIT) TOKENS=$(TOKENS)'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,9 +60,12 @@ bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
 report: $(READY) ## tables, figures, claims and report.html from the rows in RESULTS
 	$(BIN)/python -m specbench.report results=$(RESULTS)
 
-train: $(READY) ## train the drafters that MODEL has no weights for, after saying what it takes
-	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(TRAIN) train.missing=true
-	$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(ROUTERS) train=router train.missing=true
+train: $(READY) ## corpus, drafters and routers that MODEL has no weights for, JOBS at once; SCALE=gpu, MISSING=false
+	@echo $(subst $(comma), ,$(TRAIN)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
+		model=$(MODEL) train=$(SCALE) drafter=$$0 train.missing=$(MISSING) || exit 255'
+	@echo $(subst $(comma), ,$(ROUTERS)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
+		model=$(MODEL) train=router drafter=$$0 train.missing=$(MISSING) || exit 255'
+	$(BIN)/python -m specbench.report training=drafters/weights/$(MODEL)
 
 benchmarks: $(CHECKED) ## what the engine itself costs: benchmarks.json in results/local
 	$(BIN)/python tests/benchmarks.py results/local

@@ -7,8 +7,8 @@ that no shift between tokens and states is needed):
 
 While drafting, h_hat of a node joins the keys of its descendants (`concat`), or no node sees any but true states.
 
-Training (section 4): L = 10 SmoothL1(f, h_hat) + CE(p, p_hat), over windows of k positions with a random offset, the first
-half of it early, the second late.
+Training (section 4): L = 10 SmoothL1(f, h_hat) + CE(p, p_hat), over windows of k positions with a random offset, first in
+the early stage, then in the late one (A.3: ten epochs each). Noise N(0, 0.2) is added to the states that are keys (A.3).
 
     early   every query of a window sees the true states before the window, nothing of it (block attention)
     late    step i = 1 … s computes the i-th position of all windows at once, which sees the true states before its window
@@ -18,24 +18,33 @@ half of it early, the second late.
             x x x     |  . .   |                             the same, late, step 2:          x x x . .  +  p .
 
 Deviations and choices: RMSNorm on the embedding before Q and before the MLP, none on states, which are normed already,
-none on the output; RoPE with the query at n and keys at j; SwiGLU as in Llama (the paper leaves all of this open).
-Positions before the first whole window see everything before themselves. Losses are means over scored positions instead
-of sums over windows. Predicted states are detached, and each late step is recomputed in the backward pass, so that
-memory does not grow with s. The late window is s (the paper gives 4 and 3 for s, 5 for k).
+none on the output; RoPE with the query at n and keys at j; SwiGLU as in Llama (the paper leaves all of this open). Every
+query head has keys and values of its own (equation 2; the paper leaves out whether they are grouped): in the target's
+groups the output would hold no more than those few dimensions of a state, with the token alone in the residual. 0.2 is
+the noise's standard deviation; targets of the regression stay clean. Positions before the first whole window see everything
+before themselves. Losses are means over scored positions instead of sums over windows. Predicted states are detached, and
+each late step is recomputed in the backward pass, so that memory does not grow with s. The late window is s (the paper
+gives 4 and 3 for s, 5 for k).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from drafters.blocks import Teacher, TrainedDrafter, attend, llama_config, rotate, split_heads, window_mask
+from drafters.blocks import TrainedDrafter, attend, llama_config, noisy, rotate, split_heads
+from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.target import Target
+from specbench.errors import SpecBenchError
+
+STAGES = ("early", "late")
 
 
 class Beagle(TrainedDrafter):
@@ -44,11 +53,15 @@ class Beagle(TrainedDrafter):
     Args:
         name: as tables show it. growth: of its trees. weights: folder of trained weights.
         concat: nodes see the predicted states of their ancestors; False: true states only.
-        late_from: share of the training after which the late stage begins; above 1 never.
+        grouped: keys and values in the target's groups of heads; False: one pair for every query head (equation 2).
+        stage: of the training, `early` or `late`.
         window: k of the early stage. steps: s of the late stage.
         decreasing: late steps weigh s - i + 1; False: all alike, with the same sum.
+        noise: standard deviation of the normal noise on states while training.
         regression, classification: weights of the two loss terms.
     """
+
+    phased = ("stage", "window", "steps", "decreasing", "noise", "regression", "classification")
 
     def __init__(
         self,
@@ -56,21 +69,31 @@ class Beagle(TrainedDrafter):
         growth: Growth,
         weights: str | None = None,
         concat: bool = True,
-        late_from: float = 0.5,
+        grouped: bool = False,
+        stage: str = "early",
         window: int = 5,
         steps: int = 4,
         decreasing: bool = True,
+        noise: float = 0.2,
         regression: float = 10.0,
         classification: float = 1.0,
     ):
         super().__init__(name, growth, weights)
-        self.concat, self.late_from, self.window, self.steps = concat, late_from, window, steps
-        self.decreasing, self.regression, self.classification = decreasing, regression, classification
+        self.concat, self.grouped, self.window, self.steps = concat, grouped, window, steps
+        self.decreasing, self.noise = decreasing, noise
+        self.regression, self.classification = regression, classification
+        self.configure(stage=stage)
+
+    def configure(self, **options: Any) -> None:
+        super().configure(**options)
+        if self.stage not in STAGES:
+            raise SpecBenchError(f"drafter.stage={self.stage}: use {' or '.join(STAGES)}")
 
     def build(self, target: Target) -> None:
         config = llama_config(target, layers=1)
         width, self.head_dim = target.hidden_size, config.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads if self.grouped else self.heads
         self.embedding, self.head = target.embedding, target.head
         self.target_logits = target.logits
         self.query_norm = LlamaRMSNorm(width, config.rms_norm_eps)
@@ -134,27 +157,26 @@ class Beagle(TrainedDrafter):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens up to i and states before i predict f_i, in windows; one offset a batch."""
-        stage, window = (self.early, self.window) if batch.progress < self.late_from else (self.late, self.steps)
+        stage, window = (self.early, self.window) if self.stage == "early" else (self.late, self.steps)
         return stage(batch, window, int(torch.randint(window, ())))
 
     def early(self, batch: Batch, window: int, offset: int) -> dict[str, Tensor]:
         """Block attention over true states; see `Teacher` for the objective."""
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        keys, values = self.keys_values(batch.states, positions)
-        mask = window_mask(batch.tokens.shape[1], window, offset, batch.tokens.device)
-        predicted = self.network(batch.tokens, positions, keys, values, mask[None])
+        keys, values = self.keys_values(noisy(batch.states, self.noise, "normal", batch), batch.positions)
+        mask = early_mask(batch, window, offset)
+        predicted = self.network(batch.tokens, batch.positions, keys, values, mask)
         return Teacher(batch, self.head).loss(predicted, self.regression, self.classification)
 
     def late(self, batch: Batch, steps: int, offset: int) -> dict[str, Tensor]:
         """The loss of every simulated step, earlier steps counting more; step 1's metrics are logged."""
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
-        for step, (queries, predicted) in enumerate(self.simulate(batch.tokens, batch.states, steps, offset)):
+        for step, (rows, places, predicted) in enumerate(self.simulate(batch, steps, offset)):
             part = Batch(
-                tokens=batch.tokens[:, queries],
-                states=batch.states[:, queries],
-                valid=batch.valid[:, queries],
-                scored=batch.scored[:, queries],
+                tokens=batch.tokens[rows, places],
+                states=batch.states[rows, places],
+                valid=batch.valid[rows, places],
+                scored=batch.scored[rows, places],
                 vocabulary=batch.vocabulary,
             )
             if part.scored.any():
@@ -164,39 +186,82 @@ class Beagle(TrainedDrafter):
                 logged = logged or metrics
         return logged | {"loss": total}
 
-    def simulate(self, tokens: Tensor, states: Tensor, steps: int, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def simulate(self, batch: Batch, steps: int, offset: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Predict all windows position by position, each from what the steps before predicted.
 
-        Args:
-            tokens: [B, T]. states: [B, T, D] true ones.
-
         Yields:
-            Per step: the positions [Q] it predicts, one of every window, and h_hat [B, Q, D] there.
+            Per step: the rows [M] and places [M] it predicts, one of every window, and h_hat [M, D] there.
         """
-        device, length = tokens.device, tokens.shape[1]
-        positions = torch.arange(length, device=device).expand_as(tokens)
-        true = self.keys_values(states, positions)
-        simulated = torch.zeros_like(states)  # the one predicted half, written in place
-        masks = late_mask(length, steps, offset, device)
+        tokens, positions = batch.tokens, batch.positions
+        true = self.keys_values(noisy(batch.states, self.noise, "normal", batch), positions)
+        simulated = torch.zeros_like(batch.states)  # the one predicted half, written in place
+        masks = late_mask(batch, steps, offset)
+        index = positions - window_starts(positions, steps, offset)  # [B, T] 0 is predicted first
 
-        def predict(queries: Tensor) -> Tensor:
+        def predict(queries: Tensor) -> Tensor:  # [B, Q] places -> [B, Q, D]
             predicted = self.keys_values(simulated, positions)
             keys, values = (torch.cat(pair, 2) for pair in zip(true, predicted, strict=True))
-            return self.network(tokens[:, queries], positions[:, queries], keys, values, masks[queries][None])
+            seen = masks.take_along_dim(queries[:, :, None], 1)
+            return self.network(tokens.gather(1, queries), positions.gather(1, queries), keys, values, seen)
 
-        for step in range(min(steps, length - offset)):
-            queries = torch.arange(offset + step, length, steps, device=device)
-            if step == 0:
-                queries = torch.cat([torch.arange(offset, device=device), queries])  # those before the first window
+        for step in range(int(index.max()) + 1):
+            due = index == step
+            most = int(due.sum(1).max())  # packed rows may have fewer: filled up with others, which are dropped
+            queries = due.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+            own = due.gather(1, queries)
             # Recomputed in the backward pass, from what is then a fuller `simulated`: the mask hides the rest of it.
-            predicted = checkpoint(predict, queries, use_reentrant=False)
-            simulated[:, queries] = predicted.detach()
-            yield queries, predicted
+            predicted = checkpoint(predict, queries, use_reentrant=False)[own]
+            rows, places = own.nonzero()[:, 0], queries[own]
+            simulated[rows, places] = predicted.detach()
+            yield rows, places, predicted
+
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Step j at place i sees the true states up to i - j and, at i - j + m, what step m predicted there.
+
+        Step 3, T = 5, rows are queries:   true states   step 1       step 2
+                                           . . . . .    . . . . .    . . . . .
+                                           . . . . .    . . . . .    x . . . .
+                                           . . . . .    x . . . .    . x . . .
+                                           x . . . .    . x . . .    . . x . .
+                                           x x . . .    . . x . .    . . . x .
+        """
+        positions = batch.positions
+        behind = positions[:, :, None] - positions[:, None, :]  # [B, T, T] how far a key lies behind a query
+        keys, values = self.keys_values(batch.states, positions)
+        for step in range(1, steps + 1):
+            own = [behind == step - earlier for earlier in range(1, step)] if self.concat else []
+            mask = batch.within(torch.cat([behind >= step, *own], -1))
+            predicted = self.network(batch.tokens, positions, keys, values, mask)
+            yield partial(self._best, predicted)
+            if self.concat:
+                more = self.keys_values(predicted, positions)
+                keys, values = (torch.cat(pair, 2) for pair in zip((keys, values), more, strict=True))
+
+    def _best(self, predicted: Tensor, places: Tensor) -> Tensor:
+        return self.target_logits(predicted[places]).argmax(-1)
 
 
-def late_mask(length: int, window: int, offset: int, device: torch.device | None = None) -> Tensor:
-    """[T, 2 T] bool: true states as in `window_mask`, then predicted ones of the same window, strictly before."""
-    row = torch.arange(length, device=device)
-    true = window_mask(length, window, offset, device)
-    before = row[None, :] < row[:, None]
-    return torch.cat([true, before & ~true], 1)
+def window_starts(positions: Tensor, window: int, offset: int) -> Tensor:
+    """The first position of each one's window; before the first whole window, of a window of its own. [B, T] -> [B, T]"""
+    return torch.where(positions < offset, positions, positions - (positions - offset) % window)
+
+
+def early_mask(batch: Batch, window: int, offset: int) -> Tensor:
+    """[B, T, T] bool: a query sees the states before its window, of its own sequence.
+
+    length 6, window 2, offset 1      . . . . . .
+                                      x . . . . .
+                                      x . . . . .
+                                      x x x . . .
+                                      x x x . . .
+                                      x x x x x .
+    """
+    starts = window_starts(batch.positions, window, offset)
+    return batch.within(batch.positions[:, None, :] < starts[:, :, None])
+
+
+def late_mask(batch: Batch, window: int, offset: int) -> Tensor:
+    """[B, T, 2 T] bool: true states as in `early_mask`, then predicted ones of the same window, strictly before."""
+    true = early_mask(batch, window, offset)
+    before = batch.positions[:, None, :] < batch.positions[:, :, None]
+    return torch.cat([true, batch.within(before) & ~true], -1)

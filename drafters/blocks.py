@@ -1,5 +1,6 @@
-"""What trained drafters share: binding to a target, weights, growing a tree from `expand`, the distillation loss."""
+"""What trained drafters share: binding to a target, weights, growing a tree from `expand`, noise, attention."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
-from specbench.engine.interface import Batch, DraftTree, Sampler, Taps
+from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, Taps
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
+
+NOISES = ("uniform", "authors", "normal")  # see `noisy`
 
 
 class TrainedDrafter(nn.Module):
@@ -28,9 +31,11 @@ class TrainedDrafter(nn.Module):
         checkpoint: weights in their authors' layout instead, set before `bind`.
         provenance: where the loaded weights come from.
         compiled: names of the functions that `compile_network` compiles.
+        phased: options of the objective that may change from phase to phase of a training.
     """
 
     compiled: tuple[str, ...] = ("network",)
+    phased: tuple[str, ...] = ()
 
     taps = Taps()
 
@@ -103,6 +108,32 @@ class TrainedDrafter(nn.Module):
         """The training objective of the method's paper: `loss`, and what else is worth logging."""
         raise TypeError(f"{type(self).__name__} has no training objective")
 
+    def configure(self, **options: Any) -> None:
+        """Change options of the objective, as a phase of a training asks for.
+
+        Raises:
+            SpecBenchError: an option that is not one of `phased`.
+        """
+        for name, value in options.items():
+            if name not in self.phased:
+                known = f"it has {', '.join(self.phased)}" if self.phased else "it has none"
+                raise SpecBenchError(f"drafter={self.name}: `{name}` is no option that a phase may change; {known}")
+            setattr(self, name, value)
+
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Greedy chains from every position at once, where drafted tokens are known to be the text's own.
+
+        At place i step j = 1 … steps knows tokens up to i and the target's states up to i - j, so it is the j-th draft
+        of a chain whose root is token i - j + 1, and it is about token i + 1. Places i < j mean nothing.
+
+        Yields:
+            Per step a function: places [B, T] bool -> the ids [M] drafted there.
+
+        Raises:
+            NoShortcut: this drafter can only be replayed cycle by cycle.
+        """
+        raise NoShortcut(self.name)
+
     def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]]) -> Any:
         """What a method measures on held-out answers when training is over; kept with the weights, None for nothing.
 
@@ -151,41 +182,34 @@ def served(config: Any) -> dict[str, Any]:
     return said
 
 
-class Teacher:
-    """The target where a batch is scored, and EAGLE's objective against it, also Beagle's, HASS's and MoA's.
+def likeliest(states: Tensor, logits: Callable[[Tensor], Tensor], rows: int = 256) -> Tensor:
+    """The best id of every state, a few rows of logits at a time. [M, D] -> [M]"""
+    return torch.cat([logits(part).argmax(-1) for part in states.split(rows)])
 
-    loss = regression * SmoothL1(f, f_hat) + classification * CE(softmax(head(f)), softmax(head(f_hat)))
-           + topk_weight * TopK, HASS's cross-entropy over the target's `topk` likeliest ids alone, not renormalised
 
-    With `batch.vocabulary` both softmaxes run over those ids alone (not in any paper: it saves most of a small machine's
-    training time, and the last steps should run without it).
+def chooser(states: Tensor, logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A step of `drafts` from the states [B, T, D] that the head is to read there."""
+    return lambda places: likeliest(states[places], logits)
+
+
+def noisy(states: Tensor, noise: float, law: str, batch: Batch) -> Tensor:
+    """Input states with noise: a copy, what is to be predicted stays clean.
+
+    Args:
+        states: [B, S, D], the first S of the batch's places.
+        law: `uniform`, U(-noise, noise) as EAGLE's paper says; `authors`, that times 512 / length of the sequence as
+            EAGLE's code does; `normal`, N(0, noise) in standard deviations, as Beagle's paper says.
     """
-
-    def __init__(self, batch: Batch, head: nn.Linear):
-        self.scored, self.states = batch.scored, batch.states[batch.scored]  # [M, D]
-        self.rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]
-        with torch.no_grad():
-            logits = F.linear(self.states, self.rows).float()
-            self.best, self.p = logits.argmax(-1), logits.softmax(-1)
-
-    def loss(
-        self, predicted: Tensor, regression: float, classification: float, topk: int = 0, topk_weight: float = 0.0
-    ) -> dict[str, Tensor]:
-        """predicted: [B, T, D] f_hat of the batch's states -> loss, its two parts, and how often the argmax agrees."""
-        guess = predicted[self.scored]  # [M, D]
-        log_q = F.linear(guess, self.rows).float().log_softmax(-1)
-        cross_entropy = -(self.p * log_q).sum(-1).mean()
-        smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float())
-        loss = regression * smooth_l1 + classification * cross_entropy
-        if topk_weight:
-            mass, ids = self.p.topk(topk, dim=-1)
-            loss = loss - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1).mean()
-        return {
-            "loss": loss,
-            "regression": smooth_l1.detach(),
-            "classification": cross_entropy.detach(),
-            "agreement": (log_q.argmax(-1) == self.best).float().mean(),
-        }
+    if not noise:
+        return states
+    if law == "normal":
+        return states + torch.randn_like(states) * noise
+    drawn = (torch.rand_like(states) * 2 - 1) * noise
+    if law == "uniform":
+        return states + drawn
+    begins = torch.zeros_like(batch.tokens) if batch.starts is None else batch.starts
+    lengths = torch.zeros_like(begins).scatter_add(1, begins, batch.valid.long()).gather(1, begins)  # [B, T]
+    return states + drawn * (512 / lengths[:, : states.shape[1], None].clamp(min=1)).to(states)
 
 
 def behind(prefix: int, n: int, device: torch.device) -> Tensor | None:
@@ -220,18 +244,3 @@ def rotate(x: Tensor, rotary: nn.Module, positions: Tensor) -> Tensor:
     """Rotary position embedding of queries or keys. x [B, H, T, Dh], positions [B, T]"""
     cos, sin = rotary(x, positions)
     return apply_rotary_pos_emb(x, x, cos, sin)[0]
-
-
-def window_mask(length: int, window: int, offset: int, device: torch.device | None = None) -> Tensor:
-    """[T, T] bool: position i sees states before its window; before the first window, states before itself.
-
-    length 6, window 2, offset 1      . . . . . .
-                                      x . . . . .
-                                      x . . . . .
-                                      x x x . . .
-                                      x x x . . .
-                                      x x x x x .
-    """
-    row = torch.arange(length, device=device)
-    start = torch.where(row < offset, row, row - (row - offset) % window)
-    return torch.arange(length, device=device)[None, :] < start[:, None]

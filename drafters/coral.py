@@ -10,12 +10,15 @@ same position in earlier steps and in the target; t = 0.07. The objective of eac
 
     L = 0.5 SmoothL1 + 0.1 CE + w_csra L_csra,    w_csra such that its term is as large as the regression term
 
-Decoding is EAGLE-2's. The LM-head router, the paper's second stage, is a drafter of its own: see `drafters.router`.
+The contrast is between steps: where there is but one (`steps=1`, as in a training's first phase) it is left out, at no
+cost, like with `csra_weight=0`. Decoding is EAGLE-2's. The LM-head router, the paper's second stage, is a drafter of its
+own: see `drafters.router`.
 
 Deviations and choices (the paper's mathematics survives only in words): positives are averaged outside the logarithm;
 step j is compared with steps before it only, whose outputs are detached; padding and unscored positions are left out;
 M positions are drawn per step, since the matrix grows with their square; the balance is kept in every step instead of
-being set once by hand (w_csra = term of regression / L_csra, no gradient through it), unless `csra_weight` fixes it.
+being set once by hand (w_csra = term of regression / L_csra, no gradient through it), unless `csra_weight` fixes it; all
+steps weigh alike (the paper does not say).
 """
 
 from typing import Any
@@ -24,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.blocks import Teacher
 from drafters.eagle import following
 from drafters.hass import Hass
+from drafters.teacher import Teacher
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch
 
@@ -40,6 +43,8 @@ class Coral(Hass):
         others: as for `Hass`.
     """
 
+    phased: tuple[str, ...] = (*Hass.phased, "csra_weight", "step_regression")
+
     def __init__(
         self,
         name: str,
@@ -49,34 +54,37 @@ class Coral(Hass):
         samples: int = 512,
         csra_weight: float | None = None,
         step_regression: float = 0.5,
+        beta: float = 1.0,
         topk_weight: float = 0.0,
         **hass: Any,
     ):
-        super().__init__(name, growth, weights, topk_weight=topk_weight, **hass)
+        super().__init__(name, growth, weights, beta=beta, topk_weight=topk_weight, **hass)
         self.temperature, self.samples, self.csra_weight = temperature, samples, csra_weight
         self.step_regression = step_regression
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        if batch.progress < self.align_from:
-            return super().loss(batch)
+        """The sum over steps; what is logged beside it is step 1's."""
         truth, weight = following(batch), 1.0
-        teacher = Teacher(truth, self.head)
+        teacher = Teacher(truth, self.head, uses=self.steps)
+        contrasted = self.steps > 1 and self.csra_weight != 0
         places = truth.scored.nonzero()  # [P, 2]
         places = places[torch.randperm(len(places), device=places.device)[: self.samples]]
         views = [truth.states[places[:, 0], places[:, 1]]]  # [M, D] each: the target's, then each earlier step's
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
-        for predicted in self.aligned(self.noisy(batch.states[:, :-1]), batch.tokens[:, 1:]):
+        for predicted in self.aligned(self.noisy(batch), batch, self.steps):
             terms = self.step_regression, self.classification, self.topk, self.topk_weight
             metrics = teacher.loss(predicted, *terms)
-            current = predicted[places[:, 0], places[:, 1]]
-            contrast = csra(current, views, self.temperature)
-            balanced = self.step_regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
-            share = balanced if self.csra_weight is None else self.csra_weight
-            total = total + weight * (metrics["loss"] + share * contrast)
-            weight *= self.beta
-            views.append(current.detach())
-            logged = logged or metrics | {"csra": contrast.detach()}
+            loss = metrics["loss"]
+            if contrasted:
+                current = predicted[places[:, 0], places[:, 1]]
+                contrast = csra(current, views, self.temperature)
+                views.append(current.detach())
+                balanced = self.step_regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
+                loss = loss + (balanced if self.csra_weight is None else self.csra_weight) * contrast
+                metrics["csra"] = contrast.detach()
+            total, weight = total + weight * loss, weight * self.beta
+            logged = logged or metrics
         return logged | {"loss": total}
 
 

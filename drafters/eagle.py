@@ -10,6 +10,19 @@ the target's frozen embedding and LM head. While drafting, f_hat takes the place
 
 Training (EAGLE, section 4.2): L = SmoothL1(f, f_hat) + 0.1 CE(p, p_hat), uniform noise on the input states.
 
+Later draft passes read f_hat where a state is not known yet. `aligned` computes them for all positions of a text at once,
+which HASS trains on, and which says what a chain from every position would draft. The input states of pass j are
+
+    pass 1   f^(1)_i = f_i                        the target's
+    pass j   f^(j)_i = f_hat^(j-1)_i, detached    the drafter's own prediction of f_i, made by pass j - 1
+
+and a query at position r looks at the target's states up to r - (j - 1), then at one state of each pass in between, and
+at its own,
+
+    keys seen by row r of pass 3      f^(1)_1 … f^(1)_{r-2}   f^(2)_{r-1}   f^(3)_r
+
+always with RoPE at the key's own position. A sequence's first position has no prediction: it keeps the target's state.
+
 EAGLE-1 decodes with a static tree, EAGLE-2 with a dynamic one: the same weights, another `growth`.
 
 `inputs` selects what a pair holds, for the comparison of EAGLE's Figure 10: `shifted` (above), `unshifted` (f_i; t_i),
@@ -17,17 +30,22 @@ EAGLE-1 decodes with a static tree, EAGLE-2 with a dynamic one: the same weights
 f_i: all children of a node expand alike.
 
 Deviations and choices: the position of a pair is that of its state (official code); the concatenation puts the
-embedding first (official code); noise is U(-noise, noise) as in the paper, whatever the sequence length.
+embedding first (official code); noise is U(-noise, noise) as in the paper, whatever the sequence length, unless
+`noise_law` says otherwise; fc starts at random in both halves, which hears little of embeddings that are much smaller than
+states, unless `balanced_start` makes up for it (not in the paper).
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.blocks import Teacher, TrainedDrafter, behind, llama_config, served
+from drafters.blocks import NOISES, TrainedDrafter, behind, chooser, llama_config, noisy, served
+from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
@@ -35,7 +53,7 @@ from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
 
-ORDER_TOKENS = 24  # of the target's own text, enough to see which half of fc is which
+OWN_TOKENS = 24  # of the target's own text, enough to see which half of fc is which, and how large states are
 INPUTS = ("shifted", "unshifted", "feature", "token")
 
 
@@ -47,10 +65,13 @@ class Eagle(TrainedDrafter):
         growth: static tree for EAGLE-1, dynamic for EAGLE-2.
         weights: folder of trained weights.
         regression, classification: weights of the two loss terms.
-        noise: half-width of the uniform noise on input states while training.
+        noise: half-width of the uniform noise on input states while training; noise_law: see `blocks.noisy`.
         inputs: `shifted`, or an ablation: `unshifted`, `feature`, `token`.
         bias: the fully connected layer carries one (official code); vLLM serves heads without it only.
+        balanced_start: the initial fc hears embeddings as loudly as states, however much smaller they are.
     """
+
+    phased: tuple[str, ...] = ("regression", "classification", "noise")
 
     def __init__(
         self,
@@ -60,14 +81,19 @@ class Eagle(TrainedDrafter):
         regression: float = 1.0,
         classification: float = 0.1,
         noise: float = 0.1,
+        noise_law: str = "uniform",
         inputs: str = "shifted",
         bias: bool = True,
+        balanced_start: bool = False,
     ):
         super().__init__(name, growth, weights)
         if inputs not in INPUTS:
             raise SpecBenchError(f"drafter.inputs={inputs}: use {', '.join(INPUTS)}")
-        self.inputs, self.bias = inputs, bias
-        self.regression, self.classification, self.noise = regression, classification, noise
+        if noise_law not in NOISES:
+            raise SpecBenchError(f"drafter.noise_law={noise_law}: use {', '.join(NOISES)}")
+        self.inputs, self.bias, self.balanced_start = inputs, bias, balanced_start
+        self.regression, self.classification = regression, classification
+        self.noise, self.noise_law = noise, noise_law
 
     def build(self, target: Target) -> None:
         config = llama_config(target, layers=1)
@@ -79,6 +105,16 @@ class Eagle(TrainedDrafter):
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.rotary = LlamaRotaryEmbedding(config)
         self.cache = KVCache(1, 0)
+        if self.balanced_start and parts == 2 and self.weights is None and self.checkpoint is None:
+            self._balance(target)
+
+    def _balance(self, target: Target) -> None:
+        """Scale the embedding's half of fc by what states are larger, measured on the target's own text."""
+        tokens = target.greedy(target.stop_ids[:1] or (0,), OWN_TOKENS)  # [1, T]
+        states, _, _ = target.tapped(tokens, Taps())
+        loudness = [x.float().pow(2).mean().sqrt() for x in (states, self.embedding(tokens))]
+        with torch.no_grad():
+            self.fc.weight[:, : target.hidden_size] *= float(loudness[0] / loudness[1])
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
@@ -103,16 +139,18 @@ class Eagle(TrainedDrafter):
 
     def check(self, checkpoint: Checkpoint, target: Target) -> None:
         """Both halves of fc have the same shape: the order that agrees with the target's own text is the right one."""
-        tokens = target.greedy(target.stop_ids[:1] or (0,), ORDER_TOKENS)  # [1, T]
+        tokens = target.greedy(target.stop_ids[:1] or (0,), OWN_TOKENS)  # [1, T]
         states, _, _ = target.tapped(tokens, Taps())
+        everywhere = torch.ones_like(tokens, dtype=torch.bool)
+        text = Batch(tokens, states, everywhere, everywhere)
         best = target.logits(states[:, 1:]).argmax(-1)
         agree = []
         with torch.no_grad():
             for _ in range(2):  # as it is, then the other way round
-                predicted = self.target_logits(self.predict(states[:, :-1], tokens)).argmax(-1)
+                predicted = self.target_logits(self.predict(states[:, :-1], text)).argmax(-1)
                 agree.append(int((predicted == best).sum()))
                 self.fc.weight.copy_(torch.cat(self.fc.weight.chunk(2, 1)[::-1], 1))
-        if agree[1] > agree[0] + ORDER_TOKENS // 4:
+        if agree[1] > agree[0] + OWN_TOKENS // 4:
             raise checkpoint.refuse(
                 f"its fc takes (state, embedding) where EAGLE's takes (embedding, state): {agree[1]} against {agree[0]} of "
                 f"{best.numel()} tokens agree the other way round; swap the halves of fc.weight"
@@ -185,30 +223,72 @@ class Eagle(TrainedDrafter):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `Teacher` for the objective."""
-        predicted = self.predict(self.noisy(batch.states[:, :-1]), batch.tokens)
+        predicted = self.predict(self.noisy(batch), batch)
         return Teacher(following(batch), self.head).loss(predicted, self.regression, self.classification)
 
-    def teacher_forced(self, batch: Batch) -> tuple[Tensor, Batch]:
-        """f_hat [B, T - 1, D] from the target's own clean states, and what it was to predict."""
-        return self.predict(batch.states[:, :-1], batch.tokens), following(batch)
+    def predict(self, states: Tensor, batch: Batch) -> Tensor:
+        """f_hat of all pairs of a batch, of which its states are not read. states [B, T - 1, D] -> [B, T - 1, D]"""
+        return next(self.aligned(states, batch, steps=1))
 
-    def predict(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """f_hat of all pairs of B sequences. states [B, T - 1, D], tokens [B, T] -> [B, T - 1, D]"""
-        tokens = tokens[:, :-1] if self.inputs == "unshifted" else tokens[:, 1:]
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return self.network(states, tokens, positions, None, None)
+    def aligned(self, states: Tensor, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """f_hat of all pairs in each of `steps` draft passes in turn. states [B, T - 1, D] -> steps times [B, T - 1, D]"""
+        pairs = following(batch)
+        tokens, positions = pairs.tokens, pairs.positions
+        if self.inputs == "unshifted":
+            tokens = batch.tokens[:, :-1]
+        first = (positions == 0)[..., None]
+        cache = DynamicCache() if steps > 1 else None  # it lays the keys of all passes end to end
+        predicted = states
+        for step in range(1, steps + 1):
+            if step > 1:
+                states = torch.where(first, states, behind_one(predicted[:, :-1].detach()))
+            mask = None  # plainly causal
+            if step > 1 or batch.starts is not None:
+                mask = pairs.within(step_mask(step, tokens.shape[1], tokens.device))[:, None]
+            predicted = self.network(states, tokens, positions, mask, cache)
+            yield predicted
 
-    def noisy(self, states: Tensor) -> Tensor:
-        """Input states with uniform noise: a copy, the targets stay clean."""
-        return states + (torch.rand_like(states) * 2 - 1) * self.noise
+    def noisy(self, batch: Batch) -> Tensor:
+        """The pairs' states, with noise. [B, T - 1, D]"""
+        return noisy(batch.states[:, :-1], self.noise, self.noise_law, batch)
+
+    def draft_states(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """f_hat [B, T, D] of f_i in the place of f_i, as each draft pass of a chain has it; the first means nothing."""
+        return map(behind_one, self.aligned(batch.states[:, :-1], batch, steps))
+
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        for states in self.draft_states(batch, steps):
+            yield chooser(states, self.target_logits)
+
+
+def behind_one(x: Tensor) -> Tensor:
+    """Every position moved one on, zeros first. [B, T, D] -> [B, T + 1, D]"""
+    return F.pad(x, (0, 0, 1, 0))
 
 
 def following(batch: Batch) -> Batch:
-    """What pair i is to predict: everything one position on."""
+    """What pair i is to predict: everything one position on. A pair stands in the sequence of its state."""
+    same = batch.together(1)
     return Batch(
         tokens=batch.tokens[:, 1:],
         states=batch.states[:, 1:],
-        valid=batch.valid[:, 1:],
-        scored=batch.scored[:, 1:],
+        valid=same,
+        scored=batch.scored[:, 1:] & same,
         vocabulary=batch.vocabulary,
+        starts=None if batch.starts is None else batch.starts[:, :-1],
     )
+
+
+def step_mask(step: int, length: int, device: torch.device | None = None) -> Tensor:
+    """Which keys a query of pass j sees: [T, j * T] bool, the keys of pass 1 first.
+
+    Pass 3, T = 4, rows are queries:   f^(1)    f^(2)    f^(3)
+                                       . . . .  . . . .  x . . .
+                                       . . . .  x . . .  . x . .
+                                       x . . .  . x . .  . . x .
+                                       x x . .  . . x .  . . . x
+    """
+    row = torch.arange(length, device=device)[:, None]
+    column = torch.arange(length, device=device)[None, :]
+    own = [column == row - (step - source) for source in range(2, step + 1)]
+    return torch.cat([column <= row - (step - 1), *own], 1)

@@ -11,19 +11,25 @@ Training (Medusa, section 2.2.1): L = sum_k lambda^k CE(t_{t+k+1}, p^(k)), hard 
 (section 2.3.3) is chosen greedily from each head's accuracy by rank; measuring that is the last step of training.
 
 Deviations and choices: W2 is the target's frozen LM head (official legacy trainer), since five heads of their own would
-outweigh the default target; `head_per_level` gives each head its own, initialised from the target's (paper). W1 and its
-bias start at zero (the official code leaves the bias random), so that training starts at the target's own prediction.
-With a confined vocabulary, positions whose label lies outside it do not count.
+outweigh the default target; `head_per_level` gives each head its own, initialised from the target's (paper); between the
+two, `head_rank=r` (ours) gives each the target's head and a trained correction of rank r, W2^(k) = W2 + B^(k) A^(k), with B
+zero at first: r = 12 on the default target is 6 MB for five heads. W1 and its bias start at zero (the official code leaves
+the bias random), so that training starts at the target's own prediction. A position counts if all tokens drafted from it,
+up to the label, are an answer's (the official code asks that of the label alone, so that a head may look from one turn's
+answer across a short question into the next). With a confined vocabulary, positions whose label lies outside it do not
+count.
 """
 
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.blocks import TrainedDrafter
+from drafters.blocks import TrainedDrafter, likeliest
 from specbench.engine.grow import Calibrated, Growth
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.target import Target
@@ -51,7 +57,10 @@ class Medusa(TrainedDrafter):
         weights: folder of trained weights.
         heads: K. layers: residual blocks a head.
         decay: lambda. head_per_level: each head has its own output layer instead of the target's.
+        head_rank: rank of what each head adds to the target's output layer, 0 for nothing.
     """
+
+    phased: tuple[str, ...] = ("decay",)
 
     def __init__(
         self,
@@ -62,10 +71,13 @@ class Medusa(TrainedDrafter):
         layers: int = 1,
         decay: float = 0.8,
         head_per_level: bool = False,
+        head_rank: int = 0,
     ):
         super().__init__(name, growth, weights)
+        if head_per_level and head_rank:
+            raise SpecBenchError(f"drafter.head_rank={head_rank} corrects the target's head; leave out head_per_level")
         self.heads, self.layers, self.decay, self.head_per_level = heads, layers, decay, head_per_level
-        self.passes = 1
+        self.head_rank, self.passes = head_rank, 1
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -93,6 +105,13 @@ class Medusa(TrainedDrafter):
         for output in outputs:
             output.load_state_dict({"weight": target.head.weight})
         self.outputs = nn.ModuleList(outputs)
+        rank = self.head_rank
+        self.corrections = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, target.vocab_size, bias=False))
+            for _ in range(self.heads if rank else 0)
+        )
+        for correction in self.corrections:
+            nn.init.zeros_(correction[1].weight)  # type: ignore[index]
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
@@ -105,6 +124,7 @@ class Medusa(TrainedDrafter):
         self.heads = 1 + max(int(p["head"]) for p in blocks)
         self.layers = 1 + max(int(p["block"]) for p in blocks)
         self.head_per_level = len(places) > len(blocks) and not checkpoint.config.get("original_lm_head", False)
+        self.head_rank = 0
 
     def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         """`k.i.linear.*` of block i of head k, `k.L.weight` of its output layer if it has its own; or vLLM's names."""
@@ -126,16 +146,22 @@ class Medusa(TrainedDrafter):
         return named, used
 
     def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """vLLM's names. It keeps no head of the target's for Medusa: heads that share it carry a copy."""
+        """vLLM's names. It keeps no head of the target's for Medusa: heads that share it carry a copy, or one each."""
         if server != "vllm":
             return super().publish(server, target)
         tensors = {}
         for name, tensor in trained(self).items():
-            _, head, *rest = name.split(".")
-            block = name.startswith("blocks")
-            tensors[f"blocks.{head}.layers.{'.'.join(rest)}" if block else f"lm_heads.{head}.weight"] = tensor
-        if not self.head_per_level:
-            tensors["lm_heads.0.weight"] = self.head.weight.detach()
+            part, head, *rest = name.split(".")
+            if part == "blocks":
+                tensors[f"blocks.{head}.layers.{'.'.join(rest)}"] = tensor
+            elif part == "outputs":
+                tensors[f"lm_heads.{head}.weight"] = tensor
+        shared = self.head.weight.detach()
+        correction: Any
+        for level, correction in enumerate(self.corrections):
+            tensors[f"lm_heads.{level}.weight"] = shared + correction[1].weight.detach() @ correction[0].weight.detach()
+        if not self.head_per_level and not self.head_rank:
+            tensors["lm_heads.0.weight"] = shared
         return tensors, {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -145,7 +171,7 @@ class Medusa(TrainedDrafter):
             "num_heads": self.heads,
             "num_hidden_layers": self.layers,
             "medusa_fc_bias": True,
-            "original_lm_head": not self.head_per_level,
+            "original_lm_head": not self.head_per_level and not self.head_rank,
         }
 
     def network(self, states: Tensor, level: int) -> Tensor:
@@ -164,8 +190,10 @@ class Medusa(TrainedDrafter):
         last = torch.stack([self.network(states.last[-1], level) for level in range(self.heads)])  # [K, D]
         if self.head_per_level:
             self.levels = torch.stack([o(x) for o, x in zip(self.outputs, last, strict=True)])
-        else:
-            self.levels = self.target_logits(last)  # [K, V]
+            return
+        self.levels = self.target_logits(last)  # [K, V]
+        if self.head_rank:
+            self.levels = self.levels + torch.stack([c(x) for c, x in zip(self.corrections, last, strict=True)])
 
     def root_logits(self) -> Tensor:
         return self.levels[0]
@@ -175,28 +203,54 @@ class Medusa(TrainedDrafter):
 
     # Training -----------------------------------------------------------------------------------------------------------
 
+    def output(self, hidden: Tensor, level: int, ids: Tensor | None = None) -> Tensor:
+        """Logits of head `level` (from 0) over some ids, or all, from what `network` made of states. [M, D] -> [M, K]"""
+        rows: Any
+        if ids is None and not self.head_per_level:
+            logits = self.target_logits(hidden)
+        else:
+            rows = self.outputs[level].weight if self.head_per_level else self.head.weight
+            logits = F.linear(hidden, rows if ids is None else rows[ids])
+        if not self.head_rank:
+            return logits
+        correction: Any = self.corrections[level]
+        rows = correction[1].weight
+        return logits + F.linear(correction[0](hidden), rows if ids is None else rows[ids])
+
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """Head k at state i predicts token i + k + 1, if that token's own state counts. `agreement` is head 1's."""
+        """Head k at state i predicts token i + k + 1; `agreement` is head 1's."""
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
+        counts = batch.scored[:, 1:]  # [B, T - ahead] by state: do all tokens drafted from it, up to the label, count?
         for level in range(self.heads):
             ahead = level + 2  # head k = level + 1 looks k + 1 tokens ahead
-            counts = batch.scored[:, ahead - 1 : -1] & batch.valid[:, ahead:]
+            if batch.tokens.shape[1] <= ahead:
+                break
+            counts = counts[:, :-1] & batch.scored[:, ahead - 1 : -1] & batch.together(ahead)
             states, labels = batch.states[:, :-ahead][counts], batch.tokens[:, ahead:][counts]  # [M, D], [M]
-            output = self.outputs[level] if self.head_per_level else self.head
-            rows: Any = output.weight
             if batch.vocabulary is not None:
-                place = torch.full((rows.shape[0],), -100, device=labels.device)
+                place = torch.full((self.head.weight.shape[0],), -100, device=labels.device)
                 place[batch.vocabulary] = torch.arange(len(batch.vocabulary), device=labels.device)
-                rows, labels = rows[batch.vocabulary], place[labels]
-            logits = F.linear(self.network(states, level), rows).float()
-            cross_entropy = F.cross_entropy(logits, labels)
+                labels = place[labels]
+            logits = self.output(self.network(states, level), level, batch.vocabulary).float()
+            cross_entropy = F.cross_entropy(logits, labels, reduction="sum") / (labels >= 0).sum().clamp(min=1)
             total = total + self.decay ** (level + 1) * cross_entropy
             if level < 2:
                 logged[f"head_{level + 1}"] = cross_entropy.detach()
             if level == 0:
                 logged["agreement"] = (logits.argmax(-1) == labels).float().mean()
         return logged | {"loss": total}
+
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Step j is head j at the state j places back; there are no more steps than heads."""
+        for step in range(1, min(steps, self.heads) + 1):
+            yield partial(self._drafted, batch.states, step)
+
+    def _drafted(self, states: Tensor, step: int, places: Tensor) -> Tensor:
+        """What head `step` said of the token after each place. states [B, T, D], places [B, T] -> [M]"""
+        row, column = places.nonzero(as_tuple=True)
+        read = states[row, (column - step).clamp(min=0)]
+        return likeliest(read, lambda part: self.output(self.network(part, step - 1), step - 1))
 
     @torch.no_grad()
     def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]], top_k: int = 10) -> list[list[float]]:
@@ -215,7 +269,7 @@ class Medusa(TrainedDrafter):
                 if len(tokens) <= begin + ahead - 1:
                     continue
                 hidden = self.network(states[begin - 1 : -ahead], level)
-                logits = self.outputs[level](hidden) if self.head_per_level else self.target_logits(hidden)
+                logits = self.output(hidden, level)
                 labels = tokens[begin - 1 + ahead :]
                 hits[level] += (logits.topk(top_k, -1).indices == labels[:, None]).sum(0).cpu()
                 cases[level] += len(labels)

@@ -10,18 +10,33 @@ No shift: position i reads tokens up to i and predicts f_i, hence t_{i+1}. LSA r
 Target Layer Inference (`tli` > 0): h_hat_i stands for what enters the target's last `tli` layers; these, frozen, run on it
 with the target's own keys and values of verified tokens, and the drafted tokens' behind them, then the final norm.
 
-Training (section 4): L = SmoothL1(f, h_hat) + 0.1 KL(p || p_hat); with TLI the regression is half before the last layers,
-half after. A query sees the states of tokens before its window only, windows being T ~ U(5, 15) tokens long (T-step-bounded
-mask), because while drafting the newest keys are as old as the drafted depth.
+Without LSA (`lsa: False`; section 4.3, Table 5) g_j is the target's last state o_j, as it stands before the LM head.
+
+Training (section 3): L = SmoothL1(f, h_hat) + 0.1 KL(p || p_hat); with TLI the regression is half before the last layers,
+half after. A query sees the states of tokens before its window only (T-step-bounded mask), because while drafting the
+newest keys are as old as the drafted depth: the q-th query of a window stands for depth q, its newest key is q tokens back.
+
+    windows of 1, 2 and 3 tokens, T = 6     . . . . . .      Every window's length is drawn anew from `periods`. Under
+                                            x . . . . .      U(1, d) a query lies at depth q with a probability in
+                                            x . . . . .      proportion to d - q + 1, the weight of that depth in the
+                                            x x x . . .      expected accepted length (Beagle, eq. 8); all depths to d
+                                            x x x . . .      occur, none beyond. The paper's U(5, 15) leaves depth 1 a
+                                            x x x . . .      tenth, and two fifths to depths a tree of 6 never has.
+
+`draws` such masks share one pass through target, LSA and SA, where nearly all the time goes.
+
+`confine` is the authors' curriculum, not in the paper: SA is confined to the tokens that CA does not see, with a
+probability that falls from 1 to 0 over this share of the training (half of it, and on, in their released configuration).
 
 Deviations and choices: a window's own states are hidden from its first query too (the official code shows a boundary its
-own keys and still scores it); T and the offset are drawn once a sequence; prompt tokens are treated like all others; the
-official code's curriculum on SA's reach is not built; true keys and values reach the last layers in training and decoding
-(the released code copies but never passes them); KL as cross-entropy, which has the same gradient; layer and MLP widths
-scale with the target instead of the paper's figures for one model.
+own keys and still scores it); the paper's T is U(5, 15), see above; prompt tokens are treated like all others; true keys
+and values reach the last layers in training and decoding (the released code copies but never passes them); KL as
+cross-entropy, which has the same gradient; widths are the paper's in proportion to the target's, keys and values in its
+groups of heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,18 +49,20 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from drafters.blocks import Teacher, TrainedDrafter, attend, behind, llama_config, rotate, split_heads, window_mask
+from drafters.blocks import TrainedDrafter, attend, behind, llama_config, rotate, split_heads
+from drafters.lsa import LayerSelfAttention
+from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.target import Target
-from specbench.engine.weights import Checkpoint
+from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
 
-Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, new keys, new values -> all keys, all values
+CHUNK = 128  # tokens that go through LSA together: L times as many rows should stay in the processor's cache
+MLP_RATIOS = {"lsa": 3.0, "sa": 0.125, "ca": 1.75}  # Table 6: 6144 / 2048, 512 / 4096, 7168 / 4096
 
-
-PARTS = {"lsa": "layer_self_attention", "sa": "self_attention", "ca": "cross_attention"}  # ours, in released configurations
+PARTS = {"lsa": "layer_self_attention", "sa": "self_attention", "ca": "cross_attention"}  # ours, in released files
 OFFICIAL = {  # released tensor names, ours; both carry on alike
     "layer_self_attention.": "lsa.",
     "Ekv2E.": "mix.",
@@ -60,18 +77,87 @@ OFFICIAL = {  # released tensor names, ours; both carry on alike
 }
 
 
+def _said(theirs: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a released configuration says of one attention. Three layouts are known:
+
+    Training saves the target's configuration. Its key/value heads and widths are not the drafter's, but by the authors'
+    rules all attentions have its number of query heads, its rope base and norm epsilon; only `self_attention` has its
+    rope scaling, and `layer_self_attention`, which is as wide as a layer's keys and values, a head dimension of its own.
+
+    `convert_checkpoint.py` keeps that and adds `self_attention_num_key_value_heads` and the like.
+
+    A configuration with a part for each attention says all of each. Outside of them, `num_attention_heads` then counts
+    key/value heads.
+    """
+    if any(isinstance(config.get(part), Mapping) for part in PARTS.values()):
+        return dict(config.get(theirs) or {})
+    said = {k: config[k] for k in ("num_attention_heads", "rms_norm_eps", "rope_theta") if k in config}
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        said["rope_theta"] = rope["rope_theta"]
+    if theirs == "self_attention":
+        said |= {k: config[k] for k in ("rope_parameters", "rope_scaling") if k in config}
+    if theirs != "layer_self_attention" and config.get("head_dim"):
+        said["head_dim"] = config["head_dim"]
+    if f"{theirs}_num_key_value_heads" in config:
+        said["num_key_value_heads"] = config[f"{theirs}_num_key_value_heads"]
+    return said
+
+
+def _rope(said: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As `rope_parameters`, which older configurations spread over two entries; None where no base is said."""
+    rope = dict(said.get("rope_scaling") or {}) | dict(said.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", said.get("rope_theta"))
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    return rope if rope["rope_theta"] else None
+
+
+def _shape(theirs: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    """One attention's part of a Llama configuration; empty where its tensors are not there at all.
+
+    A projection's rows are those of all heads together. How many heads share them, and at which base they turn, only the
+    configuration can tell. If it does not, the file is refused: a wrong guess that divides the rows would load and draft
+    badly.
+    """
+    q, k = (checkpoint.tensors.get(f"{theirs}.self_attn.{x}_proj.weight") for x in "qk")
+    gate = checkpoint.tensors.get(f"{theirs}.mlp.gate_proj.weight")
+    if q is None or k is None or gate is None:
+        return {}
+    said = _said(theirs, checkpoint.config)
+    heads, head_dim, rope = said.get("num_attention_heads", 0), said.get("head_dim", 0), _rope(said)
+    lacks = ["num_attention_heads"] * (not heads and not head_dim) + ["rope_theta"] * (rope is None)
+    if lacks:
+        raise checkpoint.refuse(
+            f"its configuration does not say the {' and '.join(lacks)} of {theirs}, and tensors cannot tell"
+        )
+    heads = heads or len(q) // head_dim
+    head_dim = head_dim or len(q) // heads
+    kv_heads = said.get("num_key_value_heads") or len(k) // max(head_dim, 1)
+    if (heads * head_dim, kv_heads * head_dim) != (len(q), len(k)) or heads % kv_heads or head_dim % 2:
+        raise checkpoint.refuse(
+            f"its configuration gives {theirs} {heads} heads of {head_dim} and {kv_heads} for keys and values, its tensors "
+            f"have {len(q)} and {len(k)} rows for them"
+        )
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    eps = {"rms_norm_eps": said["rms_norm_eps"]} if "rms_norm_eps" in said else {}  # else the target's, as the authors do
+    return shape | eps | {"rope_parameters": rope, "intermediate_size": len(gate)}
+
+
 class MoA(TrainedDrafter):
     """Layer self-attention, self-attention, cross-attention, and optionally the target's last layers.
 
     Args:
         name: as tables show it. growth: of its trees. weights: folder of trained weights.
-        tli: target layers run on top. lsa: False takes the plain mean over layers.
-        mlp_ratio: width of each MLP over its layer's width.
+        tli: target layers run on top. lsa: False: CA looks at the target's last states.
+        mlp_ratios: width of each part's MLP over its layer's width; what is missing is the paper's.
         regression, classification: weights of the two loss terms.
-        periods: least and most T. window: a fixed T instead.
+        periods: least and most length of a window; None: 1 and the depth of the trees. window: a fixed length instead.
+        draws: masks a training pass.
+        confine: share of the training over which SA is set free from its window; 0: free from the start.
     """
 
-    compiled = ("layer_attention", "_self_attention", "cross")
+    compiled = ("across_layers", "_self_attention", "cross")
+    phased = ("periods", "window", "draws", "confine", "regression", "classification")
 
     def __init__(
         self,
@@ -80,16 +166,22 @@ class MoA(TrainedDrafter):
         weights: str | None = None,
         tli: int = 0,
         lsa: bool = True,
-        mlp_ratio: float = 1.5,
+        mlp_ratios: Mapping[str, float] | None = None,
         regression: float = 1.0,
         classification: float = 0.1,
-        periods: tuple[int, int] = (5, 15),
+        periods: Sequence[int] | None = None,
         window: int | None = None,
+        draws: int = 1,
+        confine: float = 0.5,
     ):
         super().__init__(name, growth, weights)
-        self.tli, self.use_lsa, self.mlp_ratio = tli, lsa, mlp_ratio
+        self.tli, self.use_lsa = tli, lsa
+        self.mlp_ratios = MLP_RATIOS | dict(mlp_ratios or {})
+        if len(self.mlp_ratios) > len(MLP_RATIOS):
+            raise SpecBenchError(f"drafter.mlp_ratios={dict(mlp_ratios or {})}: the parts are {', '.join(MLP_RATIOS)}")
         self.regression, self.classification = regression, classification
-        self.periods, self.window = tuple(periods), window
+        self.periods, self.window = periods or (1, growth.depth), window
+        self.draws, self.confine = draws, confine
         self.shapes: dict[str, dict[str, Any]] = {}  # of `lsa`, `sa` and `ca`, where a published checkpoint differs
 
     def build(self, target: Target) -> None:
@@ -97,20 +189,23 @@ class MoA(TrainedDrafter):
             raise SpecBenchError(f"drafter.tli={self.tli}: one of the target's {target.layers} layers must stay below")
         self.target, self.layers = target, target.layers
         self.embedding, self.head = target.embedding, target.head
-        self.taps = Taps(kv=tuple(range(target.layers)), hidden=(target.layers - self.tli - 1,) if self.tli else ())
+        below = target.layers - self.tli
+        read = range(0 if self.use_lsa else below, target.layers)
+        self.taps = Taps(kv=tuple(read), hidden=(below - 1,) if self.tli else ())
         width = target.hidden_size
-        mlp = {"intermediate_size": int(self.mlp_ratio * width)}
-        sa, ca = (llama_config(target, layers=1, **(mlp | self.shapes.get(part, {}))) for part in ("sa", "ca"))
+
+        def shaped(part: str, width: int, **sizes: Any) -> Any:
+            sizes |= {"hidden_size": width, "intermediate_size": int(self.mlp_ratios[part] * width)}
+            return llama_config(target, layers=1, **(sizes | self.shapes.get(part, {})))
+
+        sa, ca = shaped("sa", width), shaped("ca", width)
         heads, self.head_dim = ca.num_key_value_heads, ca.head_dim
-        own = llama_config(target, layers=1)
-        stacked = 2 * own.num_key_value_heads * own.head_dim  # keys and values of one layer
         if self.use_lsa:
-            count = stacked // own.head_dim
-            sizes = {"num_attention_heads": count, "num_key_value_heads": count, "attention_bias": False}
-            sizes |= {"intermediate_size": int(self.mlp_ratio * stacked)} | self.shapes.get("lsa", {})
-            across = llama_config(target, layers=1, hidden_size=stacked, **sizes)
-            self.lsa, self.lsa_rotary = LlamaDecoderLayer(across, layer_idx=0), LlamaRotaryEmbedding(across)
-        self.mix = nn.Linear(stacked, width, bias=True)
+            own = llama_config(target, layers=1)
+            count = 2 * own.num_key_value_heads  # keys and values of one layer
+            across = {"num_attention_heads": count, "num_key_value_heads": count, "attention_bias": False}
+            self.lsa = LayerSelfAttention(shaped("lsa", count * own.head_dim, **across))
+            self.mix = nn.Linear(count * own.head_dim, width, bias=True)
         self.sa, self.rotary = LlamaDecoderLayer(sa, layer_idx=0), LlamaRotaryEmbedding(sa)
         self.cross_rotary = LlamaRotaryEmbedding(ca)
         self.norm = LlamaRMSNorm(width, ca.rms_norm_eps)  # of queries, keys and values alike
@@ -125,52 +220,45 @@ class MoA(TrainedDrafter):
     # Published weights ---------------------------------------------------------------------------------------------------
 
     def fit(self, checkpoint: Checkpoint) -> None:
-        """Widths are read off the tensors, heads and rope bases off the configuration's part for each attention."""
+        """Widths are read off the tensors, heads and rope bases off the configuration, whichever tool wrote it."""
         self.use_lsa = "Ekv2E.weight" in checkpoint.tensors
         if not self.use_lsa:
             raise checkpoint.refuse(
-                "it was trained without layer self-attention (no Ekv2E), on states this network has not"
+                "it was trained without layer self-attention (no Ekv2E); the layout of such a file is not known here"
             )
-        for part, theirs in PARTS.items():
-            said = checkpoint.config.get(theirs, {})
-            sizes = {
-                k: said[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps") if k in said
-            }
-            if "head_dim" not in sizes and {"hidden_size", "num_attention_heads"} <= said.keys():
-                sizes["head_dim"] = said["hidden_size"] // said["num_attention_heads"]
-            if "rope_theta" in said:
-                sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": said["rope_theta"]}
-            gate = checkpoint.tensors.get(f"{theirs}.mlp.gate_proj.weight")
-            if gate is not None:
-                sizes["intermediate_size"] = gate.shape[0]
-            self.shapes[part] = sizes
+        self.shapes = {part: _shape(theirs, checkpoint) for part, theirs in PARTS.items()}
 
     def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         """The released layout: `layer_self_attention.*`, `Ekv2E.*`, `self_attention.*`, `cross_attention.*`."""
+        own = trained(self)
         named: dict[str, Tensor] = {}
         used = set()
         for theirs, tensor in checkpoint.tensors.items():
             mine = next((theirs.replace(a, b, 1) for a, b in OFFICIAL.items() if theirs.startswith(a)), None)
-            if mine is not None:
+            if mine in own:  # a bias that this network has not is left over, and so refused
                 named[mine] = tensor
                 used.add(theirs)
         return named, used
 
-    def layer_attention(self, kv: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """g of every verified token. kv: layer -> 2 x [B, H, T, Dh] -> [B, T, D]"""
-        x = torch.stack([torch.cat(kv[i], -1).transpose(1, 2).flatten(2) for i in range(self.layers)], 2)
-        batch, length = x.shape[:2]
-        if self.use_lsa:
-            x = x.flatten(0, 1)  # [B * T, L, 2 H Dh]
-            layer = torch.arange(self.layers, device=x.device)[None]
-            everything = torch.ones(1, 1, self.layers, self.layers, dtype=torch.bool, device=x.device)
-            x = self.lsa(x, attention_mask=everything, position_embeddings=self.lsa_rotary(x, layer))
-            x = x.unflatten(0, (batch, length))
-        return self.mix(x.mean(2))
+    def seen(self, last: Tensor, kv: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """g of every verified token. last [B, T, D]; kv: layer -> 2 x [B, H, T, Dh] -> [B, T, D]"""
+        if not self.use_lsa:
+            return last
+        batch, heads, length, dim = kv[0][0].shape
+        x = kv[0][0].new_empty(batch, length, self.layers, heads, 2, dim)
+        for i in range(self.layers):
+            for part, rows in enumerate(kv[i]):
+                x[:, :, i, :, part] = rows.transpose(1, 2)
+        x = x.flatten(3).flatten(0, 1)  # [B * T, L, 2 H Dh]
+        return torch.cat([self.across_layers(part) for part in x.split(CHUNK)]).unflatten(0, (batch, length))
 
-    def keys_values(self, mixed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def across_layers(self, x: Tensor) -> Tensor:
+        """g of N tokens from their keys and values in all layers. [N, L, 2 H Dh] -> [N, D]"""
+        return self.mix(self.lsa(x))
+
+    def keys_values(self, seen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """g as cross-attention sees it. [B, S, D], [B, S] -> 2 x [B, H, S, Dh]"""
-        normed = self.norm(mixed)
+        normed = self.norm(seen)
         k, v = (split_heads(part(normed), self.head_dim) for part in (self.k, self.v))
         return rotate(k, self.cross_rotary, positions), v
 
@@ -189,8 +277,8 @@ class MoA(TrainedDrafter):
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         """LSA over what was verified; SA up to the bonus, the next root, which drafts level 1."""
-        mixed = self.layer_attention({i: (k[None], v[None]) for i, (k, v) in states.kv.items()})
-        self.states_cache.append(0, *self.keys_values(mixed, states.positions[None]))
+        seen = self.seen(states.last[None], {i: (k[None], v[None]) for i, (k, v) in states.kv.items()})
+        self.states_cache.append(0, *self.keys_values(seen, states.positions[None]))
         self.states_cache.keep()
         self.tokens_cache.truncate(self.stable)
         first = int(self.stable > 0)  # the old root was run when it was the bonus
@@ -241,37 +329,94 @@ class MoA(TrainedDrafter):
     # Training -----------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """Tokens up to i, states of tokens before i's window, predict f_i."""
-        before, final = self.predict(batch)
+        """Tokens up to i, states of tokens before i's window, predict f_i; the mean over `draws` of the windows."""
+        teacher, found = Teacher(batch, self.head), []
         regression = 0.5 * self.regression if self.tli else self.regression
-        metrics = Teacher(batch, self.head).loss(final, regression, self.classification)
-        if not self.tli:
-            return metrics
-        pre = F.smooth_l1_loss(before[batch.scored].float(), batch.hidden[self.layers - self.tli - 1][batch.scored].float())
-        return metrics | {"loss": metrics["loss"] + regression * pre, "before_tail": pre.detach()}
+        for before, final in self.predict(batch, [self._windows(batch) for _ in range(self.draws)]):
+            metrics = teacher.loss(final, regression, self.classification)
+            if self.tli:
+                entering = batch.hidden[self.layers - self.tli - 1][batch.scored]
+                pre = F.smooth_l1_loss(before[batch.scored].float(), entering.float())
+                metrics |= {"loss": metrics["loss"] + regression * pre, "before_tail": pre.detach()}
+            found.append(metrics)
+        return {name: torch.stack([metrics[name] for metrics in found]).mean() for name in found[0]}
 
-    def predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """h_hat before and after the target's last layers (the same without any), [B, T, D] each."""
-        tokens, device = batch.tokens, batch.tokens.device
-        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        mask = self._windows(tokens.shape[0], tokens.shape[1], device)  # [B, T, T]
-        keys, values = self.keys_values(self.layer_attention(dict(batch.kv)), positions)
-        x = self.embedding(tokens).to(keys)
-        s = self.sa(x, attention_mask=None, position_embeddings=self.rotary(x, positions))
-        hidden = self.cross(s, positions, keys, values, mask)
-        if not self.tli:
-            return hidden, hidden
+    def predict(self, batch: Batch, windows: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each choice of windows h_hat before and after the target's last layers, [B, T, D] (without any: the same).
+
+        windows: [B, T] the position at which each query's window begins.
+        """
+        positions = batch.positions
+        keys, values = self.keys_values(self.seen(batch.states, batch.kv), positions)
+        causal = batch.within(positions[:, None, :] <= positions[:, :, None])  # [B, T, T]
+        confined = self._confined(batch)
+        s = self._causal(batch, None if batch.starts is None else causal) if confined is None else keys
+        for starts in windows:
+            before = batch.within(positions[:, None, :] < starts[:, :, None])  # [B, T, T]
+            if confined is not None:
+                s = self._causal(batch, causal & ~(before & confined[:, :, None]))
+            hidden = self.cross(s, positions, keys, values, before)
+            final = hidden
+            if self.tli:
+                final = self._tail(hidden, batch, torch.cat([before, causal & ~before], -1), dict(batch.kv))
+            yield hidden, final
+
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        """LSA and SA once; in step j CA sees states up to i - j, and the last layers also what the chain ran before."""
+        positions = batch.positions
+        behind = positions[:, :, None] - positions[:, None, :]  # [B, T, T] how far a key lies behind a query
+        keys, values = self.keys_values(self.seen(batch.states, batch.kv), positions)
+        s = self._causal(batch, None if batch.starts is None else batch.within(behind >= 0))
+        rows = dict(batch.kv)
+        for step in range(1, steps + 1):
+            hidden = self.cross(s, positions, keys, values, batch.within(behind >= step))
+            if self.tli:  # place i - j + m holds what step m ran there, as in `Hass`
+                own = [behind == step - earlier for earlier in range(1, step + 1)]
+                hidden = self._tail(hidden, batch, batch.within(torch.cat([behind >= step, *own], -1)), rows)
+            yield partial(self._best, hidden)
+
+    def _best(self, hidden: Tensor, places: Tensor) -> Tensor:
+        return self.target.logits(hidden[places]).argmax(-1)
+
+    def _causal(self, batch: Batch, mask: Tensor | None) -> Tensor:
+        """SA of whole rows. mask [B, T, T], None for plainly causal -> [B, T, D]"""
+        x = self.embedding(batch.tokens).to(self.q.weight)
+        mask = None if mask is None else mask[:, None]
+        return self.sa(x, attention_mask=mask, position_embeddings=self.rotary(x, batch.positions))
+
+    def _tail(self, hidden: Tensor, batch: Batch, mask: Tensor, rows: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """The target's last layers behind `rows` of theirs, to which these are added. mask [B, T, S + T] -> [B, T, D]"""
 
         def append(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            true_k, true_v = batch.kv[layer]
-            return torch.cat([true_k, k], 2), torch.cat([true_v, v], 2)
+            keys, values = rows[layer]
+            rows[layer] = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+            return rows[layer]
 
-        own = torch.ones_like(mask[0]).tril() & ~mask  # drafted: the window up to the query itself
-        both = torch.cat([mask, own], -1)[:, None]
-        return hidden, self.target.tail(hidden, positions, both, self.tli, append)
+        return self.target.tail(hidden, batch.positions, mask[:, None], self.tli, append)
 
-    def _windows(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """One period and offset a sequence; [B, T, T] bool."""
+    def _windows(self, batch: Batch) -> Tensor:
+        """[B, T] at which position of its sequence each query's window begins: end to end, of lengths drawn one by one.
+
+        The first window of a row has begun somewhere before it. Where a sequence begins inside a window, its queries
+        see everything before themselves up to the next one.
+        """
         low, high = (self.window, self.window) if self.window else self.periods
-        periods = torch.randint(low, high + 1, (batch,)).tolist()
-        return torch.stack([window_mask(length, t, int(torch.randint(t, ())), device) for t in periods])
+        rows, length = batch.tokens.shape
+        device = batch.tokens.device
+        lengths = torch.randint(low, high + 1, (rows, length), device=device)
+        passed = (torch.rand(rows, 1, device=device) * lengths[:, :1]).long()
+        begins = lengths.cumsum(1) - passed  # [B, T] the places at which windows begin, but the row's first
+        place = torch.arange(length, device=device).expand(rows, length).contiguous()
+        past = torch.searchsorted(begins, place, right=True)  # [B, T] windows begun up to here
+        last = torch.cat([begins.new_full((rows, 1), -1), begins], 1).gather(1, past)
+        start = last - (0 if batch.starts is None else batch.starts)
+        return torch.where(start < 0, batch.positions, start)
+
+    def _confined(self, batch: Batch) -> Tensor | None:
+        """[B, T] bool: the tokens of sequences in which SA stays in the window; None where it does in none."""
+        share = 1 - batch.progress / self.confine if self.confine else 0.0
+        if share <= 0:
+            return None
+        lots = torch.rand(batch.tokens.shape, device=batch.tokens.device)
+        starts = torch.zeros_like(batch.tokens) if batch.starts is None else batch.starts
+        return lots.gather(1, starts) < share

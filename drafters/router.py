@@ -15,15 +15,16 @@ Which groups a level needs is read back to the host once a level, because a slic
 gather copies what it saves: a cycle waits for the device once per level instead of once.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.blocks import TrainedDrafter
+from drafters.blocks import TrainedDrafter, chooser
 from specbench.engine.grow import Growth
-from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.interface import Batch, NoShortcut, TargetStates
 from specbench.engine.target import Target
 
 
@@ -32,8 +33,8 @@ class Routed(TrainedDrafter):
 
     Args:
         name: as tables show it. weights: the router's own.
-        base: the drafter, with its weights; it computes its logits with `target_logits` and teacher-forced
-            states with `teacher_forced`.
+        base: the drafter, with its weights; it computes its logits with `target_logits` and the states of
+            its draft passes with `draft_states`.
         groups: N. active: groups that each node may ask for.
     """
 
@@ -74,6 +75,14 @@ class Routed(TrainedDrafter):
             logits[:, rows] = share[:, group : group + 1] + within
         return logits.reshape(*states.shape[:-1], -1)
 
+    def alone(self, states: Tensor) -> Tensor:
+        """The same where every node is a level of its own, as in a chain: it has its own groups only. [M, D] -> [M, V]"""
+        share = self.router(states).float().log_softmax(-1)  # [M, N]
+        chosen = share.topk(min(self.active, self.groups), dim=-1).indices
+        offered = torch.full_like(share, -torch.inf).scatter(-1, chosen, share.gather(-1, chosen))
+        parts = F.linear(states, self.head.weight).float().split(self.size, dim=-1)
+        return torch.cat([part.log_softmax(-1) + offered[:, g : g + 1] for g, part in enumerate(parts)], -1)
+
     # Decoding: the base drafter's, with routed logits --------------------------------------------------------------------
 
     def reset(self, capacity: int) -> None:
@@ -92,21 +101,20 @@ class Routed(TrainedDrafter):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The router's cross-entropy; `agreement`: routed and true argmax agree; `mass`: what the active groups hold."""
+        places = batch.scored & (batch.positions > 0)  # nothing drafts the first state
         with torch.no_grad():
-            predicted, truth = self.base.teacher_forced(batch)
-            states = predicted[truth.scored]  # [M, D]
-            p = self.whole_head(truth.states[truth.scored]).float().softmax(-1)
+            states = next(self.base.draft_states(batch, 1))[places]  # [M, D]
+            p = self.whole_head(batch.states[places]).float().softmax(-1)
             mass = torch.stack([part.sum(-1) for part in p.split(self.size, dim=-1)], -1)  # [M, N]
-            best = p.argmax(-1)
         share = self.router(states).float().log_softmax(-1)  # [M, N]
         cross_entropy = -(mass * share).sum(-1).mean()
         with torch.no_grad():
             chosen = share.topk(min(self.active, self.groups), dim=-1).indices
-            offered = torch.full_like(share, -torch.inf).scatter(-1, chosen, share.gather(-1, chosen))
-            parts = F.linear(states, self.head.weight).float().split(self.size, dim=-1)
-            said = torch.cat([part.log_softmax(-1) + offered[:, g : g + 1] for g, part in enumerate(parts)], -1)
-        return {
-            "loss": cross_entropy,
-            "mass": mass.gather(-1, chosen).sum(-1).mean(),
-            "agreement": (said.argmax(-1) == best).float().mean(),
-        }
+            agreement = (self.alone(states).argmax(-1) == p.argmax(-1)).float().mean()
+        return {"loss": cross_entropy, "mass": mass.gather(-1, chosen).sum(-1).mean(), "agreement": agreement}
+
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        if not hasattr(self.base, "draft_states"):
+            raise NoShortcut(self.name)
+        for states in self.base.draft_states(batch, steps):
+            yield chooser(states, self.alone)

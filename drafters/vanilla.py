@@ -9,19 +9,24 @@ Llama layers between the target's frozen embedding and LM head, whose state at p
 Greedy decoding drafts argmax chains; sampling draws x_i from q_i and accepts it with probability min(1, p_i / q_i)
 (Algorithm S in its chain case), q being the processed distribution that is really sampled.
 
+The model trained here starts at random (`start_from=random`), or as the target with its inner layers cut out
+(`start_from=target`: the first half of its `layers` are the target's first ones, the rest its last ones).
+
 Deviations and choices: the classification term leads, since no state is fed back into drafting (MoA's paper has no
-regression for this drafter at all, its code adds one; a tenth steadies the first steps). The draft model runs the
-accepted tokens again instead of keeping their rows, which costs it nothing where they are few (one pass either way) and
-keeps one rule for chains and trees.
+regression for this drafter at all, its code adds one; a tenth steadies the first steps); its final norm starts as the
+target's, since the target's head was made for states of that size, and cutting layers out of the target is ours. The draft
+model runs the accepted tokens again instead of keeping their rows, which costs it nothing where they are few (one pass
+either way) and keeps one rule for chains and trees.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from drafters.blocks import Teacher, TrainedDrafter, behind, llama_config
+from drafters.blocks import TrainedDrafter, behind, chooser, llama_config
+from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
@@ -37,9 +42,13 @@ class Vanilla(TrainedDrafter):
         name: as tables show it.
         growth: a chain as in the paper; any tree works.
         weights: folder of weights trained here. path: a causal LM to draft with instead.
-        layers, intermediate_size: shape of the model trained here.
+        layers, intermediate_size: shape of the model trained here; None: as wide as the target's.
+        start_from: where its layers begin, at `random` or as layers of the `target`, then as wide as these.
+        norm_from: where its final norm begins, as the `target`'s or at `ones`.
         regression, classification: weights of its two loss terms.
     """
+
+    phased: tuple[str, ...] = ("regression", "classification")
 
     def __init__(
         self,
@@ -48,12 +57,19 @@ class Vanilla(TrainedDrafter):
         weights: str | None = None,
         path: str | None = None,
         layers: int = 2,
-        intermediate_size: int = 832,
+        intermediate_size: int | None = 832,
+        start_from: str = "random",
+        norm_from: str = "target",
         regression: float = 0.1,
         classification: float = 1.0,
     ):
         super().__init__(name, growth, None if path else weights)
+        if start_from not in ("random", "target"):
+            raise SpecBenchError(f"drafter.start_from={start_from}: use random or target")
+        if norm_from not in ("target", "ones"):
+            raise SpecBenchError(f"drafter.norm_from={norm_from}: use target or ones")
         self.path, self.layers, self.intermediate_size = path, layers, intermediate_size
+        self.start_from, self.norm_from = start_from, norm_from
         self.regression, self.classification = regression, classification
 
     def build(self, target: Target) -> None:
@@ -61,13 +77,45 @@ class Vanilla(TrainedDrafter):
         if self.path is not None:
             self.lm = CausalLM(self._pretrained(self.path, target))
         else:
-            changes: dict[str, Any] = {"intermediate_size": self.intermediate_size, "tie_word_embeddings": False}
-            model = LlamaForCausalLM(llama_config(target, self.layers, **changes))
-            model.set_input_embeddings(target.embedding)
-            model.set_output_embeddings(target.head)
-            self.lm = CausalLM(model)
+            self.lm = CausalLM(self._own(target))
         self.network, self.embedding, self.head = self.lm.decoder, self.lm.embedding, self.lm.head
         self.cache = KVCache(self.lm.layers, 0)
+
+    def _own(self, target: Target) -> LlamaForCausalLM:
+        """A small model between the target's embedding and head, at its initial weights."""
+        width = self.intermediate_size or target.config.intermediate_size
+        model = LlamaForCausalLM(llama_config(target, self.layers, intermediate_size=width, tie_word_embeddings=False))
+        model.set_input_embeddings(target.embedding)
+        model.set_output_embeddings(target.head)
+        if self.norm_from == "target":
+            with torch.no_grad():
+                # What a norm makes of ones is what it multiplies by, whether it keeps that or, as Gemma's, that minus one.
+                norm = target.decoder.norm
+                model.model.norm.weight.copy_(norm(torch.ones_like(norm.weight)))
+        if self.start_from == "target" and self.weights is None:
+            self._take_layers(model.model.layers, target)
+        return model
+
+    def _take_layers(self, layers: nn.ModuleList, target: Target) -> None:
+        """Fill layers with the target's first and last ones.
+
+        Raises:
+            SpecBenchError: the target's layers are not of this kind or width.
+        """
+        late = len(layers) // 2
+        sources = [*target.decoder.layers[: len(layers) - late], *target.decoder.layers[target.layers - late :]]
+        for layer, source in zip(layers, sources, strict=True):
+            tensors = source.state_dict()
+            for name, own in layer.state_dict().items():
+                if name.endswith(".bias"):  # Llama has one on the attention's output too, Qwen2 has not
+                    tensors.setdefault(name, torch.zeros_like(own))
+            try:
+                layer.load_state_dict(tensors)
+            except RuntimeError as error:
+                raise SpecBenchError(
+                    f"drafter.start_from=target: a layer of model type {target.config.model_type} does not fit into one of "
+                    f"Llama's kind with drafter.intermediate_size={self.intermediate_size} (null is the target's)"
+                ) from error
 
     def fit(self, checkpoint: Checkpoint) -> None:
         """A whole language model: as `path` says. Its special tokens do not matter, the target's are used."""
@@ -123,7 +171,11 @@ class Vanilla(TrainedDrafter):
         mask = None if mask is None else mask[None, None]
         states = self.lm.run(tokens[None], positions[None], mask, self.cache)[0]
         self.cache.keep()
-        logits = self.lm.logits(states[-1:] if last_only else states)
+        return self._logits(states[-1:] if last_only else states)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """The draft model's logits over the target's vocabulary. [N, D] -> [N, V]"""
+        logits = self.lm.logits(states)
         extra = self.vocab_size - logits.shape[-1]  # models of a family pad their vocabularies differently
         return nn.functional.pad(logits, (0, extra), value=-torch.inf) if extra > 0 else logits[:, : self.vocab_size]
 
@@ -133,6 +185,16 @@ class Vanilla(TrainedDrafter):
         """Tokens up to i predict f_i; see `Teacher` for the objective."""
         if self.path is not None:
             raise SpecBenchError("drafter.path names a finished draft model; leave it out to train one")
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        predicted = self.lm.run(batch.tokens, positions, None, None)
-        return Teacher(batch, self.head).loss(predicted, self.regression, self.classification)
+        return Teacher(batch, self.head).loss(self._states(batch), self.regression, self.classification)
+
+    def _states(self, batch: Batch) -> Tensor:
+        """What the draft model makes of a batch's tokens, sequence by sequence. [B, T, D']"""
+        mask = None  # plainly causal
+        if batch.starts is not None:
+            length = batch.tokens.shape[1]
+            mask = batch.within(torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).tril())[:, None]
+        return self.lm.run(batch.tokens, batch.positions, mask, None)
+
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        """The same in every step: a draft model reads tokens alone."""
+        yield from [chooser(self._states(batch), self._logits)] * steps

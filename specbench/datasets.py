@@ -212,6 +212,20 @@ class Chat:
         encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, return_dict=True)
         return encoded["input_ids"]
 
+    def follow_up(self, content: str) -> list[int]:
+        """Ids between an answer's text and the next one: the answer's end, the user's turn, the coming answer's header.
+
+        Raises:
+            SpecBenchError: a template that does not lay turns end to end.
+        """
+        user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
+        opening = self.encode([user])
+        whole = self.encode([user, answer, {"role": "user", "content": content}])
+        said = self.tokenizer("x", add_special_tokens=False)["input_ids"]
+        if whole[: len(opening) + len(said)] != opening + said:
+            raise SpecBenchError("this tokenizer's chat template does not lay turns end to end; set train.corpus.turns=1")
+        return whole[len(opening) + len(said) :]
+
 
 class Pieces:
     """Stands in for a tokenizer where only time and memory count: about four characters an id, whatever they are."""

@@ -161,7 +161,7 @@ class Totals:
     def resampled(self) -> Sums:
         """The same over every bootstrap sample of questions: [S] or [S, DEPTHS]."""
         sample = draws(len(self.questions))
-        times = _times(len(self.questions))
+        times = resamples(len(self.questions))
         return {n: s[sample].max(1) if n.endswith("peak") else times @ s for n, s in self.sums.items()}
 
 
@@ -191,7 +191,7 @@ def draws(questions: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def _times(questions: int) -> np.ndarray:
+def resamples(questions: int) -> np.ndarray:
     """[S, Q]: how often a sample holds each question."""
     return np.stack([np.bincount(sample, minlength=questions) for sample in draws(questions)]).astype(float)
 

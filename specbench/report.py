@@ -3,6 +3,7 @@
 python -m specbench.report
 python -m specbench.report results=results
 python -m specbench.report results=results/smollm2-135m-cpu format=markdown
+python -m specbench.report training=drafters/weights/smollm2-135m
 python -m specbench.report import=answers.jsonl format=spec-bench
 """
 
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 
 from specbench.errors import SpecBenchError, run_door, spoken
 from specbench.records import by_error
-from specbench.reporting import cells, tables, translate
+from specbench.reporting import cells, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
 
 FORMATS = ("terminal", "markdown")
@@ -29,6 +30,12 @@ def main(config: DictConfig) -> None:
         return
     if config.format not in FORMATS:
         raise SpecBenchError(f"format={config.format}: use {' or '.join(FORMATS)}")
+    if config.training is not None:
+        lines = trainings.held_out_lines(Path(config.training))
+        if not lines:
+            raise SpecBenchError(f"no trained weights under training={config.training}")
+        print(tables.markdown_table(trainings.HELD_OUT, lines))
+        return
     if config.format == "markdown":
         paths = cells.below(results, "rows.jsonl")
         if not paths:

@@ -3,46 +3,55 @@
 python -m specbench.train drafter=eagle2
 python -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 accelerate launch --num_processes 4 -m specbench.train drafter=eagle2 train=paper model=llama2-7b
+python -m specbench.train train.until=corpus train.pack=LICENCE       # the corpus alone, its ids also as one file
 """
 
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
 from accelerate import PartialState
+from filelock import FileLock
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from specbench import measure
 from specbench.assets import atomic_path, cache_root
-from specbench.datasets import Conversations
 from specbench.engine import weights
 from specbench.engine.grow import Chain
-from specbench.engine.interface import Taps
-from specbench.engine.target import pick_device
+from specbench.engine.interface import NoShortcut, Taps
+from specbench.engine.target import Target, pick_device
 from specbench.errors import SpecBenchError, run_door, spoken
 from specbench.models import ModelSpec
-from specbench.training.features import Corpus, CorpusBuilder, CorpusSettings, held_out
-from specbench.training.plan import plan
-from specbench.training.replay import known_states, replay
+from specbench.training.corpus import Writer
+from specbench.training.features import Answer, Corpus, Shards, held_out
+from specbench.training.plan import Rows, plan
+from specbench.training.replay import Acceptance, chains, known_states, replay
 from specbench.training.trainer import Trainer, TrainSettings
 
 CALIBRATION = 64  # held-out answers of a drafter's calibration
 CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
+UNTIL = ("corpus", "weights")
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 @spoken
 def main(config: DictConfig) -> None:
     """Build what is missing of the corpus, train, write the weights."""
-    if config.train.missing and (Path(config.train.out) / weights.WEIGHTS).exists():
+    if config.train.until not in UNTIL:
+        raise SpecBenchError(f"train.until={config.train.until}: use {' or '.join(UNTIL)}")
+    if config.train.missing and config.train.until == "weights" and (Path(config.train.out) / weights.WEIGHTS).exists():
         print(f"{config.train.out}: there already (train.missing=false trains anew)")
         return
     measure.commit()  # remembered from now on: the code that trains is the code that was there at the start
     torch.set_num_threads(config.threads or torch.get_num_threads())
     spec: ModelSpec = instantiate(config.model)
+    if spec.dtype == "auto" and pick_device(spec.device).type == "cpu":
+        spec = replace(spec, dtype="float32")  # wide products in bfloat16 are slower on most processors, and less exact
     if config.train.shard_target and config.train.build:
         raise SpecBenchError(
             "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
@@ -50,41 +59,65 @@ def main(config: DictConfig) -> None:
         )
     processes = PartialState(cpu=pick_device(spec.device).type == "cpu")
     target, chat = spec.load(processes.num_processes if config.train.shard_target else 1)
-    torch.manual_seed(config.train.settings.seed)
+    packed = weights.PROJECT / config.train.packed
+    chats = instantiate(config.train.text).load()
+    text = Writer(instantiate(config.train.corpus), target, chat, chats, cache_root() / "corpora", packed)
+    with processes.main_process_first():
+        text.prepare()
+    shards = Shards(text)
+    if config.train.until == "corpus":
+        _build(shards, processes)
+    else:
+        _train(config, shards, processes)
+    if config.train.pack is not None and processes.is_main_process:
+        said = {"license": config.train.pack, "questions": OmegaConf.to_container(config.train.text)}
+        made = {"machine": measure.hardware(target.device), "versions": measure.versions(), "commit": measure.commit()}
+        print(f"corpus in {text.pack(packed, said | made)}")
+
+
+def _build(shards: Shards, processes: PartialState) -> None:
+    """Write the text that is missing, then read the states. Of trainings side by side one does so, the others wait."""
+    with FileLock(shards.folder / ".lock") if processes.num_processes == 1 else nullcontext():
+        shards.text.write(processes.process_index, processes.num_processes)
+        processes.wait_for_everyone()
+        shards.build(processes.process_index, processes.num_processes)
+        processes.wait_for_everyone()
+
+
+def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
+    """Train one drafter on the corpus and write its weights."""
+    target, settings = shards.text.target, instantiate(config.train.settings)
+    assert isinstance(settings, TrainSettings)
+    torch.manual_seed(settings.seed)
     if "weights" not in config.drafter:
         raise SpecBenchError(f"drafter={config.drafter.name} has nothing to train")
     drafter: Any = instantiate(config.drafter, weights=config.train.start)
     drafter.bind(target)
-
-    corpus_settings: CorpusSettings = instantiate(config.train.corpus)
-    text: Conversations = instantiate(config.train.text)
-    chats = text.load()
-    builder = CorpusBuilder(corpus_settings, target, chat, chats, cache_root() / "corpora")
-    stored = corpus_settings.states and not config.train.online and drafter.taps == Taps()  # shards hold last states only
-    online = None if stored else target
-    settings: TrainSettings = instantiate(config.train.settings)
-    estimate = plan(builder, drafter, target, settings, config.train.batch, not stored, builder.folder)
+    stored = shards.settings.states and not config.train.online and drafter.taps == Taps()  # shards hold last states only
+    rows = Rows(config.train.batch, config.train.row_tokens)
+    estimate = plan(shards, drafter, settings, rows, not stored, config.train.build)
     if processes.is_main_process:
         print(estimate, flush=True)
-    folder = builder.build(processes.process_index, processes.num_processes) if config.train.build else builder.folder
-    processes.wait_for_everyone()
-    taps = drafter.taps
+    if config.train.build:
+        _build(shards, processes)
     corpus = Corpus(
-        folder, config.train.batch, config.train.answers_only, settings.seed, online, taps, corpus_settings.tokens
+        shards.folder,
+        rows.count,
+        config.train.answers_only,
+        settings.seed,
+        None if stored else target,
+        drafter.taps,
+        shards.settings.tokens,
+        rows.tokens,
     )
-
-    answers = held_out(folder, settings.validation_answers)
+    answers = held_out(shards.folder, settings.validation_answers)
 
     def validate() -> dict[str, Any]:
-        growth, drafter.growth = drafter.growth, Chain(CHAIN)
-        try:
-            found = replay(target, drafter, answers)
-        finally:
-            drafter.growth = growth
+        found = acceptance(target, drafter, answers)
         return {"chain_tau": round(found.tau, 4), "n_alpha": [round(a, 4) for a in found.alphas]}
 
-    name = config.train.name or config.drafter.name
-    trainer = Trainer(drafter, corpus, settings, validate, cache_root() / "training" / config.model.name / name)
+    folder = cache_root() / "training" / config.model.name / (config.train.name or config.drafter.name)
+    trainer = Trainer(drafter, corpus, settings, validate, folder)
     own = sum(p.numel() for p in trainer.parameters)
     processes.print(
         f"{config.drafter.name}: {own:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
@@ -93,7 +126,8 @@ def main(config: DictConfig) -> None:
     )
     history = trainer.run()
     # By all processes: a target in parts runs in all of them or in none.
-    calibration = drafter.calibrate([known_states(target, ids, begin) for ids, begin in held_out(folder, CALIBRATION)])
+    calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION]])
+    found = acceptance(target, drafter, answers)
     if not processes.is_main_process:
         return
     recipe = OmegaConf.to_container(config.train, resolve=True)
@@ -116,6 +150,11 @@ def main(config: DictConfig) -> None:
         "versions": measure.versions(),
         "commit": measure.commit(),
         "history": history,
+        "held_out": {
+            "chain_tau": round(found.tau, 4),
+            "n_alpha": [round(a, 4) for a in found.alphas],
+            "answers": found.answers,  # (tokens emitted, cycles) of each
+        },
         "calibration": calibration,
     }
     out = Path(config.train.out)
@@ -123,6 +162,17 @@ def main(config: DictConfig) -> None:
         weights.save(drafter, temporary.parent, provenance)
         (temporary.parent / weights.PROVENANCE).replace(out / weights.PROVENANCE)
     print(f"weights in {out}")
+
+
+def acceptance(target: Target, drafter: Any, answers: list[Answer]) -> Acceptance:
+    """Of a chain of `CHAIN` on held-out answers: from all positions at once where the drafter can, else cycle by cycle."""
+    growth, drafter.growth = drafter.growth, Chain(CHAIN)
+    try:
+        return chains(target, drafter, answers, CHAIN)
+    except NoShortcut:
+        return replay(target, drafter, answers)
+    finally:
+        drafter.growth = growth
 
 
 if __name__ == "__main__":

@@ -30,16 +30,21 @@ class Variant:
 
 
 def scratch(steps: int, batch: int = 16) -> tuple[str, ...]:
-    return (f"train.settings.steps={steps}", f"train.batch={batch}", "train.settings.warmup_steps=15")
+    return (f"train.settings.steps={steps}", f"train.batch={batch}", *warmup(15))
+
+
+def warmup(steps: int) -> tuple[str, ...]:
+    """So many steps, and no recipe of the method's own, whose phases would change what a variant fixes."""
+    return "~recipe", "train.settings.warmup=null", f"train.settings.warmup_steps={steps}"
 
 
 ALIGNED = (  # EAGLE-2's shipped head, a short while longer
     f"train.start={SHIPPED}/eagle2",
     "train.settings.steps=40",
     "train.settings.lr=3.0e-4",
-    "train.settings.warmup_steps=10",
+    *warmup(10),
 )
-LATE = ("++drafter.window=5", "++drafter.late_from=0.5")
+HALF_LATE = "train.settings.phases=[{share: 0.5}, {share: 0.5, drafter: {stage: late}}]"
 GROUPS: dict[str, dict[str, Variant]] = {
     # EAGLE, Figure 10: what a pair holds
     "inputs": {
@@ -47,22 +52,20 @@ GROUPS: dict[str, dict[str, Variant]] = {
     },
     # HASS: steps of alignment, then its Top-K term
     "hass-steps": {
-        f"n{n}": Variant("hass", (f"++drafter.steps={n}", "++drafter.topk_weight=0", "++drafter.align_from=0"), ALIGNED)
+        f"n{n}": Variant("hass", (f"++drafter.steps={n}", "++drafter.topk_weight=0", "++drafter.beta=1"), ALIGNED)
         for n in (1, 2, 3, 4)
     },
-    "hass-topk": {"n3-topk10": Variant("hass", ("++drafter.align_from=0",), ALIGNED)},
+    "hass-topk": {
+        "n3-topk10": Variant("hass", ("++drafter.topk=10", "++drafter.topk_weight=1", "++drafter.beta=1"), ALIGNED)
+    },
     # CORAL, Tables 3 and 5: the same steps with contrastive alignment
-    "coral-steps": {
-        f"n{n}": Variant("coral", (f"++drafter.steps={n}", "++drafter.align_from=0"), ALIGNED) for n in (1, 2, 3, 4)
-    },
+    "coral-steps": {f"n{n}": Variant("coral", (f"++drafter.steps={n}",), ALIGNED) for n in (1, 2, 3, 4)},
     # Beagle, Figure 4: the early stage's window
-    "beagle-window": {
-        f"k{k}": Variant("beagle", (f"++drafter.window={k}", "++drafter.late_from=2"), scratch(60)) for k in (1, 2, 3, 4, 5)
-    },
+    "beagle-window": {f"k{k}": Variant("beagle", (f"++drafter.window={k}",), scratch(60)) for k in (1, 2, 3, 4, 5)},
     # Beagle, section 4: a late stage after the early one, its steps weighted, against k5 above
     "beagle-late": {
-        "late": Variant("beagle", LATE, scratch(60)),
-        "late-uniform": Variant("beagle", (*LATE, "++drafter.decreasing=false"), scratch(60)),
+        "late": Variant("beagle", ("++drafter.window=5",), (*scratch(60), HALF_LATE)),
+        "late-uniform": Variant("beagle", ("++drafter.window=5", "++drafter.decreasing=false"), (*scratch(60), HALF_LATE)),
     },
     # MoA, Tables 2 and 5: the target's last layers, layer self-attention
     "moa": {

@@ -146,7 +146,7 @@ def drafting(target: Target, name: str, prompts: list[list[int]], *overrides: st
         shares.wrap(inner, "target_logits", "head")
     else:
         shares.wrap(target.head, "forward", "head")
-    for method in ("network", "layer_attention", "cross", "_self_attention"):
+    for method in ("network", "across_layers", "cross", "_self_attention"):
         if hasattr(inner, method):
             part = getattr(inner, method)
             shares.wrap(*((part, "forward") if isinstance(part, torch.nn.Module) else (inner, method)), "network")
@@ -181,7 +181,9 @@ def main(folder: Path) -> None:
         "dtype": str(target.dtype),
         "training": {m: apart(train, (f"drafter={m}",), 1.0) for m in METHODS},
         "hass_steps": {n: apart(train, ("drafter=hass", f"+drafter.steps={n}"), 1.0) for n in STEPS},
-        "beagle_steps": {n: apart(train, ("drafter=beagle", f"+drafter.steps={n}"), 1.0) for n in STEPS},
+        "beagle_steps": {
+            n: apart(train, ("drafter=beagle", "+drafter.stage=late", f"+drafter.steps={n}"), 1.0) for n in STEPS
+        },
         "memory": {name: apart(occupy, (f"drafter={name}",)) for name in ("none", *shipped)},
         "drafting": {name: drafting(target, name, prompts) for name in shipped},
         "router": {

@@ -133,7 +133,7 @@ def test_eagles_and_hass_files_give_the_papers_states(drafter, bias, name, tmp_p
     folder = write(tmp_path / "c", t, name, bias=not bias)  # the tensor decides, not the configuration
     made = adopted(drafter, folder, target)
     batch = batch_of(target)
-    ours = made.predict(batch.states[:, :-1], batch.tokens)[0]
+    ours = made.predict(batch.states[:, :-1], batch)[0]
     embedded = target.embedding.weight[batch.tokens[0, 1:]]
     x = torch.cat([embedded, batch.states[0, :-1]], -1) @ t["fc.weight"].T + t.get("fc.bias", 0.0)
     n = len(x)
@@ -166,19 +166,26 @@ def test_medusas_files_give_the_papers_logits(own_heads, prefix, tmp_path):
         torch.testing.assert_close(output(made.network(states, k)), x @ head.T, atol=1e-5, rtol=1e-4)
 
 
+STACKED = 2 * KV * HEAD_DIM
+MOA_PARTS = {  # a configuration with a part for each attention, as the authors' `MOASpecConfig` saves it
+    "num_attention_heads": 1,  # there these are key/value heads
+    "layer_self_attention": {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_theta": 10000.0},
+    "self_attention": {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_theta": 10000.0},
+    "cross_attention": {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 500.0},
+}
+
+
+def moa_tensors(cross_heads=(2, 1, 16)):
+    torch.manual_seed(6)
+    t = layer_tensors("layer_self_attention", STACKED, 4, 1, 8, 20)
+    t |= {"Ekv2E.weight": random(D, STACKED), "Ekv2E.bias": random(D)}
+    return t | layer_tensors("self_attention", D, 4, 1, 8, 28) | layer_tensors("cross_attention", D, *cross_heads, 36)
+
+
 def test_moas_released_layout_gives_the_papers_states(tmp_path):
     target = tiny()
-    torch.manual_seed(6)
-    stacked = 2 * KV * HEAD_DIM
-    t = layer_tensors("layer_self_attention", stacked, 4, 1, 8, 20)
-    t |= {"Ekv2E.weight": random(D, stacked), "Ekv2E.bias": random(D)}
-    t |= layer_tensors("self_attention", D, 4, 1, 8, 28) | layer_tensors("cross_attention", D, 2, 1, 16, 36)
-    sizes = {
-        "layer_self_attention": {"hidden_size": stacked, "num_attention_heads": 4, "num_key_value_heads": 1},
-        "self_attention": {"hidden_size": D, "num_attention_heads": 4, "num_key_value_heads": 1},
-        "cross_attention": {"hidden_size": D, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 500.0},
-    }
-    folder = write(tmp_path / "c", t, kv_hidden_size=stacked, disable_LSA=False, **sizes)
+    t, stacked = moa_tensors(), STACKED
+    folder = write(tmp_path / "c", t, kv_hidden_size=stacked, disable_LSA=False, **MOA_PARTS)
     made = adopted("moa", folder, target, "+drafter.window=1")
     batch = batch_of(target, taps=made.taps)
     n = batch.tokens.shape[1]
@@ -197,7 +204,44 @@ def test_moas_released_layout_gives_the_papers_states(tmp_path):
     seen = attention(rope(q, positions, 500.0), rope(k, positions, 500.0), v, strict(n))
     y = s + seen @ t["cross_attention.self_attn.o_proj.weight"].T
     theirs = y + mlp(rms(y, t["cross_attention.post_attention_layernorm.weight"]), t, "cross_attention")
-    torch.testing.assert_close(made.predict(batch)[1][0], theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(next(made.predict(batch, [made._windows(batch)]))[1][0], theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_moas_self_attention_alone_has_the_targets_rope_scaling(tmp_path):
+    """In the authors' training the cross-attention, built second, switches scaling off in the configuration all share."""
+    said = {"num_attention_heads": 4, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    made = adopted("moa", write(tmp_path / "c", moa_tensors((4, 1, 8)), **said), tiny())
+    torch.testing.assert_close(made.rotary.inv_freq * 4, made.cross_rotary.inv_freq)
+    assert torch.equal(made.lsa.rotary.inv_freq, made.cross_rotary.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "does not say the num_attention_heads and rope_theta of layer_self_attention"),
+        ({"num_attention_heads": 4}, "does not say the rope_theta of layer_self_attention"),
+        ({"rope_theta": 10000.0}, "does not say the num_attention_heads of layer_self_attention"),
+        ({"rope_theta": 10000.0, "num_attention_heads": 5}, "5 heads of 6 and 1 for keys and values.* 32 and 8 rows"),
+        ({"rope_theta": 10000.0, "num_attention_heads": 64}, "64 heads of 0"),
+        (MOA_PARTS | {"cross_attention": {"rope_theta": 500.0}}, "num_attention_heads of cross_attention"),
+        (MOA_PARTS | {"cross_attention": {"num_attention_heads": 2}}, "rope_theta of cross_attention"),
+        (
+            {"rope_theta": 10000.0, "num_attention_heads": 4, "cross_attention_num_key_value_heads": 4},
+            "gives cross_attention 4 heads of 8 and 4 .* 32 and 16 rows",
+        ),
+        ({"rope_theta": 10000.0, "num_attention_heads": 4, "head_dim": 16}, "self_attention 4 heads of 16"),
+    ],
+)
+def test_heads_and_rope_bases_that_a_moa_configuration_leaves_open_are_refused(config, words, tmp_path):
+    with pytest.raises(SpecBenchError, match=words) as error:
+        adopted("moa", write(tmp_path / "c", moa_tensors(), **config), tiny())
+    assert "\n" not in str(error.value)
+
+
+def test_a_bias_that_moas_layers_have_not_is_refused(tmp_path):
+    t = moa_tensors() | {"layer_self_attention.self_attn.q_proj.bias": random(STACKED)}
+    with pytest.raises(SpecBenchError, match=r"also holds layer_self_attention\.self_attn\.q_proj\.bias"):
+        adopted("moa", write(tmp_path / "c", t, **MOA_PARTS), tiny())
 
 
 def test_a_draft_model_is_a_checkpoint_too(tmp_path, home):

@@ -1,6 +1,7 @@
 """The command lines, run for real on a tiny model: rows, resume after kill -9, bad input, training and its resume."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def train(home, name, *more):
         "train.settings.vocabulary=32",
         "train.settings.epochs=6",
         "train.settings.lr=0.005",
-        "train.settings.warmup_steps=5",
+        "train.settings.warmup=0.1",
         "train.settings.checkpoint_minutes=0",
         "train.settings.validation_answers=2",
         *more,
@@ -178,6 +179,51 @@ def test_training_survives_kill_9_bit_for_bit(home):
     assert whole == killed
 
 
+def test_a_sweep_trains_every_drafter_by_its_own_recipe(home):
+    everywhere = [
+        a for a in train(home, "sweep") if not a.startswith(("drafter=", "train.name=", "train.settings.warmup="))
+    ]
+    own = f"train.out={home / 'out'}/sweep-${{drafter.name}}"
+    run(home, "train", "-m", *everywhere, "drafter=medusa,eagle2", own, "train.settings.steps=3")
+    warmups = {}
+    for drafter in ("medusa", "eagle2"):
+        recipe = json.loads((home / "out" / f"sweep-{drafter}" / "provenance.json").read_text())["recipe"]
+        warmups[drafter] = recipe["settings"]["warmup"]
+    assert warmups == {"medusa": 0.1, "eagle2": 0.03}
+
+
+def test_a_gpus_recipes_train_every_drafter_at_toy_size(home):
+    """Packed rows, half precision over weights in float32, every conversation held several times."""
+    everywhere = [a for a in train(home, "gpu") if not a.startswith(("drafter=", "train.name=", "train.batch="))]
+    small = ["train=gpu", "model.dtype=bfloat16", "train.batch=2", "train.row_tokens=64", "train.corpus.rows=16"]
+    drafters = ["vanilla", "medusa", "eagle2", "hass", "coral", "beagle", "moa"]
+    own = [f"train.out={home / 'out'}/gpu-${{drafter.name}}", "train.name=gpu-${drafter.name}"]
+    run(home, "train", "-m", *everywhere, *small, f"drafter={','.join(drafters)}", *own, "train.settings.steps=5")
+    for drafter in drafters:
+        said = json.loads((home / "out" / f"gpu-{drafter}" / "provenance.json").read_text())
+        assert said["steps"] == 5 and said["recipe"]["settings"]["precision"] == "bf16"
+        assert said["data"]["unique_tokens"] > 3 * 52 * 20, "four draws of 52 conversations"
+        assert len(said["held_out"]["answers"]) == 2 and said["held_out"]["chain_tau"] >= 1
+    table = subprocess.run(
+        [sys.executable, "-m", "specbench.report", f"training={home / 'out'}"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    assert all(f"| gpu-{d} |" in table for d in drafters)
+
+
+def test_a_packed_corpus_saves_the_writing(home, tmp_path):
+    packed, until = f"train.packed={tmp_path / 'shipped'}", "train.until=corpus"
+    run(home, "train", *train(home, "pack", "train.corpus.seed=3"), packed, until, "train.pack=public domain")
+    said = json.loads((tmp_path / "shipped" / "corpus.json").read_text())
+    assert said["license"] == "public domain" and said["training_tokens"] > 500 and said["held_out"] == 8
+    assert not (home / "out" / "pack").exists(), "nothing was trained"
+    shutil.rmtree(
+        next(p.parent for p in (home / "cache" / "corpora").rglob("settings.json") if '"seed": 3' in p.read_text())
+    )
+    run(home, "train", *train(home, "unpacked", "train.corpus.seed=3", "train.settings.steps=2"), packed)
+    folder = next(p.parent for p in (home / "cache" / "corpora").rglob("answers-packed.jsonl"))
+    assert [p.name for p in folder.glob("answers-*.jsonl")] == ["answers-packed.jsonl"], "nothing was written anew"
+
+
 def test_training_online_equals_training_stored(home):
     """The same corpus, states read from disk or computed in the loop: the same first loss up to bfloat16 storage."""
     logs = []
@@ -212,6 +258,8 @@ def test_training_on_the_text_itself(home):
         (["train.corpus.source=songs"], "answers or text"),
         (["train.text.path=/nowhere"], "no training text"),
         (["train.settings.optimizer=sgd"], "adamw or muon"),
+        (["train.settings.phases=[{share: 0.5}]"], "do not sum to 1"),
+        (["train.settings.phases=[{share: 1.0, drafter: {colour: 3}}]"], "`colour` is no option"),
     ],
 )
 def test_bad_training_input_is_one_clear_line(home, arguments, said):

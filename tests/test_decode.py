@@ -33,7 +33,7 @@ def plain(target, prompt, count):
     """Greedy ids by full forwards of the unwrapped model, no cache at all."""
     ids = list(prompt)
     for _ in range(count):
-        ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        ids.append(int(target.model(torch.tensor([ids], device=target.device)).logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -154,6 +154,41 @@ def test_target_cache_equals_a_fresh_prefill_after_every_cycle(drafter):
                 target.cache.rows(layer, 0, len(known)), fresh.cache.rows(layer, 0, len(known)), strict=True
             ):
                 torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+class Watcher(Oracle):
+    """An oracle that taps every layer and keeps a copy of what it is shown."""
+
+    taps = Taps(kv=(0, 1, 2))
+
+    def reset(self, capacity):
+        super().reset(capacity)
+        self.seen = []
+
+    def observe(self, states, bonus):
+        super().observe(states, bonus)
+        keys, values = (torch.stack([states.kv[layer][i] for layer in self.taps.kv]) for i in (0, 1))  # [L, H, N, Dh]
+        self.seen.append((keys, values, states.last))
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_observed_states_are_those_of_a_fresh_prefill(backend):
+    """The right nodes are 2, 4, 6 and 8, and keeping them moves their rows to 1 … 4: 2 and 4 are overwritten."""
+    target, fresh = tiny(), tiny()
+    watcher = Watcher(plain(target, PROMPT, 80))
+    if backend is not None:
+        torch._dynamo.reset()
+        target.compile(backend)
+    tokens, steps = generate(target, watcher, cap=26)
+    assert [s.accepted for s in steps] == [4] * 5
+    known = torch.tensor(PROMPT + tokens)[: -len(steps[-1].tokens) - 1]  # what the last cycle emits is not observed
+    with torch.inference_mode():
+        fresh.reset(len(known), watcher.taps)
+        once = Watcher(plain(target, known.tolist(), 1))
+        once.reset(0)
+        once.observe(fresh.prefill(known), once.truth[0])
+    for parts, expected in zip(zip(*watcher.seen, strict=True), once.seen[0], strict=True):
+        torch.testing.assert_close(torch.cat(parts, -2), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("drafter", TRAINED)

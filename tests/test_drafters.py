@@ -15,6 +15,7 @@ from specbench.engine.interface import Batch, Drafter, Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import paths_of
 from specbench.errors import SpecBenchError
+from specbench.training.features import Answer
 from specbench.training.replay import replay
 
 
@@ -25,7 +26,7 @@ def batch_of(target, rows=8, length=24, seed=0):
     for _ in range(rows):
         start = torch.randint(0, 60, (4,), generator=generator).tolist()
         tokens.append(start + plain(target, start, length - 4))
-    tokens = torch.tensor(tokens)
+    tokens = torch.tensor(tokens, device=target.device)
     layers = tuple(range(target.layers))
     states, hidden, kv = target.tapped(tokens, Taps(hidden=layers, kv=layers))
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
@@ -163,14 +164,14 @@ def test_loss_falls_and_training_raises_acceptance(drafter):
     routed = hasattr(made, "base")  # a router only chooses ids: its loss ends at the entropy of the groups
     assert losses[-1] < (0.97 if routed else 0.7) * losses[0]
     batch = batch_of(target)
-    answers = [(row.tolist(), 4) for row in batch.tokens[:4]]
+    answers = [Answer(row.tolist(), 4) for row in batch.tokens[:4]]
     assert replay(target, made, answers).tau > replay(target, make(drafter, target), answers).tau + 0.3
 
 
 @pytest.mark.parametrize("drafter", ["vanilla", "eagle2"])
 def test_shifting_tokens_by_one_visibly_hurts(drafter):
     target = tiny()
-    answers = [(row.tolist(), 4) for row in batch_of(target).tokens[:4]]
+    answers = [Answer(row.tolist(), 4) for row in batch_of(target).tokens[:4]]
     right = replay(target, trained(drafter, target)[0], answers)
     for shift in (-1, 1):
         wrong = replay(target, trained(drafter, target, shift=shift)[0], answers)
@@ -183,7 +184,7 @@ def test_replay_counts_what_decoding_counts(drafter):
     made, _ = trained(drafter, target, steps=60)
     begin = len(PROMPT)
     tokens, steps = generate(target, made, cap=33)
-    found = replay(target, made, [(PROMPT + tokens, begin)])
+    found = replay(target, made, [Answer(PROMPT + tokens, begin)])
     assert found.cycles == len(steps)
     assert found.emitted == sum(s.accepted + 1 for s in steps)
 

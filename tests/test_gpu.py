@@ -3,11 +3,14 @@
 import pytest
 import torch
 from conftest import TRAINED, make, tiny
+from test_corpus import prompts_of
+from test_drafters import batch_of
 
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
+from specbench.training.writer import Lengths, write
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 PROMPT = [3, 4, 5, 6]
@@ -65,3 +68,24 @@ def test_compiled_passes_say_what_eager_ones_do_on_a_gpu(drafter):
     if drafter != "none":
         made.compile_network()
     assert ids(events(target, made)) == expected
+
+
+def test_dialogues_are_written_on_a_gpu():
+    lengths, prompts = Lengths(answer=9, whole=30, least=4), prompts_of(12)
+    by_cpu = {d.prompt.index: d.tokens for d in write(tiny(), iter(prompts), lengths, 5)}
+    assert {d.prompt.index: d.tokens for d in write(on_gpu(), iter(prompts), lengths, 5)} == by_cpu
+
+
+@pytest.mark.parametrize("drafter", TRAINED)
+def test_a_step_in_half_precision_trains_on_a_gpu(drafter):
+    """As the trainer takes it: weights in float32, products in bfloat16, the target in bfloat16."""
+    target = on_gpu(torch.bfloat16)
+    made, batch = make(drafter, target), batch_of(on_gpu(torch.bfloat16))
+    own = [p for p in made.parameters() if p.requires_grad]
+    for parameter in own:
+        parameter.data = parameter.data.float()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = made.loss(batch)["loss"]
+    loss.backward()
+    gradients = [p.grad for p in own if p.grad is not None]
+    assert gradients and all(g.isfinite().all() for g in gradients) and any(g.abs().sum() > 0 for g in gradients)

@@ -14,6 +14,8 @@ from test_cli import train
 # What `accelerate launch` starts for several GPUs of one machine; for CPUs it wants MPI instead.
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 SHARDED = ("train.shard_target=true", "train.build=false")
+# gradients of a part, then of all
+PHASES = "train.settings.phases=[{share: 0.5, train: [fc]}, {share: 0.5, vocabulary: null}]"
 SHORT = ("train.settings.steps=6", "train.settings.validation_answers=1")
 
 
@@ -41,7 +43,8 @@ def outcome(home, name):
     [
         ("stored", ("drafter=eagle2", "+drafter.noise=0")),
         ("sharded", ("drafter=eagle2", "+drafter.noise=0", "train.online=true", *SHARDED)),
-        ("taps", ("drafter=moa", "+drafter.window=1", *SHARDED)),
+        ("taps", ("drafter=moa", "+drafter.window=1", "+drafter.confine=0", *SHARDED)),
+        ("phases", ("drafter=eagle2", "+drafter.noise=0", PHASES)),
     ],
 )
 def test_two_processes_train_what_one_does(home, name, options):

@@ -1,16 +1,21 @@
 """The default model with the shipped drafters: greedy identity in float32, target text, sampling against vanilla."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from conftest import SHIPPED, configuration
+from conftest import ROOT, SHIPPED, configuration
+from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from scipy.stats import chi2_contingency
 
+from specbench.assets import sha256_of
 from specbench.bench import audit
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
+from specbench.training.corpus import PACKED, PACKED_PROVENANCE, unpack
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +107,23 @@ def test_audit_tells_a_tie_from_a_bug(gap, dtype, verdict):
     assert audit(target, [9], [5, 1], [5, 1]) == {"verdict": "identical"}
     assert audit(target, [9], [5, 1], [5, 1, 2])["verdict"] == "bug"
     assert audit(target, [9], [5, 1], [5, 0])["verdict"] == "bug", "a token that is no rival is no tie"
+
+
+def test_the_shipped_corpus_is_this_targets_and_small(real):
+    """Ids of what the target wrote, whole and under the settings that training asks for, so that it is taken over."""
+    target, folder = real[0], ROOT / "drafters" / "weights" / "smollm2-135m"
+    said = json.loads((folder / PACKED_PROVENANCE).read_text())
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        settings = instantiate(compose("train", []).train.corpus)
+    assert said["corpus"] == settings.digest(target.fingerprint()) and said["license"] and said["commit"]
+    assert (folder / PACKED).stat().st_size <= 12e6 and sha256_of(folder / PACKED) == said["sha256"]
+    texts = unpack(folder / PACKED)
+    assert sum(t.index < settings.validation for t in texts) == said["held_out"] >= 0.95 * settings.validation
+    assert sum(len(t.tokens) for t in texts if t.index >= settings.validation) == said["training_tokens"] >= 1_000_000
+    greedy = min(texts, key=lambda t: t.index)
+    begin, end = greedy.spans[0]
+    tokens = torch.tensor(greedy.tokens[:end])
+    with torch.no_grad():
+        best = target.logits(target.run(tokens[None], torch.arange(end)[None], None, None))[0].argmax(-1)
+    agree = (best[begin - 1 : end - 1] == tokens[begin:]).float().mean()
+    assert agree > 0.97, "held-out answers are the target's own greedy ones"

@@ -46,6 +46,18 @@ def test_a_level_offers_the_union_of_its_nodes_groups_and_nothing_else():
     torch.testing.assert_close(alone[shared], logits[3][shared])
 
 
+@torch.inference_mode()
+def test_a_chain_drafts_from_each_places_own_groups():
+    """As one node after the other has it; what all places ask for together would draft other ids."""
+    target, made, _ = routed(16, 1)
+    batch = batch_of(target, rows=2, length=12)
+    places = batch.positions > 3
+    for draft, states in zip(made.drafts(batch, 3), made.base.draft_states(batch, 3), strict=True):
+        drafted, flat = draft(places), states[places]
+        assert drafted.tolist() == [int(made.routed(state).argmax()) for state in flat]
+        assert drafted.tolist() != made.routed(flat).argmax(-1).tolist()
+
+
 def test_training_the_router_leaves_the_drafter_as_it_was():
     target, made, _ = routed(8, 2)
     made.loss(batch_of(target))["loss"].backward()

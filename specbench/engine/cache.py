@@ -10,6 +10,7 @@ accepted path is one indexed copy of its few rows, whatever the number of layers
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,10 +130,6 @@ class KVCache(Cache):
         keys, values = self.layer(layer)
         return keys[0, :, start:end], values[0, :, start:end]
 
-    def select_sequences(self, rows: Tensor) -> None:
-        """Go on with some of the B sequences only. rows: [B'] indices."""
-        self.storage = {d: (k[:, rows.to(d)], v[:, rows.to(d)]) for d, (k, v) in self.storage.items()}
-
     def whole(self) -> "StaticRows":
         """The storage as a compiled pass sees it; it must have been allocated, on one device."""
         if len(self.storage) != 1:
@@ -148,32 +145,34 @@ class KVCache(Cache):
         return sum(k.nbytes + v.nbytes for k, v in self.storage.values())
 
 
-class _StaticLayer(CacheLayerMixin):
-    """One layer of `StaticRows`."""
+class SlotLayer(CacheLayerMixin):
+    """One layer of a cache whose passes see all of its slots, used or not: what counts is their mask's business alone.
+
+    Args:
+        owner: has a `capacity` and `append(layer, keys, values)`, which writes and returns all slots. index: the layer's.
+    """
 
     is_sliding = False
 
-    def __init__(self, rows: "StaticRows", index: int):
+    def __init__(self, owner: Any, index: int):
         super().__init__()
-        self._rows, self._index = rows, index
+        self._owner, self._index = owner, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        keys, values = self._rows.keys[self._index], self._rows.values[self._index]
-        keys.index_copy_(2, self._rows.slots, key_states)
-        values.index_copy_(2, self._rows.slots, value_states)
-        return keys, values
+        appended: tuple[Tensor, Tensor] = self._owner.append(self._index, key_states, value_states)
+        return appended
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._rows.keys.shape[-2], 0
+        return self._owner.capacity, 0
 
     def get_seq_length(self) -> int:
         return 0
 
     def get_max_length(self) -> int:
-        return self._rows.keys.shape[-2]
+        return int(self._owner.capacity)
 
 
 class StaticRows(Cache):
@@ -185,7 +184,15 @@ class StaticRows(Cache):
     def __init__(self, keys: Tensor, values: Tensor):
         self.keys, self.values = keys, values
         self.slots: Tensor = keys.new_empty(0)
-        super().__init__(layers=[_StaticLayer(self, i) for i in range(keys.shape[0])])
+        self.capacity: int = keys.shape[-2]
+        super().__init__(layers=[SlotLayer(self, i) for i in range(keys.shape[0])])
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's rows [1, H, N, Dh] at `slots`; returns all rows."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(2, self.slots, key)
+        values.index_copy_(2, self.slots, value)
+        return keys, values
 
     def of(self, cache: KVCache) -> bool:
         """Is this still that cache's storage?"""

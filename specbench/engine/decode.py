@@ -86,15 +86,17 @@ def decode(
         t2 = clock()
         verdict, drafted = verify(tree, states.logits, rule, sampler, generator)  # the accepted path and one bonus
         t3 = clock()
-        kept = torch.tensor([0, *verdict.path], device=target.device)
-        target.keep(kept)  # the root's and the path's cache rows stay, the others go
-        t4 = clock()
         tokens, over = limits.cut([*verdict.tokens, verdict.bonus], emitted)
         emitted += len(tokens)
+        kept = torch.tensor([0, *verdict.path], device=target.device)
+        t4 = clock()
+        seen = states.select(kept)  # before keeping: tapped keys and values are views of the rows that it moves
         t5 = clock()
-        if not over:
-            drafter.observe(states.select(kept), verdict.bonus)  # what the next draft may condition on
+        target.keep(kept)  # the root's and the path's cache rows stay, the others go
         t6 = clock()
+        if not over:
+            drafter.observe(seen, verdict.bonus)  # what the next draft may condition on
+        t7 = clock()
         accepted = len(tokens) - 1
         whole = len(tokens) > len(verdict.path)
         yield Step(
@@ -103,9 +105,9 @@ def decode(
             drafted=drafted if whole else accepted,
             accepted=accepted,
             ranks=verdict.ranks[:accepted],
-            draft_s=(t1 - t0) + (t6 - t5),
-            target_s=(t2 - t1) + (t4 - t3),
+            draft_s=(t1 - t0) + (t5 - t4) + (t7 - t6),
+            target_s=(t2 - t1) + (t6 - t5),
             verify_s=t3 - t2,
-            rest_s=(t5 - t4) + (clock() - t6),
+            rest_s=(t4 - t3) + (clock() - t7),
         )
         root = verdict.bonus

@@ -44,7 +44,10 @@ class Taps:
 
 @dataclass
 class TargetStates:
-    """What one target pass computed for each of its N tokens."""
+    """What one target pass computed for each of its N tokens.
+
+    `kv` holds views of the target's cache, which `Target.keep` overwrites: `select`, which copies, comes before it.
+    """
 
     tokens: Tensor  # [N] ids that were fed
     positions: Tensor  # [N] 0-based
@@ -90,18 +93,50 @@ class DraftTree:
         return self.tokens.shape[0]
 
 
+class NoShortcut(Exception):
+    """A drafter whose held-out acceptance must be replayed cycle by cycle."""
+
+
 @dataclass
 class Batch:
-    """What a drafter is trained on: B right-padded sequences as the frozen target saw them."""
+    """What a drafter is trained on: text as the frozen target saw it, in B rows of T tokens.
+
+    A row holds one sequence and padding behind it, or several sequences end to end (*packed*): then nothing may look from
+    one into another, every sequence counts its positions from 0, and no state is scored on another sequence's token.
+    """
 
     tokens: Tensor  # [B, T]
     states: Tensor  # [B, T, D] post-norm; state i predicts token i + 1
     valid: Tensor  # [B, T] bool: not padding
     scored: Tensor  # [B, T] bool: states whose prediction counts (valid, and leading to an answer token if so asked)
     vocabulary: Tensor | None = None  # [K] ids to which the classification loss is confined; None for all V
-    progress: float = 1.0  # share of the training that is done: methods whose papers train in stages go by it
+    progress: float = 1.0  # share of the training that is done
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [B, T, D], as tapped
     kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([B, H, T, Dh], [B, H, T, Dh])
+    starts: Tensor | None = None  # [B, T] where in its row each token's sequence begins; None: at 0, all of them
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, T] of each token in its own sequence."""
+        row = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        return row if self.starts is None else row - self.starts
+
+    def within(self, mask: Tensor) -> Tensor:
+        """A mask over places of a row, confined to each one's own sequence. [T, S] or [B, T, S] -> [B or 1, T, S]
+
+        S is T, or a multiple of it where keys of several passes lie end to end.
+        """
+        mask = mask if mask.ndim == 3 else mask[None]
+        if self.starts is None:
+            return mask
+        together = self.starts[:, :, None] == self.starts[:, None, :]  # [B, T, T]
+        return mask & together.repeat(1, 1, mask.shape[-1] // together.shape[-1])
+
+    def together(self, ahead: int) -> Tensor:
+        """[B, T - ahead] bool: is the token `ahead` places on of the same sequence (padding counts as another)?"""
+        length = self.tokens.shape[1]
+        same = self.valid[:, ahead:] & self.valid[:, : length - ahead]
+        return same if self.starts is None else same & (self.starts[:, ahead:] == self.starts[:, : length - ahead])
 
 
 @dataclass(frozen=True)
@@ -127,7 +162,7 @@ class Step:
     drafted: int  # depth offered to the verifier
     accepted: int  # depth accepted
     ranks: list[int]  # [accepted] child ranks along the path
-    draft_s: float  # drafter: propose and observe
+    draft_s: float  # drafter: propose and observe, and taking out the states that it observes
     target_s: float  # target pass and keeping its rows
     verify_s: float  # acceptance
     rest_s: float  # everything else in the cycle

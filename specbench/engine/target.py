@@ -147,9 +147,9 @@ class CausalLM:
             keys = torch.arange(start + t, device=device)
             mask = (keys[None, :] <= start + torch.arange(t, device=device)[:, None]).expand(batch, 1, t, start + t)
         past = torch.arange(start, device=tokens.device).expand(batch, start)  # slot = position
-        return self._by_kind(mask, positions, torch.cat([past, positions], 1))
+        return self.by_kind(mask, positions, torch.cat([past, positions], 1))
 
-    def _by_kind(self, mask: Tensor, positions: Tensor, of_keys: Tensor) -> Tensor | dict[str, Tensor]:
+    def by_kind(self, mask: Tensor, positions: Tensor, of_keys: Tensor) -> Tensor | dict[str, Tensor]:
         """Sliding-window layers also lose the keys that lie a window behind. mask [B, 1, T, S], positions [B, T], [B, S]"""
         if self.window is None:
             return mask
@@ -282,7 +282,7 @@ class Target(CausalLM):
         mask[:, start:end] = tree.ancestors
         if self._rows is None or not self._rows.of(self.cache):
             self._rows = self.cache.whole()
-        masks = self._by_kind(mask[None, None], positions[None], of_keys[None])
+        masks = self.by_kind(mask[None, None], positions[None], of_keys[None])
         slots = torch.arange(start, end, device=self.device)
         last, logits = self._compiled(tree.tokens[None], positions[None], masks, slots)
         self.cache.pending = n
@@ -306,7 +306,10 @@ class Target(CausalLM):
         return out.last_hidden_state, self.logits(out.last_hidden_state)
 
     def keep(self, nodes: Tensor) -> None:
-        """Keep the cache rows of these nodes [1 + A] (root and accepted path), drop the others."""
+        """Keep the cache rows of these nodes [1 + A] (root and accepted path), drop the others.
+
+        Rows move: the keys and values in the states of this pass are void afterwards, what was selected of them is not.
+        """
         self.cache.keep(nodes)
 
     def _states(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> TargetStates:
@@ -328,17 +331,23 @@ class Target(CausalLM):
         return kv[0].to(self.device), kv[1].to(self.device)
 
     @torch.no_grad()  # not inference mode: what is returned takes part in training
-    def tapped(self, tokens: Tensor, taps: Taps) -> tuple[Tensor, dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+    def tapped(
+        self, tokens: Tensor, taps: Taps, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
         """States and tapped layers of B right-padded texts [B, T], for training online.
+
+        Args:
+            positions: [B, T], mask: bool [B, 1, T, T], where rows hold several texts; None: causal from 0.
 
         Returns:
             [B, T, D], {layer: [B, T, D]}, {layer: ([B, H, T, Dh], [B, H, T, Dh])}.
         """
         taps = taps.resolve(self.layers)
         cache = self.new_cache(tokens.shape[1]) if taps.kv else None
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with self._reading(taps.hidden):
-            states = self.run(tokens, positions, None, cache)
+            states = self.run(tokens, positions, mask, cache)
         hidden = {i: self._tapped[i].clone() for i in taps.hidden}
         kv = {}
         if cache is not None:

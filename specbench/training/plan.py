@@ -15,12 +15,20 @@ from specbench import measure
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
-from specbench.training.features import CorpusBuilder
-from specbench.training.trainer import TrainSettings
+from specbench.training.features import Shards
+from specbench.training.recipe import TrainSettings
+from specbench.training.trainer import check
 
 TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual length
-STAGES = (0.1, 0.4, 0.6, 0.9)  # shares of the training that are tried: methods with stages differ between them
 FLOATS = 4  # of a logit's size that a loss over the vocabulary holds at once
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of a batch: how many, and how many tokens each is packed to (None: a sequence each)."""
+
+    count: int
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,69 +71,80 @@ class Plan:
             raise SpecBenchError(
                 f"this training needs about {self.memory_bytes / 1e9:.1f} GB more memory and {self.device} has "
                 f"{self.free_memory() / 1e9:.1f} GB free; lower train.batch (with train.settings.accumulate) or confine "
-                "the loss with train.settings.vocabulary and full_vocabulary_from=1"
+                "the loss with train.settings.vocabulary, in every phase"
             )
 
 
-def plan(
-    builder: CorpusBuilder, drafter: Any, target: Target, settings: TrainSettings, batch: int, online: bool, folder: Path
-) -> Plan:
-    """Try a training batch and, if tokens are missing, a pass that writes them; estimate the rest from these.
+def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: Rows, online: bool, build: bool) -> Plan:
+    """Try a training batch and, if tokens are missing, a pass that writes and one that reads them; estimate the rest.
+
+    build: what is missing of the corpus is to be made, not done without.
 
     Raises:
-        SpecBenchError: disk or memory do not suffice.
+        SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe.
     """
-    tokens = builder.estimate()
-    missing = max(0, tokens - builder.written())
+    check(drafter, settings)
+    text, target = shards.text, shards.text.target
+    missing, tokens = text.missing() if build else 0, text.tokens()
+    unread = max(0, tokens + missing - shards.read_tokens()) if build else 0
     own = [p for p in drafter.parameters() if p.requires_grad]
     size = sum(p.numel() * p.element_size() for p in own)
-    longest = builder.longest()
-    logits = FLOATS * 4 * batch * longest * target.vocab_size
-    if settings.vocabulary is not None and settings.full_vocabulary_from >= 1:
-        logits = logits * settings.vocabulary // target.vocab_size
-    passes = settings.epochs * tokens
+    longest = batch.tokens or text.settings.text_tokens
+    logits = FLOATS * 4 * batch.count * longest * target.vocab_size
+    ids = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
+    logits = logits * min(max(ids), target.vocab_size) // target.vocab_size
+    passes = settings.epochs * (tokens + missing)
     if settings.steps is not None:
-        passes = min(passes, settings.steps * settings.accumulate * batch * longest)
-    folder.mkdir(parents=True, exist_ok=True)
+        passes = min(passes, settings.steps * settings.accumulate * batch.count * longest)
     sizes = Plan(
         corpus_tokens=missing,
         corpus_seconds=0.0,
-        corpus_bytes=missing * builder.bytes_per_token,
+        corpus_bytes=unread * shards.bytes_per_token,
         training_tokens=passes,
         training_seconds=0.0,
         checkpoint_bytes=2 * 3 * size,  # weights and two moments, old and new file side by side
         memory_bytes=3 * size + logits,
-        folder=folder,
+        folder=shards.folder,
         device=target.device,
     )
     sizes.check()  # before the trial would fill the memory
+    seconds = missing * text.seconds_per_token() if missing else 0.0
+    seconds += unread * shards.seconds_per_token() if unread and text.settings.states else 0.0
     return replace(
         sizes,
-        corpus_seconds=missing * builder.seconds_per_token() if missing else 0.0,
-        training_seconds=passes * _training_seconds(drafter, target, settings, batch, online),
+        corpus_seconds=seconds,
+        training_seconds=passes * _training_seconds(drafter, target, settings, batch.count, online),
     )
 
 
 def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, batch: int, online: bool) -> float:
-    """Per token, over the stages, on random tokens and states; leaves gradients and random state as they were."""
+    """Per token, one step in every phase, weighted by its share, on random tokens and states.
+
+    Leaves gradients, options and random state as they were.
+    """
     length = min(TRIAL_LENGTH, target.max_context)
-    seconds = 0.0
+    seconds, progress = 0.0, 0.0
+    options = {name: getattr(drafter, name) for name in drafter.phased}
     drafter.train()
     with torch.random.fork_rng():
         tokens = torch.randint(target.vocab_size, (batch, length), device=target.device)
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
         states = torch.randn(batch, length, target.hidden_size, device=target.device, dtype=target.dtype)
-        for trial, progress in enumerate((STAGES[0], *STAGES)):
+        for trial, phase in enumerate((settings.phases[0], *settings.phases)):
             begin = time.perf_counter()
-            made = Batch(tokens, states, everywhere, everywhere.clone(), progress=progress)
+            drafter.configure(**phase.drafter)
+            made = Batch(tokens, states, everywhere, everywhere.clone(), progress=progress + phase.share / 2)
             if online:
                 made.states, made.hidden, made.kv = target.tapped(tokens, drafter.taps)
-            if settings.vocabulary is not None:
-                made.vocabulary = torch.arange(min(settings.vocabulary, target.vocab_size), device=target.device)
+            count = settings.vocabulary_in(phase)
+            if count is not None:
+                made.vocabulary = torch.arange(min(count, target.vocab_size), device=target.device)
             loss = drafter.loss(made)["loss"]
             loss.backward()
             float(loss.detach())  # waits for the device
             drafter.zero_grad(set_to_none=True)
             if trial:  # the first one warms up
-                seconds += time.perf_counter() - begin
-    return seconds / len(STAGES) / tokens.numel()
+                seconds += phase.share * (time.perf_counter() - begin)
+                progress += phase.share
+    drafter.configure(**options)
+    return seconds / tokens.numel()

@@ -1,4 +1,4 @@
-"""The one trainer, on Accelerate. Knows that a drafter owns its `loss(batch)`, nothing else about it.
+"""The one trainer, on Accelerate. Of a drafter it knows `loss(batch)` and that a phase may `configure` it, nothing else.
 
 A run survives a kill: its checkpoint holds weights, optimiser, schedule, step and random state, and the data order is
 a function of seed and epoch, so that the resumed run takes the very steps the uninterrupted one would have taken.
@@ -10,57 +10,48 @@ configuration is the global one, whatever the number of processes. The first pro
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from rich.console import Console
 from torch import Tensor, nn
 
 from specbench.assets import atomic_path
 from specbench.engine.interface import Batch
 from specbench.errors import SpecBenchError
-from specbench.training.features import Corpus
+from specbench.training import parameters
+from specbench.training.features import Corpus, Row
+from specbench.training.recipe import TrainSettings, describe, phase_at, rates
 
 
-@dataclass(frozen=True)
-class TrainSettings:
-    """How a drafter is trained.
+def trainable(drafter: nn.Module) -> parameters.Named:
+    """What is the drafter's own: the parameters that require a gradient, by name."""
+    return [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
 
-    Attributes:
-        epochs: passes over the corpus. steps: end after this many optimiser steps, whatever the epochs say.
-        lr: peak, of AdamW or, with `optimizer: muon`, of Muon on the matrices (vectors keep AdamW at `vector_lr`).
-        warmup_steps: linear. decay: `constant`, `linear` or `cosine` to zero at the end.
-        clip: norm of the gradient. accumulate: batches a step.
-        precision: `no`, `bf16` or `fp16` (Accelerate's mixed precision).
-        vocabulary: confine the classification loss to this many frequent ids; None for all.
-        full_vocabulary_from: share of the steps after which it runs over all ids again.
-        checkpoint_minutes, validate_minutes: how often.
-        validation_answers: held-out answers replayed.
-        seed: data order, initial weights, noise.
+
+def check(drafter: Any, settings: TrainSettings) -> None:
+    """Refuse a recipe that this drafter cannot follow, before anything is trained or written.
+
+    Raises:
+        SpecBenchError: nothing to train; an option in some phase, or a parameter there or in a group, that it lacks.
     """
+    named = trainable(drafter)
+    if not named:
+        raise SpecBenchError("this drafter has nothing to train")
+    parameters.check(named, settings)
+    for phase in settings.phases:
+        if unknown := {k: v for k, v in phase.drafter.items() if k not in drafter.phased}:
+            drafter.configure(**unknown)  # says what it has instead
 
-    epochs: int = 20
-    steps: int | None = None
-    optimizer: str = "adamw"
-    lr: float = 3e-5
-    vector_lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warmup_steps: int = 2000
-    decay: str = "linear"
-    clip: float = 0.5
-    accumulate: int = 1
-    precision: str = "no"
-    vocabulary: int | None = None
-    full_vocabulary_from: float = 1.0
-    checkpoint_minutes: float = 10.0
-    validate_minutes: float = 15.0
-    validation_answers: int = 8
-    seed: int = 0
+
+def _decisive(settings: TrainSettings) -> dict[str, Any]:
+    """What decides about the weights: the rest may differ when a killed run goes on."""
+    free = ("checkpoint_minutes", "validate_minutes", "validation_answers")
+    return {k: v for k, v in asdict(settings).items() if k not in free}
 
 
 class _Objective(nn.Module):
@@ -82,6 +73,9 @@ class Trainer:
         drafter: bound to its target; only parameters that require a gradient are touched.
         validate: measures the drafter on held-out data, returns numbers to log.
         folder: of the checkpoint and, line by line, the log.
+
+    Raises:
+        SpecBenchError: nothing to train; phases or groups with options or parameters that this drafter lacks.
     """
 
     def __init__(
@@ -93,78 +87,135 @@ class Trainer:
         folder: Path,
     ):
         self.settings, self.corpus, self.validate, self.folder = settings, corpus, validate, folder
+        check(drafter, settings)
+        self.named = trainable(drafter)
+        self.parameters = [p for _, p in self.named]
+        device = self.parameters[0].device
+        precision = {"cpu": "no"}.get(device.type, "bf16") if settings.precision == "auto" else settings.precision
+        self.dtype = self.parameters[0].dtype  # in which the drafter is used
+        if precision != "no":  # in half precision an update smaller than a 256th of a weight would be lost
+            self._cast(torch.float32)
         self.accelerator = Accelerator(
-            mixed_precision=settings.precision, cpu=next(drafter.parameters()).device.type == "cpu"
+            mixed_precision=precision,
+            cpu=device.type == "cpu",
+            # a phase that trains a part of the drafter leaves gradients out that DDP would wait for
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=any(p.train for p in settings.phases))],
         )
         self.processes = self.accelerator.num_processes
         self.drafter, self.objective = drafter, _Objective(drafter)
         if self.processes > 1:
             self.objective = self.accelerator.prepare(self.objective)
-        self.parameters = [p for p in drafter.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise SpecBenchError("this drafter has nothing to train")
-        self.optimizers = [self.accelerator.prepare(o) for o in _optimizers(self.parameters, settings)]
+        self.optimizers = [self.accelerator.prepare(o) for o in parameters.optimizers(self.named, settings)]
         self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.per_epoch = math.ceil(len(self._batches(0)) / settings.accumulate)
-        self.total = min(settings.steps or math.inf, settings.epochs * self.per_epoch)
-        self.frequent = None
-        if settings.vocabulary is not None:
-            self.frequent = corpus.frequent(settings.vocabulary).to(self.accelerator.device)
+        self.total = int(min(settings.steps or math.inf, settings.epochs * self.per_epoch))
+        self.rates = rates(settings, self.total)
+        self.frequent = self._frequent()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.phase = -1  # none has begun
+        self.running: dict[str, float] = {}  # smoothed metrics of this phase
         self.history: list[dict[str, Any]] = []
 
-    def _batches(self, epoch: int) -> list[list[tuple[Path, int, int]]]:
+    def _cast(self, dtype: torch.dtype) -> None:
+        for parameter in self.parameters:
+            parameter.data = parameter.data.to(dtype)
+
+    def _batches(self, epoch: int) -> list[list[Row]]:
         """Those of which every process gets something."""
         return [items for items in self.corpus.batches(epoch) if len(items) >= self.processes]
+
+    def _frequent(self) -> Tensor:
+        """As many of the corpus's most frequent ids as any phase asks for, most frequent first."""
+        counts = [self.settings.vocabulary_in(phase) or 0 for phase in self.settings.phases]
+        return (self.corpus.frequent(max(counts)) if any(counts) else torch.empty(0)).to(self.accelerator.device)
 
     @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 
     def run(self) -> list[dict[str, Any]]:
-        """Train to the end, from the last checkpoint if there is one."""
+        """Train to the end, from the last checkpoint if there is one; the drafter stays as the last phase configured it."""
         self._resume()
         console, settings = Console(stderr=True), self.settings
-        device, dtype = self.parameters[0].device, self.parameters[0].dtype
+        self._print(console, describe(settings, self.total))
         self.drafter.train()
         now = saved = validated = time.monotonic()
-        running: dict[str, float] = {}
         while self.step < self.total:
             epoch, at = divmod(self.step, self.per_epoch)
-            batches = self._batches(epoch)
-            for index in range(at, self.per_epoch):
-                metrics, count = {}, 0
-                for items in batches[index * settings.accumulate : (index + 1) * settings.accumulate]:
-                    batch = self.corpus.load(items[self.accelerator.process_index :: self.processes], device, dtype)
-                    if self.step < settings.full_vocabulary_from * self.total:
-                        batch.vocabulary = self.frequent
-                    batch.progress = self.step / self.total
-                    with self.accelerator.autocast():
-                        metrics = self.objective(batch)
-                    metrics, tokens = self._together(metrics, batch)
-                    self.accelerator.backward(metrics["loss"] / settings.accumulate)
-                    count += tokens
+            for step_batches in self._steps(epoch)[at:]:
+                self._enter(phase_at(settings, self.step, self.total))
+                metrics, tokens = self._gradients(step_batches)
                 self._update(metrics["loss"])
-                self.step, self.tokens = self.step + 1, self.tokens + count
+                self.step, self.tokens = self.step + 1, self.tokens + tokens
                 for name, value in metrics.items():
                     new = float(value.detach())
-                    running[name] = 0.98 * running.get(name, new) + 0.02 * new
+                    self.running[name] = 0.98 * self.running.get(name, new) + 0.02 * new
                 before, now = now, time.monotonic()
                 self.seconds += now - before
                 if self.step % 20 == 0 or self.step == self.total:
-                    self._progress(console, running)
+                    self._progress(console)
                 if self._agreed(now - validated > settings.validate_minutes * 60 and self.step < self.total):
-                    self._log(console, running)
+                    self._log(console)
                     now = validated = time.monotonic()  # validation is no training time
                 if self._agreed(now - saved > settings.checkpoint_minutes * 60 or self.step == self.total):
                     self._save()
                     saved = time.monotonic()
                 if self.step >= self.total:
                     break
+        self._enter(len(settings.phases) - 1)
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)  # what is the drafter's own, whatever the last phase trained
         if not self.history or self.history[-1]["step"] != self.step:
-            self._log(console, running)
+            self._log(console)
             self._save()
+        self._cast(self.dtype)
         return self.history
+
+    def _steps(self, epoch: int) -> list[list[list[Row]]]:
+        """An epoch's batches, by optimiser step."""
+        batches, each = self._batches(epoch), self.settings.accumulate
+        return [batches[i * each : (i + 1) * each] for i in range(self.per_epoch)]
+
+    def _enter(self, phase: int) -> None:
+        """Begin a phase, if it has not begun. Options stay set, so that a resumed run sets those of earlier phases too."""
+        if phase == self.phase:
+            return
+        settings = self.settings
+        for begun in settings.phases[self.phase + 1 : phase + 1]:
+            if begun.drafter:
+                self.drafter.configure(**begun.drafter)  # type: ignore[operator]
+        trained = parameters.trained_in(self.named, settings.phases[phase].train)
+        for name, parameter in self.named:
+            parameter.requires_grad_(name in trained)
+        self.phase = phase
+        self.running.clear()  # another objective's loss is another number
+
+    def _gradients(self, batches: list[list[Row]]) -> tuple[dict[str, Tensor], int]:
+        """Of one optimiser step, accumulated over its batches; the last one's metrics and the tokens of all."""
+        device, dtype = self.parameters[0].device, self.parameters[0].dtype
+        count = self.settings.vocabulary_in(self.settings.phases[self.phase])
+        metrics: dict[str, Tensor] = {}
+        total = 0
+        for items in batches:
+            batch = self.corpus.load(items[self.accelerator.process_index :: self.processes], device, dtype)
+            batch.vocabulary = None if count is None else self._vocabulary(count, batch)
+            batch.progress = self.step / self.total
+            with self.accelerator.autocast():
+                metrics = self.objective(batch)
+            metrics, tokens = self._together(metrics, batch)
+            self.accelerator.backward(metrics["loss"] / self.settings.accumulate)
+            total += tokens
+        return metrics, total
+
+    def _vocabulary(self, count: int, batch: Batch) -> Tensor:
+        """The ids that a batch's classification loss runs over: frequent ones, or some of them with the batch's own."""
+        frequent = self.frequent[:count]
+        if self.settings.sampled is None or self.settings.sampled >= count:
+            return frequent
+        own = torch.isin(frequent, batch.tokens[batch.valid])
+        others = frequent[~own]
+        drawn = others[torch.randperm(len(others), device=others.device)[: max(0, self.settings.sampled - int(own.sum()))]]
+        return torch.cat([frequent[own], drawn])
 
     def _together(self, metrics: dict[str, Tensor], batch: Batch) -> tuple[dict[str, Tensor], int]:
         """Of several processes: means over the whole batch instead of this share of it, and its tokens.
@@ -194,41 +245,45 @@ class Trainer:
     def _update(self, loss: torch.Tensor) -> None:
         settings = self.settings
         if not torch.isfinite(loss):
-            raise SpecBenchError(f"the loss became {float(loss)} at step {self.step}; lower train.lr or train.clip")
-        self.accelerator.clip_grad_norm_(self.parameters, settings.clip)
-        factor = schedule(self.step, int(self.total), settings.warmup_steps, settings.decay)
+            raise SpecBenchError(
+                f"the loss became {float(loss)} at step {self.step}; lower train.settings.lr or train.settings.clip"
+            )
+        if settings.clip is not None:
+            accelerator = self.accelerator
+            cut = {"norm": accelerator.clip_grad_norm_, "value": accelerator.clip_grad_value_}[settings.clip_by]
+            cut(self.parameters, settings.clip)
         for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
+                group["lr"] = peak * self.rates[self.step]
             optimizer.step()
             optimizer.zero_grad()
 
-    def _progress(self, console: Console, running: dict[str, float]) -> None:
-        if not self.accelerator.is_main_process:
-            return
+    def _print(self, console: Console, line: str) -> None:
+        if self.accelerator.is_main_process:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    def _progress(self, console: Console) -> None:
         speed = self.tokens / max(self.seconds, 1e-9)
         left = self.seconds / self.step * (self.total - self.step)
-        shown = " ".join(f"{k} {v:.4f}" for k, v in running.items())
-        console.print(
-            f"step {self.step}/{self.total}  {shown}  {speed:,.0f} tokens/s  {left / 60:.1f} min left",
-            highlight=False,
-            soft_wrap=True,
-        )
+        shown = " ".join(f"{k} {v:.4f}" for k, v in self.running.items())
+        self._print(console, f"step {self.step}/{self.total}  {shown}  {speed:,.0f} tokens/s  {left / 60:.1f} min left")
 
-    def _log(self, console: Console, running: dict[str, float]) -> None:
+    def _log(self, console: Console) -> None:
         self.drafter.eval()
         entry = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
-        entry |= {k: round(v, 5) for k, v in running.items()} | self.validate()
+        entry |= {k: round(v, 5) for k, v in self.running.items()}
+        with self.accelerator.autocast():
+            entry |= self.validate()
         self.drafter.train()
         self.history.append(entry)
-        if self.accelerator.is_main_process:
-            console.print(f"held out: {entry}", highlight=False, soft_wrap=True)
+        self._print(console, f"held out: {entry}")
 
     def _save(self) -> None:
         """Everything a resumed run needs, atomically."""
         state = {
             "step": self.step,
             "total": self.total,
+            "recipe": _decisive(self.settings),
             "tokens": self.tokens,
             "seconds": self.seconds,
             "history": self.history,
@@ -252,6 +307,12 @@ class Trainer:
                 f"{self.checkpoint} is of a run of {state['total']} steps, this one has {self.total} (the corpus or the "
                 "settings changed); use another train.name or remove it"
             )
+        before, now = state.get("recipe", {}), _decisive(self.settings)
+        if changed := [name for name in now if before.get(name) != now[name]]:
+            raise SpecBenchError(
+                f"{self.checkpoint} is of a run with other train.settings ({', '.join(changed)}); use another train.name "
+                "or remove it"
+            )
         with torch.no_grad():
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.copy_(value)
@@ -267,25 +328,4 @@ class Trainer:
             torch.cuda.set_rng_state(state["cuda_rng"][self.accelerator.process_index])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.history = state["history"]
-        if self.accelerator.is_main_process:
-            Console(stderr=True).print(f"resuming at step {self.step} of {self.total}", highlight=False)
-
-
-def schedule(step: int, total: int, warmup: int, decay: str) -> float:
-    """Factor on the peak learning rate at a step: linear warm-up, then constant, linear or cosine to zero."""
-    if step < warmup:
-        return (step + 1) / warmup
-    left = 1 - (step - warmup) / max(total - warmup, 1)
-    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[decay]
-
-
-def _optimizers(parameters: list[nn.Parameter], settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    if settings.optimizer == "adamw":
-        return [torch.optim.AdamW(parameters, settings.lr, settings.betas, weight_decay=settings.weight_decay)]
-    if settings.optimizer != "muon":
-        raise SpecBenchError(f"train.optimizer={settings.optimizer}: use adamw or muon")
-    matrices, vectors = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
-    muon = torch.optim.Muon(matrices, settings.lr, weight_decay=settings.weight_decay, momentum=0.95)
-    if not vectors:
-        return [muon]
-    return [muon, torch.optim.AdamW(vectors, settings.vector_lr, settings.betas, weight_decay=0.0)]
+        self._print(Console(stderr=True), f"resuming at step {self.step} of {self.total}")

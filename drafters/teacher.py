@@ -1,0 +1,108 @@
+"""What most drafters here are trained on: EAGLE's objective against the target, with HASS's Top-K beside it.
+
+    loss = regression * SmoothL1(f, f_hat) + classification * CE(p, p_hat) + topk_weight * TopK
+
+    p = softmax(head(f)), p_hat = softmax(head(f_hat)), CE = - sum over x of p(x) log p_hat(x),
+    TopK = the same sum over the K likeliest x of p alone, not renormalised
+
+With `batch.vocabulary` both softmaxes run over those ids alone (not in any paper: it saves most of a small machine's
+training time, and the last steps should run without it).
+
+The frozen head makes the gradient known as soon as the logits are: (p_hat - p) head. So it is taken a few rows at a time,
+and no array as large as positions x vocabulary is ever written out (Liger-Kernel's fused cross-entropy does the same).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specbench.engine.interface import Batch
+from specbench.engine.sampling import top
+
+LOGITS = {"cpu": 2**21}  # that are held at once: what a CPU's caches hold, elsewhere enough to keep a device busy
+MANY = 2**27
+ROWS = 256  # at least, so that a product is worth its reading of the head
+
+
+class Teacher:
+    """The target where a batch is scored.
+
+    Args:
+        batch: states to be predicted. head: the target's, frozen.
+        uses: how often `loss` will be called; from two on the target's probabilities are kept instead of made anew.
+    """
+
+    def __init__(self, batch: Batch, head: nn.Linear, uses: int = 1):
+        self.scored, self.states = batch.scored, batch.states[batch.scored]  # [M, D]
+        self.rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]  # [K, D]
+        self.chunk = max(ROWS, LOGITS.get(self.states.device.type, MANY) // len(self.rows))
+        self.keep = uses > 1
+        self.known: list[tuple[Tensor, Tensor]] = []
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """p [m, K] and its argmax [m, 1], chunk by chunk."""
+        if self.known:
+            yield from self.known
+            return
+        for states in self.states.split(self.chunk):
+            logits = F.linear(states, self.rows).float()
+            found = logits.softmax(-1), top(logits, 1)[1]
+            if self.keep:
+                self.known.append(found)
+            yield found
+
+    def loss(
+        self, predicted: Tensor, regression: float, classification: float, topk: int = 0, topk_weight: float = 0.0
+    ) -> dict[str, Tensor]:
+        """predicted: [B, T, D] f_hat of the batch's states -> loss, its two parts, and how often the argmax agrees."""
+        guess = predicted[self.scored]  # [M, D]
+        smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float())
+        terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self, classification, topk, topk_weight)
+        return {
+            "loss": regression * smooth_l1 + terms.mean(),
+            "regression": smooth_l1.detach(),
+            "classification": cross_entropy.mean(),
+            "agreement": agrees.float().mean(),
+        }
+
+
+class _OverVocabulary(torch.autograd.Function):
+    """The two terms over the vocabulary at M positions, with the gradient taken on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, guess: Tensor, teacher: Teacher, classification: float, topk: int, topk_weight: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """guess [M, D] -> [M] each: classification * CE + topk_weight * TopK, CE alone, does the argmax agree?"""
+        terms, entropies, hits, gradients = [], [], [], []
+        for (p, best), states in zip(teacher.chunks(), guess.split(teacher.chunk), strict=True):
+            product = F.linear(states, teacher.rows)
+            log_q = product.float()  # [m, K], in place from here on
+            hits.append(log_q.gather(-1, best) == log_q.amax(-1, keepdim=True))
+            log_q.sub_(log_q.logsumexp(-1, keepdim=True))
+            entropies.append(-(p * log_q).sum(-1))
+            terms.append(classification * entropies[-1])
+            share: Any = classification
+            if topk_weight:
+                mass, ids = p.topk(topk, dim=-1)
+                terms[-1] = terms[-1] - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1)
+                share = classification + topk_weight * mass.sum(-1, keepdim=True)
+            if ctx.needs_input_grad[0]:
+                slope = log_q.exp_().mul_(share).sub_(p, alpha=classification)  # of the terms, by logit
+                if topk_weight:
+                    slope.scatter_add_(-1, ids, -topk_weight * mass)
+                gradients.append((slope.to(product.dtype) @ teacher.rows).float())
+        if gradients:
+            ctx.save_for_backward(torch.cat(gradients))
+        ctx.dtype = guess.dtype
+        result = torch.cat(terms), torch.cat(entropies), torch.cat(hits)[:, 0]
+        ctx.mark_non_differentiable(*result[1:])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, terms: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors  # float32, so that a loss scale is applied before anything can underflow
+        return (terms[:, None] * gradient).to(ctx.dtype), None, None, None, None

@@ -1,0 +1,130 @@
+"""What trainings say of themselves: the `provenance.json` files under a folder, as a held-out table and as trials.
+
+A trial is a training with one thing changed, beside a *base* with the same tokens, order and steps; both were measured on
+the same held-out answers, which are resampled alike for both sides of a comparison.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specbench.engine.weights import PROVENANCE
+from specbench.errors import SpecBenchError
+from specbench.metrics import Interval, resamples
+
+HELD_OUT = (
+    "drafter", "trained parameters", "different tokens", "tokens seen", "steps", "hours",
+    "held-out chain tau [95%]", "0-alpha … 4-alpha", "trained on",
+)  # fmt: skip
+TRIALS = ("drafter", "changed", "why", "base tau", "tau", "difference [95%]", "seconds a step", "kept")
+
+
+def below(folder: Path) -> dict[str, dict[str, Any]]:
+    """Provenances by folder name."""
+    return {p.parent.name: json.loads(p.read_text()) for p in sorted(folder.glob(f"*/{PROVENANCE}"))}
+
+
+def counts(trainings: Iterable[Mapping[str, Any]]) -> np.ndarray:
+    """Tokens emitted and cycles by held-out answer, summed over trainings that differ by their seed. [answers, 2]"""
+    each = [np.asarray(t["held_out"]["answers"], dtype=float) for t in trainings]
+    if len({len(c) for c in each}) != 1:
+        raise SpecBenchError("trainings measured on different held-out answers cannot be compared")
+    return sum(each[1:], each[0])
+
+
+def tau(answers: np.ndarray) -> Interval:
+    """Pooled over cycles, with a bootstrap over answers."""
+    emitted, cycles = answers.T
+    times = resamples(len(answers))
+    low, high = np.percentile((times @ emitted) / (times @ cycles), [2.5, 97.5])
+    return Interval(float(emitted.sum() / cycles.sum()), float(low), float(high))
+
+
+def gain(ours: np.ndarray, theirs: np.ndarray) -> Interval:
+    """Difference of taus on the same answers."""
+    times = resamples(len(ours))
+
+    def pooled(answers: np.ndarray) -> np.ndarray:
+        sums: np.ndarray = times @ answers
+        return sums[:, 0] / sums[:, 1]
+
+    low, high = np.percentile(pooled(ours) - pooled(theirs), [2.5, 97.5])
+    return Interval(tau(ours).value - tau(theirs).value, float(low), float(high))
+
+
+def held_out_lines(folder: Path) -> list[list[str]]:
+    """One line a drafter."""
+    lines = []
+    for name, said in below(folder).items():
+        last = said.get("held_out") or said["history"][-1]  # older ones kept no answers apart: no interval then
+        shown = f"{last['chain_tau']:.2f}"
+        if "answers" in last:
+            found = tau(counts([said]))
+            shown += f" [{found.low:.2f}, {found.high:.2f}]"
+        lines.append(
+            [
+                name,
+                f"{said['parameters']:,}",
+                f"{said['data']['unique_tokens']:,}",
+                f"{said['tokens_seen']:,}",
+                f"{said['steps']:,}",
+                f"{said['hours']:.2f}",
+                shown,
+                " ".join(f"{a:.2f}" for a in last["n_alpha"]),
+                said["machine"]["device"],
+            ]
+        )
+    return lines
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was tried. base: the trial it is compared with, None for a base itself. kept: what we made of it."""
+
+    drafter: str
+    name: str
+    why: str
+    base: str | None = None
+    kept: bool | None = None
+
+
+def trial_lines(trials: Sequence[Trial], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One line a trial that was run, seeds pooled.
+
+    rows: {"drafter", "trial", "seed", "held_out", "hours", "steps"} a training.
+    """
+    by_trial: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_trial.setdefault((row["drafter"], row["trial"]), []).append(row)
+    lines = []
+    for trial in trials:
+        ours = by_trial.get((trial.drafter, trial.name), [])
+        theirs = by_trial.get((trial.drafter, trial.base or trial.name), [])
+        seeds = {r["seed"] for r in ours} & {r["seed"] for r in theirs}
+        if not seeds:
+            continue
+        ours, theirs = ([r for r in part if r["seed"] in seeds] for part in (ours, theirs))
+        a, b = counts(ours), counts(theirs)
+        if len(a) != len(b):
+            raise SpecBenchError("trainings measured on different held-out answers cannot be compared")
+        changed = gain(a, b)
+        seconds = 3600 * sum(r["hours"] for r in ours) / sum(r["steps"] for r in ours)
+        difference = f"{changed.value:+.3f} [{changed.low:+.3f}, {changed.high:+.3f}]" if trial.base else "-"
+        kept = {None: "-", True: "yes", False: "no"}[trial.kept]
+        lines.append(
+            [
+                trial.drafter,
+                trial.name,
+                trial.why,
+                f"{tau(b).value:.3f}",
+                f"{tau(a).value:.3f}",
+                difference,
+                f"{seconds:.2f}",
+                kept,
+            ]
+        )
+    return lines

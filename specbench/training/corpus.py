@@ -1,0 +1,358 @@
+"""What drafters learn from, as token ids: conversations as they are, or the target's own answers to their questions.
+
+Knows tokenised text and who writes it, not states (`features`) and no drafter. A corpus is a folder, named after what it
+is made of:
+
+    settings.json      what that is
+    answers-0.jsonl    {"index", "tokens", "spans"} a line, written as dialogues end: killed, writing goes on behind them
+
+A finished corpus of answers travels as one compressed file of ids (`pack`, `unpack`), from which states are read anew.
+"""
+
+import hashlib
+import itertools
+import json
+import lzma
+import math
+import time
+from collections.abc import Generator, Iterable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from specbench.assets import atomic_path, sha256_of
+from specbench.datasets import Chat, Message
+from specbench.engine.target import Target
+from specbench.errors import SpecBenchError
+from specbench.progress import progress
+from specbench.training.writer import Dialogue, Lengths, Prompt, rows_of, write, writing
+
+PACKED, PACKED_PROVENANCE = "corpus.safetensors.xz", "corpus.json"
+MOST_CHARACTERS = 12  # a token: no longer text is ever encoded
+LEAST = 32  # tokens that an answer must have room for, or its question is not asked
+HOW = ("tokens", "draws", "states", "shard", "rows", "precision")  # how far, where and how it is written, not what
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """What a corpus is made of; its hash names the folder, so that no other corpus is ever mistaken for it.
+
+    Attributes:
+        source: `answers` (the target's own, to the conversations' questions) or `text` (the conversations as they are).
+        turns: most questions of a conversation that are asked (`answers`).
+        prompt_tokens: longest question used (`answers`).
+        answer_tokens: longest answer written (`answers`).
+        text_tokens: longest sequence; text is cut off behind it, answers end there.
+        temperatures: dialogue i is written at temperature i modulo their number; 0 is greedy, as held-out ones always are.
+        draws: times each conversation is held; all but the first at the highest temperature (`answers`).
+        validation: conversations set aside before anything else.
+        seed: of their order and of sampling.
+        system: system prompt; must be the benchmark's.
+        tokens: stop once this many are there; None for all conversations.
+        states: store the target's states. shard: sequences a file of them.
+        rows: dialogues written side by side. precision: see `writer.write`.
+    """
+
+    source: str = "answers"
+    turns: int = 4
+    prompt_tokens: int = 256
+    answer_tokens: int = 384
+    text_tokens: int = 640
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.7)
+    draws: int = 1
+    validation: int = 256
+    seed: int = 0
+    system: str | None = None
+    tokens: int | None = None
+    states: bool = True
+    shard: int = 96
+    rows: int = 128
+    precision: str = "target"
+
+    def __post_init__(self) -> None:
+        if self.source not in ("answers", "text"):
+            raise SpecBenchError(f"train.corpus.source={self.source}: use answers or text")
+        object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings a list
+
+    def digest(self, fingerprint: str) -> str:
+        """Of what the text is: more of the same goes into the same folder."""
+        what = {k: v for k, v in asdict(self).items() if k not in HOW}
+        return hashlib.sha256(json.dumps([fingerprint, what], sort_keys=True).encode()).hexdigest()[:12]
+
+    def folder(self, root: Path, fingerprint: str) -> Path:
+        return root / f"{self.source}-{self.digest(fingerprint)}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """One conversation as ids. spans: [begin, end) of what the assistant said."""
+
+    index: int  # in the shuffled order; those below `validation` are held out
+    tokens: list[int]
+    spans: list[tuple[int, int]]
+
+
+class Writer:
+    """Brings the text of a corpus into being, as far as `tokens` asks.
+
+    Args:
+        chats: conversations. root: of all corpora. packed: a folder that may hold this corpus in one file.
+    """
+
+    def __init__(
+        self,
+        settings: CorpusSettings,
+        target: Target,
+        chat: Chat,
+        chats: list[list[Message]],
+        root: Path,
+        packed: Path | None = None,
+    ):
+        self.settings, self.target, self.chat = settings, target, chat
+        self.fingerprint = target.fingerprint()
+        self.folder = settings.folder(root, self.fingerprint)
+        self.packed = packed
+        whole = {json.dumps(c[0]["content"]): c for c in chats}  # a question is asked once
+        if settings.source == "text":
+            whole = {json.dumps(c): c for c in chats}
+        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+        everything = list(whole.values())
+        # ids are counted when a conversation's turn comes: those whose first question surely fits come first
+        self.chats = sorted((everything[i] for i in order if self._usable(everything[i])), key=self._long)
+        if len(self.chats) <= settings.validation:
+            raise SpecBenchError(
+                f"{len(self.chats)} usable conversations are too few for a corpus; lower train.corpus.validation "
+                f"({settings.validation}) or raise train.corpus.prompt_tokens"
+            )
+
+    def _usable(self, chat: list[Message]) -> bool:
+        """Is there an answer to read, or a question that may fit?"""
+        if self.settings.source == "text":
+            return len(chat) > 1
+        return len(chat[0]["content"]) <= MOST_CHARACTERS * self.settings.prompt_tokens
+
+    def _long(self, chat: list[Message]) -> bool:
+        """May the first question be too long?"""
+        return self.settings.source == "answers" and len(chat[0]["content"]) >= 3 * self.settings.prompt_tokens
+
+    # Answers ------------------------------------------------------------------------------------------------------------
+
+    def written(self) -> dict[int, Text]:
+        """The dialogues on disk, by index; a line that a kill cut off is as if it were not there."""
+        found: dict[int, Text] = {}
+        for path in sorted(self.folder.glob("answers-*.jsonl")):
+            for line in path.read_text().split("\n"):
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                found[record["index"]] = Text(record["index"], record["tokens"], [tuple(s) for s in record["spans"]])
+        return found
+
+    def texts(self) -> list[Text]:
+        """What there is of the corpus, in order: held-out first."""
+        if self.settings.source == "answers":
+            return sorted(self.written().values(), key=lambda t: t.index)
+        found, tokens = [], 0
+        for index, chat in enumerate(self.chats):
+            if tokens >= self._wanted():
+                break
+            text = self._as_it_is(index, chat)
+            found.append(text)
+            tokens += len(text.tokens) * (index >= self.settings.validation)
+        return found
+
+    def tokens(self) -> int:
+        """Training tokens that are there."""
+        return self._training_tokens(self.texts())
+
+    def missing(self) -> int:
+        """Training tokens still to be written; at most, where `tokens` is None."""
+        if self.settings.source == "text":
+            return 0
+        there = self.written()
+        if self.settings.tokens is None:
+            return max(0, self._dialogues - len(there)) * self.settings.text_tokens // 2
+        return max(0, self.settings.tokens - self._training_tokens(there.values()))
+
+    def prepare(self) -> None:
+        """Make the folder, and take over the packed corpus if that is this one and nothing is there yet."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings), indent=1))
+        if self.settings.source == "answers" and self.packed is not None and not self.written():
+            self._adopt(self.packed)
+
+    def seconds_per_token(self) -> float:
+        """Of writing, tried on a few passes over rows that are half full."""
+        settings = self.settings
+        model, rows = writing(self.target, settings.precision), settings.rows
+        table = rows_of(model, self.target, rows, settings.text_tokens)
+        table.lengths = [settings.text_tokens // 2] * rows
+        begin = 0.0
+        with table.running():
+            for attempt in range(3):
+                if attempt == 1:  # the first one warms up
+                    begin = time.perf_counter()
+                float(model.logits(table.step([0] * rows)).sum())  # waits for the device
+        return (time.perf_counter() - begin) / (2 * rows)
+
+    def write(self, process: int = 0, processes: int = 1) -> None:
+        """Write what is missing. Of several processes each writes its share of the dialogues, into a file of its own.
+
+        `prepare` comes before, in one process.
+        """
+        if self.settings.source == "text":
+            return
+        there = self.written()
+        mine = [i for i in range(process, self._dialogues, processes) if i not in there]
+        held, rest = ([i for i in mine if (i < self.settings.validation) == early] for early in (True, False))
+        # Held-out answers are the target's own to the letter: acceptance is counted against them.
+        with progress("held-out answers", len(held), "dialogues") as reached:
+            for count, _ in enumerate(self._run(held, process, "target"), 1):
+                reached(count)
+        tokens, until = self._training_tokens(there.values()) // processes, self._wanted() / processes
+        with (
+            progress("answers", int(min(until, tokens + self.missing())), "tokens") as reached,
+            closing(self._run(rest if tokens < until else [], process, self.settings.precision)) as dialogues,
+        ):
+            reached(tokens)
+            for dialogue in dialogues:
+                tokens += len(dialogue.tokens)
+                reached(tokens)
+                if tokens >= until:
+                    break  # what is unfinished is left out
+
+    def _run(self, indices: list[int], process: int, precision: str) -> Generator[Dialogue, None, None]:
+        """Write dialogues, each into this process's file as it ends."""
+        prompts = (p for i in indices if (p := self._prompt(i)))
+        first = next(prompts, None)
+        if first is None:
+            return
+        answer = self.settings.answer_tokens
+        lengths = Lengths(answer, self.settings.text_tokens, least=min(LEAST, answer))
+        path = self.folder / f"answers-{process}.jsonl"
+        with path.open("ab") as file:
+            if file.tell() and not path.read_bytes().endswith(b"\n"):
+                file.write(b"\n")  # behind a line that a kill cut off
+            for dialogue in write(self.target, itertools.chain([first], prompts), lengths, self.settings.rows, precision):
+                file.write(_line(dialogue))
+                file.flush()
+                yield dialogue
+
+    def _prompt(self, index: int) -> Prompt | None:
+        """What dialogue `index` is asked: its questions up to the first one that is too long."""
+        settings, held = self.settings, self.settings.validation
+        draw, place = divmod(max(0, index - held), len(self.chats) - held)
+        chat = self.chats[index if index < held else held + place]
+        questions = [m["content"] for m in chat if m["role"] == "user"][: settings.turns]
+        turns: list[tuple[int, ...]] = []
+        for question in questions:
+            if len(question) > MOST_CHARACTERS * settings.prompt_tokens:
+                break
+            ids = self.chat.follow_up(question) if turns else self.chat.encode([{"role": "user", "content": question}])
+            if len(ids) > settings.prompt_tokens:
+                break
+            turns.append(tuple(ids))
+        if not turns:
+            return None
+        heat = max(settings.temperatures) if draw else settings.temperatures[index % len(settings.temperatures)]
+        heat = 0.0 if index < held else heat
+        return Prompt(index, tuple(turns), heat, settings.seed * 1_000_003 + index)
+
+    @property
+    def _dialogues(self) -> int:
+        held = self.settings.validation
+        return held + (len(self.chats) - held) * self.settings.draws
+
+    def _wanted(self) -> float:
+        return math.inf if self.settings.tokens is None else self.settings.tokens
+
+    def _training_tokens(self, texts: Iterable[Text]) -> int:
+        return sum(len(t.tokens) for t in texts if t.index >= self.settings.validation)
+
+    # Text as it is ------------------------------------------------------------------------------------------------------
+
+    def _as_it_is(self, index: int, messages: list[Message]) -> Text:
+        """A conversation up to `text_tokens`, encoded turn by turn to know what the assistant said."""
+        tokens: list[int] = []
+        spans = []
+        for end in range(2, len(messages) + 1, 2):
+            before, tokens = (
+                self.chat.encode(messages[: end - 1]),
+                self.chat.encode(messages[:end], answer_follows=False),
+            )
+            spans.append((len(before), min(len(tokens), self.settings.text_tokens)))
+            if len(tokens) >= self.settings.text_tokens:
+                break
+        limit = self.settings.text_tokens
+        return Text(index, tokens[:limit], [s for s in spans if s[0] < s[1]])
+
+    # One file -----------------------------------------------------------------------------------------------------------
+
+    def pack(self, folder: Path, provenance: dict[str, Any]) -> Path:
+        """Write all answers as one compressed file of ids, and beside it what they are."""
+        texts = self.texts()
+        if not texts:
+            raise SpecBenchError(f"{self.folder} holds no answers to pack")
+        spans = [(i, *s) for i, t in enumerate(texts) for s in t.spans]
+        small = self.target.vocab_size <= 1 << 16
+        tensors = {
+            # the low and the high byte of each id apart: they compress better so
+            "tokens": torch.tensor([i for t in texts for i in t.tokens], dtype=torch.int32)
+            .view(torch.uint8)
+            .view(-1, 4)[:, : 2 if small else 4]
+            .T.contiguous(),
+            "lengths": torch.tensor([len(t.tokens) for t in texts], dtype=torch.int32),
+            "index": torch.tensor([t.index for t in texts], dtype=torch.int32),
+            "spans": torch.tensor(spans, dtype=torch.int32),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_path(folder / PACKED) as temporary:
+            temporary.write_bytes(lzma.compress(save(tensors), preset=9 | lzma.PRESET_EXTREME))
+            said = provenance | {
+                "corpus": self.settings.digest(self.fingerprint),
+                "settings": {k: v for k, v in asdict(self.settings).items() if k not in HOW},
+                "target_fingerprint": self.fingerprint,
+                "dialogues": len(texts),
+                "held_out": sum(t.index < self.settings.validation for t in texts),
+                "training_tokens": self._training_tokens(texts),
+                "sha256": sha256_of(temporary),
+            }
+            (folder / PACKED_PROVENANCE).write_text(json.dumps(said, indent=1) + "\n")
+        return folder / PACKED
+
+    def _adopt(self, folder: Path) -> None:
+        """Take over a packed corpus if it is this one."""
+        if not (folder / PACKED).is_file() or not (folder / PACKED_PROVENANCE).is_file():
+            return
+        said = json.loads((folder / PACKED_PROVENANCE).read_text())
+        if said.get("corpus") != self.settings.digest(self.fingerprint):
+            return
+        if sha256_of(folder / PACKED) != said.get("sha256"):
+            raise SpecBenchError(f"{folder / PACKED} has not the SHA-256 that {PACKED_PROVENANCE} names; fetch it again")
+        with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
+            temporary.write_bytes(b"".join(_line(t) for t in unpack(folder / PACKED)))
+
+
+def unpack(path: Path) -> list[Text]:
+    """The dialogues of a packed corpus."""
+    tensors = load(lzma.decompress(path.read_bytes()))
+    planes = tensors["tokens"].long()  # [bytes, n]
+    tokens = sum(plane << (8 * i) for i, plane in enumerate(planes))
+    assert isinstance(tensors["spans"], torch.Tensor) and isinstance(tokens, torch.Tensor)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for text, begin, end in tensors["spans"].tolist():
+        spans.setdefault(text, []).append((begin, end))
+    pieces = tokens.split(tensors["lengths"].tolist())
+    index = tensors["index"].tolist()
+    return [Text(index[i], piece.tolist(), spans.get(i, [])) for i, piece in enumerate(pieces)]
+
+
+def _line(text: Dialogue | Text) -> bytes:
+    index = text.prompt.index if isinstance(text, Dialogue) else text.index
+    record = {"index": index, "tokens": text.tokens, "spans": text.spans}
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"

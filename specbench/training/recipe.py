@@ -1,0 +1,252 @@
+"""What a recipe says: settings, schedule and phases, and from these alone the learning rate of every step.
+
+Pure functions of numbers: knows no drafter, no batch, no device.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from specbench.errors import SpecBenchError
+
+INHERIT = "inherit"
+SHAPES = {  # of a decay, by the share of it that is left
+    "constant": lambda left: 1.0,
+    "linear": lambda left: left,
+    "cosine": lambda left: 0.5 - 0.5 * math.cos(math.pi * left),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Factor on the peak learning rate, by step: it rises, holds, and falls to a floor.
+
+            1 |    ______
+              |   /      \\
+        floor |  /        `-.__
+              +------------------> step
+                up  held    down
+
+    Attributes:
+        warmup: share of the steps over which it rises linearly. warmup_steps: their number instead.
+        plateau: share of the steps after the warm-up during which it holds.
+        decay: how it falls over the rest: `constant` (it does not), `linear` or `cosine`.
+        floor: what it falls to, 0 … 1.
+
+    Raises:
+        SpecBenchError: both kinds of warm-up, an unknown decay, a share outside 0 … 1.
+    """
+
+    warmup: float | None = None
+    warmup_steps: int | None = None
+    plateau: float = 0.0
+    decay: str = "linear"
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.warmup is not None and self.warmup_steps is not None:
+            raise SpecBenchError(
+                f"train.settings: warmup={self.warmup:g} (a share) and warmup_steps={self.warmup_steps} exclude each "
+                "other; set one of them to null"
+            )
+        if self.decay not in SHAPES:
+            raise SpecBenchError(f"train.settings.decay={self.decay}: use {', '.join(SHAPES)}")
+        for name in ("warmup", "plateau", "floor"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
+                raise SpecBenchError(f"train.settings.{name}={getattr(self, name)}: a share lies between 0 and 1")
+
+    def factor(self, step: int, total: int) -> float:
+        """At a step (from 0) of a training of `total` steps."""
+        up = round((self.warmup or 0.0) * total) if self.warmup_steps is None else self.warmup_steps
+        if step < up:
+            return (step + 1) / up
+        held = round(self.plateau * max(total - up, 0))
+        if step < up + held:
+            return 1.0
+        left = 1 - (step - up - held) / max(total - up - held, 1)
+        return self.floor + (1 - self.floor) * SHAPES[self.decay](left)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a training with an objective, a vocabulary or trained parameters of its own.
+
+    Attributes:
+        share: of the steps; those of all phases sum to 1.
+        lr: factor on the peak learning rate, beside the schedule's.
+        vocabulary: frequent ids of the classification loss, None for all ids; `inherit`: as the whole training.
+        drafter: options of the objective, for the drafter's `configure` when the phase begins. They stay set until another
+            phase changes them, also after the last.
+        train: names of the parameters that are trained (a prefix such as `outputs`, or a pattern such as `*.bias`); None
+            for all. The others get no gradient and no update.
+        restart: the schedule runs within this phase, from its warm-up on, instead of over the whole training. Only then:
+        warmup, warmup_steps, plateau, decay, floor: of this phase's schedule; None as in the whole training's.
+    """
+
+    share: float
+    lr: float = 1.0
+    vocabulary: int | str | None = INHERIT
+    drafter: Mapping[str, Any] = field(default_factory=dict)
+    train: tuple[str, ...] | None = None
+    restart: bool = False
+    warmup: float | None = None
+    warmup_steps: int | None = None
+    plateau: float | None = None
+    decay: str | None = None
+    floor: float | None = None
+
+    @classmethod
+    def of(cls, number: int, said: Any) -> "Phase":
+        """A phase from what a configuration says of it.
+
+        Raises:
+            SpecBenchError: no mapping, an unknown or contradictory key; names the phase, from 0.
+        """
+        place, known = f"train.settings.phases[{number}]", [f.name for f in fields(cls)]
+        if isinstance(said, cls):
+            said = {name: getattr(said, name) for name in known}
+        if not isinstance(said, Mapping) or "share" not in said:
+            raise SpecBenchError(f"{place}: a phase is a mapping with a share")
+        if unknown := sorted(said.keys() - set(known)):
+            raise SpecBenchError(f"{place}: unknown {', '.join(unknown)}; a phase has {', '.join(known)}")
+        train = said.get("train")
+        phase = cls(
+            **{**said, "drafter": dict(said.get("drafter") or {}), "train": None if train is None else tuple(train)}
+        )
+        if phase.share <= 0:
+            raise SpecBenchError(f"{place}: share={phase.share} is not above 0")
+        if isinstance(phase.vocabulary, str) and phase.vocabulary != INHERIT:
+            raise SpecBenchError(f"{place}: vocabulary={phase.vocabulary}: use a number of ids, null for all, or {INHERIT}")
+        if phase._own() and not phase.restart:
+            raise SpecBenchError(f"{place}: {', '.join(phase._own())} without restart=true has no effect")
+        return phase
+
+    def schedule(self, whole: Schedule) -> Schedule:
+        """The schedule within this phase, if it restarts: the whole training's with what this phase says otherwise."""
+        own = self._own()
+        if own.keys() & {"warmup", "warmup_steps"}:  # either kind takes the place of either
+            own = {"warmup": None, "warmup_steps": None} | own
+        return replace(whole, **own)
+
+    def _own(self) -> dict[str, Any]:
+        return {f.name: value for f in fields(Schedule) if (value := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a drafter is trained.
+
+    Attributes:
+        epochs: passes over the corpus. steps: end after this many optimiser steps, whatever the epochs say.
+        lr: peak, of AdamW or, with `optimizer: muon`, of Muon on the matrices (vectors keep AdamW at `vector_lr`).
+        groups: factors on the learning rate by name of parameter (a prefix such as `outputs`, or a pattern such as
+            `*.bias`); of several that match the first counts.
+        warmup, warmup_steps, plateau, decay, floor: see `Schedule`.
+        clip: of the gradient, None for none. clip_by: its `norm`, or each entry's `value`.
+        accumulate: batches a step.
+        precision: `no`, `bf16` or `fp16` (Accelerate's mixed precision, over weights in float32), `auto`: bf16 on a GPU.
+        vocabulary: confine the classification loss to this many frequent ids; None for all. Phases may say otherwise.
+        sampled: of these confine it to so many a batch: those in its own text, and others drawn anew; None for all of them.
+        phases: see `Phase`; none is one phase that changes nothing.
+        checkpoint_minutes, validate_minutes: how often.
+        validation_answers: held-out answers replayed.
+        seed: data order, initial weights, noise.
+
+    Raises:
+        SpecBenchError: values that contradict each other or are out of range, by name.
+    """
+
+    epochs: int = 20
+    steps: int | None = None
+    optimizer: str = "adamw"
+    lr: float = 3e-5
+    vector_lr: float = 1e-3
+    groups: Mapping[str, float] = field(default_factory=dict)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup: float | None = None
+    warmup_steps: int | None = None
+    plateau: float = 0.0
+    decay: str = "linear"
+    floor: float = 0.0
+    clip: float | None = 0.5
+    clip_by: str = "norm"
+    accumulate: int = 1
+    precision: str = "no"
+    vocabulary: int | None = None
+    sampled: int | None = None
+    phases: tuple[Phase, ...] = ()
+    checkpoint_minutes: float = 10.0
+    validate_minutes: float = 15.0
+    validation_answers: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        # a configuration brings lists and mappings
+        phases = tuple(Phase.of(i, said) for i, said in enumerate(self.phases)) or (Phase(share=1.0),)
+        object.__setattr__(self, "phases", phases)
+        object.__setattr__(self, "groups", dict(self.groups))
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if self.optimizer not in ("adamw", "muon"):
+            raise SpecBenchError(f"train.settings.optimizer={self.optimizer}: use adamw or muon")
+        if self.clip_by not in ("norm", "value"):
+            raise SpecBenchError(f"train.settings.clip_by={self.clip_by}: use norm or value")
+        if self.precision not in ("auto", "no", "bf16", "fp16"):
+            raise SpecBenchError(f"train.settings.precision={self.precision}: use auto, no, bf16 or fp16")
+        if abs(sum(p.share for p in phases) - 1) > 1e-6:
+            shares = " + ".join(f"{p.share:g}" for p in phases)
+            raise SpecBenchError(f"train.settings.phases: the shares {shares} do not sum to 1")
+        for phase in phases:
+            phase.schedule(self.schedule)  # each one's values are in range
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of the whole training."""
+        return Schedule(**{f.name: getattr(self, f.name) for f in fields(Schedule)})
+
+    def vocabulary_in(self, phase: Phase) -> int | None:
+        """Frequent ids of the classification loss in a phase; None for all ids."""
+        return self.vocabulary if isinstance(phase.vocabulary, str) else phase.vocabulary
+
+
+def starts(settings: TrainSettings, total: int) -> list[int]:
+    """First step of every phase, and the end of the last; a phase of a short training may have no step at all."""
+    ends = itertools.accumulate(phase.share for phase in settings.phases[:-1])
+    return [0, *(round(end * total) for end in ends), total]
+
+
+def phase_at(settings: TrainSettings, step: int, total: int) -> int:
+    """Number of the phase that a step (from 0) belongs to; of the end, the last one's."""
+    return min(bisect.bisect_right(starts(settings, total), step), len(settings.phases)) - 1
+
+
+def rates(settings: TrainSettings, total: int) -> list[float]:
+    """Factor on the peak learning rate of every step."""
+    found: list[float] = []
+    for phase, (begin, end) in zip(settings.phases, itertools.pairwise(starts(settings, total)), strict=True):
+        within, length, first = settings.schedule, total, 0
+        if phase.restart:
+            within, length, first = phase.schedule(settings.schedule), end - begin, begin
+        found += [phase.lr * within.factor(step - first, length) for step in range(begin, end)]
+    return found
+
+
+def masses(settings: TrainSettings, total: int) -> list[float]:
+    """Share of the sum of all learning rates that falls to each phase: how much of the training it really is."""
+    by_step = rates(settings, total)
+    return [sum(by_step[a:b]) / sum(by_step) for a, b in itertools.pairwise(starts(settings, total))]
+
+
+def describe(settings: TrainSettings, total: int) -> str:
+    """The phases in one line: what each does, over which share of the steps and of the learning rate."""
+    said = []
+    for phase, mass in zip(settings.phases, masses(settings, total), strict=True):
+        count = settings.vocabulary_in(phase)
+        parts = ["over all ids" if count is None else f"confined to {count:,} ids"]
+        parts += [f"{name}={value}" for name, value in phase.drafter.items()]
+        parts += [f"only {', '.join(phase.train)}"] if phase.train is not None else []
+        said.append(f"{phase.share:.0%} {' '.join(parts)} ({mass:.0%} of the learning rate)")
+    return f"phases: {', '.join(said)}"

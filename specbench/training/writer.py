@@ -1,0 +1,183 @@
+"""The target's own answers, turn after turn: each answer goes into the history before the next question is asked.
+
+Knows the target and token ids, not what the text is for. Every pass feeds one token to each of many rows (`engine.rows`):
+a token of a question, or the one the target chose after its last. A dialogue that ends makes room for the next at once,
+so no pass is spent on padding, and prompts cost what answers do.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specbench.engine.int8 import quantised
+from specbench.engine.rows import Rows
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import CausalLM, Target
+from specbench.errors import SpecBenchError
+
+PRECISIONS = ("auto", "target", "int8")
+GROUPS = 8  # of rows that attend together: each is a call a layer, each saves attention over slots that are not there
+SAMPLE = 64  # tokens of the target's own text, by which the ranges of 8-bit inputs are judged
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a dialogue is asked.
+
+    Attributes:
+        index: its place in the corpus.
+        turns: ids of each user turn with all the markup around it; a later one begins with the markup that ends an answer.
+        temperature: 0 is greedy. seed: of its own draws, whoever its neighbours are.
+    """
+
+    index: int
+    turns: tuple[tuple[int, ...], ...]
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Dialogue:
+    """A prompt's turns and the target's answers, as far as they got. spans: [begin, end) of each answer in `tokens`."""
+
+    prompt: Prompt
+    tokens: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """In tokens. answer: of one answer. whole: of a dialogue; a turn with no room for an answer of `least` is not asked."""
+
+    answer: int
+    whole: int
+    least: int
+
+
+class _Row:
+    """One dialogue while it is written: what must still be fed, and whether the target chooses what follows."""
+
+    def __init__(self, prompt: Prompt):
+        self.dialogue = Dialogue(prompt)
+        self.forced = list(prompt.turns[0])[::-1]  # the next one last
+        self.turn, self.begin = 0, 0
+        self.generator = torch.Generator().manual_seed(prompt.seed) if prompt.temperature else None
+
+    @property
+    def answering(self) -> bool:
+        """Does the target choose the next token?"""
+        return not self.forced
+
+    def feed(self) -> int:
+        """The next token of a question goes into the text."""
+        token = self.forced.pop()
+        self.dialogue.tokens.append(token)
+        self.begin = len(self.dialogue.tokens)
+        return token
+
+    def take(self, token: int, stops: tuple[int, ...], lengths: Lengths) -> bool:
+        """The target chose a token. True when the dialogue is over with it."""
+        tokens = self.dialogue.tokens
+        tokens.append(token)
+        over = token in stops
+        if not over and len(tokens) < min(self.begin + lengths.answer, lengths.whole):
+            return False
+        self.dialogue.spans.append((self.begin, len(tokens)))
+        self.turn += 1
+        turns = self.dialogue.prompt.turns
+        if self.turn == len(turns):
+            return True
+        coming = list(turns[self.turn])
+        if coming[0] == token:  # the answer ended itself as the markup would
+            coming = coming[1:]
+        self.forced = coming[::-1]
+        return len(tokens) + len(coming) + lengths.least > lengths.whole
+
+
+def writing(target: Target, precision: str) -> CausalLM:
+    """The model that writes: the target itself, or a quantised copy of it. Raises `SpecBenchError` for anything else."""
+    if precision not in PRECISIONS:
+        raise SpecBenchError(f"train.corpus.precision={precision}: use {', '.join(PRECISIONS)}")
+    if precision == "auto":  # products of bytes pay where the processor has them
+        bytewise = torch.cpu.get_capabilities().get("avx512_vnni", False) if target.device.type == "cpu" else False
+        precision = "int8" if bytewise else "target"
+    if precision == "target":
+        return target
+    return CausalLM(quantised(target.model, target.greedy(target.stop_ids[:1] or (0,), SAMPLE)))
+
+
+def rows_of(model: CausalLM, target: Target, rows: int, capacity: int) -> Rows:
+    """Rows in groups that suit their number; a quantised copy keeps keys and values in half the memory too."""
+    return Rows(model, rows, capacity, max(16, rows // GROUPS), None if model is target else torch.bfloat16)
+
+
+def write(
+    target: Target, prompts: Iterator[Prompt], lengths: Lengths, rows: int = 128, precision: str = "target"
+) -> Iterator[Dialogue]:
+    """Dialogues in the order in which they end.
+
+    Args:
+        prompts: each fits into `lengths.whole` with its first turn.
+        rows: written side by side.
+        precision: `int8` writes with a quantised copy of the target, `auto` where that pays, `target` never.
+
+    Raises:
+        SpecBenchError: an unknown precision.
+    """
+    model = writing(target, precision)
+    waiting = list(itertools.islice(prompts, rows))
+    waiting.reverse()
+    places: list[_Row | None] = [None] * len(waiting)
+    table = rows_of(model, target, len(places), lengths.whole)
+    fed: list[int | None] = [None] * len(places)
+
+    def begin(place: int, prompt: Prompt | None) -> None:
+        places[place] = row = None if prompt is None else _Row(prompt)
+        fed[place] = None if row is None else row.feed()
+
+    for place in range(len(places)):
+        begin(place, waiting.pop())
+    with table.running():
+        while any(places):
+            states = table.step(fed)
+            asking = [i for i, row in enumerate(places) if row is not None and row.answering]
+            chosen = _choose(model, states, [(i, places[i]) for i in asking]) if asking else []  # type: ignore[misc]
+            ended = []
+            for place, row in enumerate(places):
+                if row is not None and not row.answering:
+                    fed[place] = row.feed()
+            for place, token in zip(asking, chosen, strict=True):
+                row = places[place]
+                assert row is not None
+                if row.take(token, target.stop_ids, lengths):
+                    ended.append(place)
+                fed[place] = token
+            # The shortest group first: what moves up from below an ended row is never itself an ended one.
+            for place in sorted(ended, reverse=True):
+                row = places[place]
+                assert row is not None
+                free, moves = table.end(place)
+                for source, to in moves:
+                    places[to], fed[to] = places[source], fed[source]
+                begin(free, next(prompts, None))
+                yield row.dialogue
+
+
+@torch.inference_mode()
+def _choose(model: CausalLM, states: Tensor, rows: list[tuple[int, _Row]]) -> list[int]:
+    """The token after each of these rows; a sampled one with its row's own draw. states [B, D]"""
+    logits = model.logits(states[[i for i, _ in rows]]).float()  # [A, V]
+    chosen = logits.argmax(-1)
+    by_heat: dict[float, list[int]] = {}
+    for place, (_, row) in enumerate(rows):
+        if row.generator is not None:
+            by_heat.setdefault(row.dialogue.prompt.temperature, []).append(place)
+    for heat, places in by_heat.items():
+        draws = torch.cat([torch.rand(1, generator=rows[i][1].generator) for i in places])
+        mass = Sampler(heat).probabilities(logits[places]).double().cumsum(-1)
+        below = draws.to(mass)[:, None] * mass[:, -1:]
+        chosen[places] = torch.searchsorted(mass, below, right=True)[:, 0].clamp(max=mass.shape[-1] - 1)
+    return chosen.tolist()

@@ -1,0 +1,103 @@
+"""EAGLE's objective as it is computed, against its definition written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drafters import teacher
+from drafters.teacher import Teacher
+from specbench.engine.interface import Batch
+
+B, T, D, V = 3, 11, 16, 97
+
+
+def setting(vocabulary=None, seed=0):
+    torch.manual_seed(seed)
+    head = torch.nn.Linear(D, V, bias=False).requires_grad_(False)
+    states, predicted = 3 * torch.randn(2, B, T, D)
+    scored = torch.rand(B, T) > 0.3
+    batch = Batch(torch.zeros(B, T).long(), states, scored, scored, vocabulary=vocabulary)
+    return batch, head, predicted.requires_grad_()
+
+
+def defined(batch, head, predicted, regression, classification, topk, topk_weight):
+    rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]
+    f, f_hat = batch.states[batch.scored], predicted[batch.scored]
+    p, log_q = (f @ rows.T).softmax(-1), (f_hat @ rows.T).log_softmax(-1)
+    mass, ids = p.topk(topk)
+    cross_entropy = -(p * log_q).sum(-1).mean()
+    return {
+        "loss": regression * F.smooth_l1_loss(f_hat, f)
+        + classification * cross_entropy
+        - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1).mean(),
+        "regression": F.smooth_l1_loss(f_hat, f),
+        "classification": cross_entropy,
+        "agreement": (p.argmax(-1) == log_q.argmax(-1)).float().mean(),
+    }
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+@pytest.mark.parametrize("topk_weight", [0.0, 0.7])
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(5, 70)])
+def test_it_is_the_definition_with_its_gradient(vocabulary, topk_weight, rows, monkeypatch):
+    monkeypatch.setattr(teacher, "ROWS", rows)
+    monkeypatch.setattr(teacher, "LOGITS", {"cpu": 1})  # so that ROWS decides
+    batch, head, predicted = setting(vocabulary)
+    terms = 0.4, 0.3, 5, topk_weight
+    found, expected = Teacher(batch, head).loss(predicted, *terms), defined(batch, head, predicted, *terms)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=0, rtol=2e-6)
+    scale = 1024.0  # as a loss scale has it
+    (ours,) = torch.autograd.grad(scale * found["loss"], predicted)
+    (theirs,) = torch.autograd.grad(scale * expected["loss"], predicted)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_one_teacher_serves_several_predictions(monkeypatch):
+    """Kept or made anew, the target's probabilities are the same; kept, its head is read once."""
+    batch, head, predicted = setting()
+    linear, products = F.linear, []
+    monkeypatch.setattr(F, "linear", lambda *parts: (products.append(0), linear(*parts))[1])
+    results = []
+    for uses, expected in ((1, 4), (2, 3)):
+        shared, products[:] = Teacher(batch, head, uses), []
+        results.append([float(shared.loss(guess, 1.0, 1.0)["loss"].detach()) for guess in (predicted, 2 * predicted)])
+        assert len(products) == expected
+    assert results[0] == results[1]
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def test_no_array_is_as_large_as_positions_times_vocabulary(monkeypatch):
+    monkeypatch.setattr(teacher, "ROWS", 4)
+    monkeypatch.setattr(teacher, "LOGITS", {"cpu": 1})
+    batch, head, predicted = setting()
+    with Largest() as seen:
+        Teacher(batch, head).loss(predicted, 1.0, 0.1, 5, 0.5)["loss"].backward()
+    assert seen.elements <= V * D < int(batch.scored.sum()) * V
+
+
+def test_in_half_precision_the_gradient_is_the_one_autograd_finds():
+    batch, head, predicted = setting()
+    head, half = head.bfloat16(), predicted.detach().bfloat16().requires_grad_()
+    batch.states = batch.states.bfloat16()
+    found = Teacher(batch, head).loss(half, 1.0, 1.0)["loss"]
+    found.backward()
+    f, f_hat = batch.states[batch.scored], half[batch.scored]
+    p, log_q = F.linear(f, head.weight).float().softmax(-1), F.linear(f_hat, head.weight).float().log_softmax(-1)
+    loss = F.smooth_l1_loss(f_hat.float(), f.float()) - (p * log_q).sum(-1).mean()
+    (expected,) = torch.autograd.grad(loss, half)
+    torch.testing.assert_close(found, loss, atol=0, rtol=1e-5)
+    torch.testing.assert_close(half.grad, expected, atol=1e-4, rtol=0.05)

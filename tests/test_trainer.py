@@ -1,0 +1,425 @@
+"""Recipes: the learning rate of every step, clipping, groups of parameters, phases and their resume; what conf/ says."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DRAFTERS, ROOT, tiny
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torch import nn
+from trials import options_of, trials
+
+from drafters.blocks import TrainedDrafter
+from specbench.engine.grow import Chain
+from specbench.engine.interface import Batch
+from specbench.errors import SpecBenchError
+from specbench.training.plan import _training_seconds
+from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, masses, phase_at, rates, starts
+from specbench.training.trainer import Trainer, check
+
+VOCABULARY, BATCHES = 8, 5  # ids; batches an epoch
+
+
+class Fake(TrainedDrafter):
+    """Two linear layers whose loss depends on an option, the vocabulary and noise; remembers what it was called with."""
+
+    phased = ("gain", "noise")
+
+    def __init__(self, width: int = 4, stop: int | None = None):
+        super().__init__("fake", Chain(2))
+        torch.manual_seed(3)
+        self.body, self.outputs = nn.Linear(width, width), nn.ModuleList([nn.Linear(width, VOCABULARY)])
+        self.shared = nn.Linear(width, width).requires_grad_(False)
+        self.gain, self.noise, self.stop = 1.0, 0.1, stop
+        self.seen: list[dict[str, Any]] = []
+
+    def loss(self, batch: Batch) -> dict[str, torch.Tensor]:
+        if len(self.seen) == self.stop:
+            raise KeyboardInterrupt
+        trained = {n.split(".")[0] for n, p in self.named_parameters() if p.requires_grad}
+        ids = None if batch.vocabulary is None else batch.vocabulary.tolist()
+        self.seen.append({"gain": self.gain, "ids": ids, "progress": batch.progress, "trained": trained})
+        hidden = self.body(self.shared(batch.states) + self.noise * torch.rand_like(batch.states))
+        logits = self.outputs[0](hidden)
+        logits = logits if batch.vocabulary is None else logits[..., batch.vocabulary]
+        return {"loss": self.gain * (logits.logsumexp(-1) - logits[..., 0]).mean()}
+
+
+class Text:
+    """A corpus of random states; the frequent ids are the highest ones."""
+
+    def batches(self, epoch: int) -> list[list[tuple[Path, int, int]]]:
+        order = torch.randperm(BATCHES, generator=torch.Generator().manual_seed(epoch)).tolist()
+        return [[(Path("x"), i, i + 6)] * 2 for i in order]
+
+    def load(self, items: Any, device: torch.device, dtype: torch.dtype) -> Batch:
+        states = torch.randn(len(items), 6, 4, generator=torch.Generator().manual_seed(items[0][1]))
+        everywhere = torch.ones(len(items), 6, dtype=torch.bool)
+        return Batch(torch.zeros(len(items), 6, dtype=torch.long), states, everywhere, everywhere)
+
+    def frequent(self, count: int) -> torch.Tensor:
+        return torch.arange(VOCABULARY).flip(0)[:count]
+
+
+def trainer(folder: Path, drafter: Fake | None = None, **settings: Any) -> Any:
+    made = TrainSettings(**({"lr": 0.05, "checkpoint_minutes": -1.0, "decay": "constant", "epochs": 4} | settings))
+    corpus: Any = Text()
+    return Trainer(Fake() if drafter is None else drafter, corpus, made, dict, folder)
+
+
+# The learning rate of every step -----------------------------------------------------------------------------------------
+
+
+def test_the_schedule_rises_holds_and_falls_to_its_floor():
+    schedule = Schedule(warmup=0.1, plateau=0.5, decay="linear", floor=0.2)
+    factors = [schedule.factor(step, 100) for step in range(100)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10:55] == [1.0] * 45  # half of the 90 steps after the warm-up
+    assert factors[55:] == pytest.approx([0.2 + 0.8 * (1 - i / 45) for i in range(45)])
+    assert Schedule(warmup_steps=7).factor(6, 1000) == 1.0 and Schedule(warmup_steps=7).factor(5, 1000) == pytest.approx(
+        6 / 7
+    )
+
+
+@pytest.mark.parametrize(
+    ("decay", "middle", "last"),
+    [("constant", 1.0, 1.0), ("linear", 0.5, 0.001), ("cosine", 0.5, 0.5 - 0.5 * math.cos(math.pi * 0.001))],
+)
+def test_every_decay_has_its_shape(decay, middle, last):
+    assert Schedule(decay=decay).factor(0, 1000) == 1.0
+    assert Schedule(decay=decay).factor(500, 1000) == pytest.approx(middle)
+    assert Schedule(decay=decay).factor(999, 1000) == pytest.approx(last)
+    lifted = Schedule(decay=decay, floor=0.3)
+    assert lifted.factor(999, 1000) == pytest.approx(0.3 + 0.7 * last)
+
+
+def test_the_mass_of_a_phase_is_its_share_of_all_learning_rates():
+    levels = TrainSettings(decay="constant", phases=({"share": 0.5}, {"share": 0.5, "lr": 0.25}))
+    assert masses(levels, 200) == pytest.approx([0.8, 0.2])
+    falling = TrainSettings(decay="linear", phases=({"share": 0.5}, {"share": 0.5}))
+    assert masses(falling, 10_000) == pytest.approx([0.75, 0.25], abs=1e-3)
+    starved = TrainSettings(decay="cosine", phases=({"share": 0.97}, {"share": 0.03, "vocabulary": None}))
+    assert masses(starved, 1404)[1] < 1e-4  # what a floor and a longer phase are for
+
+
+def test_a_phase_restarts_the_schedule_in_its_own_form():
+    settings = TrainSettings(
+        warmup_steps=2,
+        decay="linear",
+        phases=(
+            {"share": 0.4, "restart": True},
+            {"share": 0.4, "restart": True, "lr": 0.5, "warmup": 0.5},
+            {"share": 0.2, "restart": True, "lr": 0.1, "warmup": 0.0, "decay": "constant"},
+        ),
+    )
+    assert rates(settings, 10) == pytest.approx([0.5, 1, 1, 0.5, 0.25, 0.5, 0.5, 0.25, 0.1, 0.1])
+    whole = TrainSettings(decay="linear", phases=({"share": 0.5}, {"share": 0.5, "lr": 2.0}))
+    assert rates(whole, 4) == pytest.approx([1, 0.75, 1.0, 0.5])  # without a restart the first schedule goes on
+
+
+def test_steps_belong_to_phases_by_share_whatever_the_length():
+    settings = TrainSettings(phases=({"share": 0.8}, {"share": 0.2}))
+    assert starts(settings, 10) == [0, 8, 10] and [phase_at(settings, s, 10) for s in (0, 7, 8, 9, 10)] == [0, 0, 1, 1, 1]
+    assert starts(settings, 2) == [0, 2, 2] and phase_at(settings, 1, 2) == 0 and phase_at(settings, 2, 2) == 1
+    thirds = TrainSettings(phases=[{"share": 1 / 3}] * 3)
+    assert starts(thirds, 999_999)[-1] == 999_999 == len(rates(thirds, 999_999))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "two warm-ups": ({"warmup": 0.1, "warmup_steps": 3}, "exclude each other"),
+    "decay": ({"decay": "steps"}, "constant, linear, cosine"),
+    "share": ({"warmup": 60}, "between 0 and 1"),
+    "clipping": ({"clip_by": "vote"}, "norm or value"),
+    "optimizer": ({"optimizer": "sgd"}, "adamw or muon"),
+    "shares": ({"phases": [{"share": 0.5}, {"share": 0.4}]}, "0.5 + 0.4 do not sum to 1"),
+    "empty phase": ({"phases": [{"share": 0.0}, {"share": 1.0}]}, "phases[0]: share=0.0"),
+    "key": ({"phases": [{"share": 1.0, "rate": 2}]}, "phases[0]: unknown rate"),
+    "no share": ({"phases": [{"lr": 2}]}, "a mapping with a share"),
+    "vocabulary": ({"phases": [{"share": 1.0, "vocabulary": "small"}]}, "null for all"),
+    "no restart": ({"phases": [{"share": 1.0, "decay": "linear"}]}, "without restart=true"),
+    "phase's schedule": ({"phases": [{"share": 1.0, "restart": True, "floor": 3}]}, "between 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_recipe_that_cannot_be_meant_is_refused(case):
+    settings, said = WRONG[case]
+    with pytest.raises(SpecBenchError) as caught:
+        TrainSettings(**settings)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_phases_are_said_in_one_line(tmp_path, capsys):
+    phases = [{"share": 0.8, "train": ["body"]}, {"share": 0.2, "lr": 0.5, "vocabulary": None, "drafter": {"gain": 2}}]
+    said = describe(TrainSettings(decay="constant", vocabulary=8192, phases=phases), 1000)
+    assert said == (
+        "phases: 80% confined to 8,192 ids only body (89% of the learning rate), "
+        "20% over all ids gain=2 (11% of the learning rate)"
+    )
+    trainer(tmp_path, phases=phases).run()
+    assert capsys.readouterr().err.startswith("phases: 80% over all ids only body (89% of the learning rate)")
+
+
+# Steps -------------------------------------------------------------------------------------------------------------------
+
+
+def gradients(made: Any) -> list[torch.Tensor]:
+    """Those of one step, as the optimiser meets them."""
+    found: list[torch.Tensor] = []
+    step = made.optimizers[0].step
+
+    def remember() -> None:
+        found.extend(p.grad.clone() for p in made.parameters)
+        step()
+
+    made.optimizers[0].step = remember
+    made.run()
+    return found
+
+
+def test_gradients_are_clipped_by_norm_by_value_or_not_at_all(tmp_path):
+    free, norm, value = (
+        gradients(trainer(tmp_path / str(i), steps=1, clip=clip, clip_by=by))
+        for i, (clip, by) in enumerate([(None, "norm"), (0.05, "norm"), (0.05, "value")])
+    )
+    length = torch.cat([g.flatten() for g in free]).norm()
+    assert length > 0.1 and max(g.abs().max() for g in free) > 0.06  # there is something to clip
+    for whole, shorter, cut in zip(free, norm, value, strict=True):
+        assert torch.allclose(shorter, whole * 0.05 / length, atol=1e-6)
+        assert torch.equal(cut, whole.clamp(-0.05, 0.05))
+
+
+def change(made: Any) -> dict[str, torch.Tensor]:
+    before = {n: p.detach().clone() for n, p in made.drafter.named_parameters()}
+    made.run()
+    return {n: p.detach() - before[n] for n, p in made.drafter.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_groups_scale_the_learning_rate_of_what_they_name(tmp_path, optimizer):
+    plain = change(trainer(tmp_path / "plain", steps=1, optimizer=optimizer))
+    groups = {"outputs.0.bias": 2.0, "outputs": 4.0, "*.bias": 0.5}
+    grouped = change(trainer(tmp_path / "grouped", steps=1, optimizer=optimizer, groups=groups))
+    factors = {"body.weight": 1.0, "body.bias": 0.5, "outputs.0.weight": 4.0, "outputs.0.bias": 2.0}
+    for name, factor in factors.items():
+        assert plain[name].abs().max() > 0
+        assert torch.allclose(grouped[name], factor * plain[name], atol=1e-6), name
+    assert not grouped["shared.weight"].any()
+
+
+def test_the_steps_really_get_the_rates_of_the_recipe(tmp_path):
+    made, used = trainer(tmp_path, decay="linear", warmup=0.2, floor=0.1, groups={"body": 0.5}), []
+    step = made.optimizers[0].step
+    made.optimizers[0].step = lambda: (used.append([g["lr"] for g in made.optimizers[0].param_groups]), step())
+    made.run()
+    factors = rates(made.settings, 20)
+    assert used == [pytest.approx([0.025 * f, 0.05 * f]) for f in factors] and factors[3] == 1.0 > factors[5] > 0.1
+
+
+# Phases ------------------------------------------------------------------------------------------------------------------
+
+PHASES = (
+    {"share": 0.3, "drafter": {"gain": 3.0}, "train": ["outputs"]},
+    {"share": 0.3, "drafter": {"noise": 0.5}, "vocabulary": 3, "lr": 0.5},
+    {"share": 0.4, "drafter": {"gain": 0.5}, "vocabulary": None, "train": ["body.weight"], "restart": True, "warmup": 0.2},
+)
+
+
+def test_phases_switch_options_vocabulary_and_parameters_at_their_steps(tmp_path):
+    made = trainer(tmp_path, vocabulary=5, phases=PHASES)  # 20 steps: 6, 6, 8
+    weights: list[dict[str, torch.Tensor]] = []
+    update = made._update
+    made._update = lambda loss: (
+        update(loss),
+        weights.append({n: p.detach().clone() for n, p in made.drafter.named_parameters()}),
+    )
+    made.run()
+    seen = made.drafter.seen
+    assert [s["gain"] for s in seen] == [3.0] * 12 + [0.5] * 8
+    assert [s["ids"] for s in seen] == [[7, 6, 5, 4, 3]] * 6 + [[7, 6, 5]] * 6 + [None] * 8
+    assert [s["trained"] for s in seen] == [{"outputs"}] * 6 + [{"body", "outputs"}] * 6 + [{"body"}] * 8
+    assert [s["progress"] for s in seen] == pytest.approx([i / 20 for i in range(20)])
+    own = {"body.weight", "body.bias", "outputs.0.weight", "outputs.0.bias"}
+    moving = [{n for n in a if not torch.equal(a[n], b[n])} for a, b in itertools.pairwise(weights)]
+    expected = [{"outputs.0.weight", "outputs.0.bias"}] * 5 + [own] * 6 + [{"body.weight"}] * 8
+    assert moving == expected
+    assert made.drafter.gain == 0.5 and made.drafter.noise == 0.5  # as the last phase left them
+    assert {n for n, p in made.drafter.named_parameters() if p.requires_grad} == own  # what will be saved
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_killed_in_any_phase_ends_with_the_same_weights(tmp_path, optimizer):
+    options = {"vocabulary": 5, "phases": PHASES, "optimizer": optimizer, "groups": {"outputs": 2.0}, "decay": "cosine"}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.run()
+    for stop in (2, 6, 9, 12, 17):  # inside each phase, and between them
+        folder = tmp_path / str(stop)
+        killed = trainer(folder, Fake(stop=stop), **options)
+        with pytest.raises(KeyboardInterrupt):
+            killed.run()
+        resumed = trainer(folder, **options)
+        resumed.run()
+        assert len(resumed.drafter.seen) == 20 - stop
+        for name, value in whole.drafter.state_dict().items():
+            assert torch.equal(value, resumed.drafter.state_dict()[name]), (stop, name)
+        assert (resumed.drafter.gain, resumed.drafter.noise) == (0.5, 0.5)
+    again = trainer(tmp_path / "whole", **options)  # of a training that is over
+    again.run()
+    assert not again.drafter.seen and (again.drafter.gain, again.drafter.noise) == (0.5, 0.5)
+
+
+def test_the_last_phase_configures_the_drafter_even_without_a_step(tmp_path):
+    made = trainer(tmp_path, steps=2, phases=[{"share": 0.8, "train": ["body"]}, {"share": 0.2, "drafter": {"gain": 7.0}}])
+    made.run()
+    assert len(made.drafter.seen) == 2 and made.drafter.gain == 7.0
+    assert made.drafter.outputs[0].weight.requires_grad
+
+
+def test_a_checkpoint_goes_on_only_under_the_recipe_it_was_made_with(tmp_path):
+    trainer(tmp_path, phases=PHASES).run()
+    with pytest.raises(SpecBenchError, match=r"other train.settings \(lr, phases\)"):
+        trainer(tmp_path, lr=0.1).run()
+    trainer(tmp_path, phases=PHASES, validate_minutes=3.0).run()  # says nothing about the weights
+
+
+LACKING: dict[str, tuple[dict[str, Any], str]] = {
+    "option": ({"phases": [{"share": 0.5}, {"share": 0.5, "drafter": {"steps": 3}}]}, "`steps` is no option"),
+    "trained": ({"phases": [{"share": 1.0, "train": ["bod"]}]}, "phases[0].train: `bod`"),
+    "nothing": ({"phases": [{"share": 1.0, "train": []}]}, "phases[0].train: nothing"),
+    "frozen": ({"phases": [{"share": 1.0, "train": ["shared"]}]}, "they begin with body, outputs"),
+    "group": ({"groups": {"heads": 4.0}}, "groups: `heads`"),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_what_the_drafter_lacks_is_said_before_the_first_step(tmp_path, case):
+    settings, said = LACKING[case]
+    drafter = Fake()
+    with pytest.raises(SpecBenchError) as caught:
+        trainer(tmp_path, drafter, **settings)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert not drafter.seen and not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_the_plan_tries_every_phase_and_leaves_the_drafter_as_it_was():
+    target, drafter = tiny(), Fake(width=32)
+    settings = TrainSettings(vocabulary=5, phases=PHASES)
+    assert _training_seconds(drafter, target, settings, 2, online=False) > 0
+    tried = drafter.seen[1:]  # the first one warms up
+    assert [s["gain"] for s in tried] == [3.0, 3.0, 0.5]
+    assert [len(s["ids"] or range(VOCABULARY)) for s in tried] == [5, 3, 8]
+    assert [s["progress"] for s in tried] == pytest.approx([0.15, 0.45, 0.8])
+    assert (drafter.gain, drafter.noise) == (1.0, 0.1)
+
+
+# What conf/ says ---------------------------------------------------------------------------------------------------------
+
+TRAININGS = sorted(p.stem for p in (ROOT / "conf" / "train").glob("*.yaml"))
+RECIPES = sorted(p.stem for p in (ROOT / "conf" / "recipe").glob("*.yaml"))
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("train", list(overrides)).train
+
+
+def settings_of(*overrides: str) -> TrainSettings:
+    made: TrainSettings = instantiate(composed(*overrides).settings)
+    return made
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_every_drafter_composes_with_every_training(training):
+    for drafter in DRAFTERS:
+        settings = settings_of(f"train={training}", f"drafter={drafter}")
+        assert isinstance(settings.phases[0], Phase)
+
+
+def test_a_recipe_is_chosen_by_training_and_drafter():
+    known = {f"{t}_{d}" for t in TRAININGS for d in DRAFTERS}
+    assert set(RECIPES) <= known, "no combination chooses this file"
+    assert settings_of("train=paper", "drafter=medusa").lr == 1e-3
+    assert settings_of("train=paper", "drafter=beagle").decay == "constant"
+    assert settings_of("train=small", "drafter=medusa").warmup == 0.1
+    assert settings_of("train=small", "drafter=medusa", "~recipe").warmup == 0.03
+    assert (
+        settings_of("train=paper", "drafter=medusa", "train.settings.lr=0.5").lr == 0.5
+    )  # the command line has the last word
+    given = settings_of("drafter=hass", "train.settings.phases=[{share: 1.0, vocabulary: 16}]")
+    assert given.phases == (Phase(share=1.0, vocabulary=16),)
+
+
+def test_what_has_no_recipe_of_its_own_is_trained_like_eagle():
+    own, general = composed("train=paper", "drafter=eagle2"), composed("train=paper", "drafter=eagle2_token")
+    assert own.settings == general.settings and own.batch == general.batch and own.answers_only == general.answers_only
+
+
+def objectives(settings: TrainSettings, total: int) -> tuple[dict[str, float], dict[int | None, float]]:
+    """Learning-rate mass by options of the objective (which stay until changed), and by vocabulary."""
+    options: dict[str, Any] = {}
+    by_options: dict[str, float] = {}
+    by_ids: dict[int | None, float] = {}
+    for phase, mass in zip(settings.phases, masses(settings, total), strict=True):
+        options |= phase.drafter
+        by_options[str(options)] = by_options.get(str(options), 0.0) + mass
+        ids = settings.vocabulary_in(phase)
+        by_ids[ids] = by_ids.get(ids, 0.0) + mass
+    return by_options, by_ids
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_objective_and_vocabulary_of_the_small_recipes_is_really_trained(drafter):
+    settings = settings_of("train=small", f"drafter={drafter}")
+    for total in (150, 1404):
+        by_options, by_ids = objectives(settings, total)
+        assert min(by_options.values()) >= 0.15 and by_ids[None] >= 0.05
+        assert list(by_options.values())[-1] >= 0.5  # the method's own comes last and gets the most
+
+
+def test_the_papers_numbers():
+    """The learning rate at the steps the papers and their code name."""
+    hass = settings_of("train=paper", "drafter=hass")
+    by_step = [hass.lr * factor for factor in rates(hass, 50_000)]
+    assert by_step[0] == pytest.approx(3e-5 / 400) and by_step[399] == pytest.approx(3e-5)
+    assert by_step[40_000] == pytest.approx(1e-5 / 100, rel=1e-5) and by_step[40_099] == pytest.approx(1e-5, rel=1e-5)
+    moa = settings_of("train=paper", "drafter=moa")
+    by_step = [moa.lr * factor for factor in rates(moa, 186_000)]
+    assert by_step[49] == pytest.approx(6e-4) and by_step[6_199] == pytest.approx(3e-5, rel=1e-2)
+    assert len(set(by_step[6_200:])) == 1 and by_step[-1] == pytest.approx(3e-5)
+    eagle = settings_of("train=paper", "drafter=eagle2")
+    by_step = [eagle.lr * factor for factor in rates(eagle, 323_000)]
+    assert by_step[1_999] == pytest.approx(3e-5) and by_step[-1] == pytest.approx(3e-5 * (800 - 323) / 798, rel=1e-2)
+    assert (eagle.clip, eagle.clip_by) == (0.5, "value")
+    beagle = settings_of("train=paper", "drafter=beagle")
+    assert rates(beagle, 8_000)[2_000:] == [1.0] * 6_000 and (beagle.clip, beagle.clip_by) == (0.5, "norm")
+    medusa = settings_of("train=paper", "drafter=medusa")
+    assert rates(medusa, 1_000)[99] == 1.0 and rates(medusa, 1_000)[550] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("trial", trials(), ids=lambda t: f"{t.drafter}-{t.name}")
+def test_every_trial_is_something_the_door_takes(trial):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", options_of(trial, seed=1, steps=7))
+    settings = instantiate(config.train.settings)
+    assert (settings.steps, settings.seed) == (7, 1) and config.train.build is False
+    made = instantiate(config.drafter, weights=None)
+    target = tiny()
+    made.bind(target)
+    check(made, settings)
+    if trial.base is not None:
+        base = next(t for t in trials() if (t.drafter, t.name) == (trial.drafter, trial.base))
+        assert options_of(trial, 1, 7) != options_of(base, 1, 7), "nothing is changed"
+
+
+@pytest.mark.parametrize("scale", ["small", "paper", "gpu", "brief"])
+@pytest.mark.parametrize("drafter", ["vanilla", "eagle2", "medusa", "hass", "coral", "beagle", "moa"])
+def test_every_drafter_can_follow_its_recipe(scale, drafter):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", [f"train={scale}", f"drafter={drafter}"])
+    made = instantiate(config.drafter, weights=None)
+    made.bind(tiny())
+    check(made, instantiate(config.train.settings))
