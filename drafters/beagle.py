@@ -29,7 +29,7 @@ gives 4 and 3 for s, 5 for k).
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,8 @@ from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.options import Count, Name, Text, Weight
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError
-
-STAGES = ("early", "late")
 
 
 class Beagle(TrainedDrafter):
@@ -65,29 +63,24 @@ class Beagle(TrainedDrafter):
 
     def __init__(
         self,
-        name: str,
+        name: Name,
         growth: Growth,
-        weights: str | None = None,
+        weights: Text | None = None,
         concat: bool = True,
         grouped: bool = False,
-        stage: str = "early",
-        window: int = 5,
-        steps: int = 4,
+        stage: Literal["early", "late"] = "early",
+        window: Count = 5,
+        steps: Count = 4,
         decreasing: bool = True,
-        noise: float = 0.2,
-        regression: float = 10.0,
-        classification: float = 1.0,
+        noise: Weight = 0.2,
+        regression: Weight = 10.0,
+        classification: Weight = 1.0,
     ):
         super().__init__(name, growth, weights)
         self.concat, self.grouped, self.window, self.steps = concat, grouped, window, steps
         self.decreasing, self.noise = decreasing, noise
         self.regression, self.classification = regression, classification
-        self.configure(stage=stage)
-
-    def configure(self, **options: Any) -> None:
-        super().configure(**options)
-        if self.stage not in STAGES:
-            raise SpecBenchError(f"drafter.stage={self.stage}: use {' or '.join(STAGES)}")
+        self.stage = stage
 
     def build(self, target: Target) -> None:
         config = llama_config(target, layers=1)

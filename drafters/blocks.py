@@ -1,7 +1,7 @@
 """What trained drafters share: binding to a target, weights, growing a tree from `expand`, noise, attention."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, Taps
+from specbench.engine.options import Name, Text
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
 
-NOISES = ("uniform", "authors", "normal")  # see `noisy`
+Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 
 
 class TrainedDrafter(nn.Module):
@@ -42,7 +43,7 @@ class TrainedDrafter(nn.Module):
     embedding: nn.Embedding  # shared with the target by `build`, like the head
     head: nn.Linear
 
-    def __init__(self, name: str, growth: Growth, weights: str | None = None):
+    def __init__(self, name: Name, growth: Growth, weights: Text | None = None):
         super().__init__()
         self.name, self.growth, self.weights = name, growth, weights
         self.nodes, self.passes = growth.nodes, growth.depth

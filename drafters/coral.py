@@ -32,6 +32,7 @@ from drafters.hass import Hass
 from drafters.teacher import Teacher
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch
+from specbench.engine.options import Count, Name, Positive, Text, Weight
 
 
 class Coral(Hass):
@@ -47,15 +48,15 @@ class Coral(Hass):
 
     def __init__(
         self,
-        name: str,
+        name: Name,
         growth: Growth,
-        weights: str | None = None,
-        temperature: float = 0.07,
-        samples: int = 512,
-        csra_weight: float | None = None,
-        step_regression: float = 0.5,
-        beta: float = 1.0,
-        topk_weight: float = 0.0,
+        weights: Text | None = None,
+        temperature: Positive = 0.07,
+        samples: Count = 512,
+        csra_weight: Weight | None = None,
+        step_regression: Weight = 0.5,
+        beta: Weight = 1.0,
+        topk_weight: Weight = 0.0,
         **hass: Any,
     ):
         super().__init__(name, growth, weights, beta=beta, topk_weight=topk_weight, **hass)

@@ -36,7 +36,7 @@ states, unless `balanced_start` makes up for it (not in the paper).
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,17 +44,18 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.blocks import NOISES, TrainedDrafter, behind, chooser, llama_config, noisy, served
+from drafters.blocks import Noise, TrainedDrafter, behind, chooser, llama_config, noisy, served
 from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.options import Name, Text, Weight
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
 
 OWN_TOKENS = 24  # of the target's own text, enough to see which half of fc is which, and how large states are
-INPUTS = ("shifted", "unshifted", "feature", "token")
+Inputs = Literal["shifted", "unshifted", "feature", "token"]
 
 
 class Eagle(TrainedDrafter):
@@ -75,22 +76,18 @@ class Eagle(TrainedDrafter):
 
     def __init__(
         self,
-        name: str,
+        name: Name,
         growth: Growth,
-        weights: str | None = None,
-        regression: float = 1.0,
-        classification: float = 0.1,
-        noise: float = 0.1,
-        noise_law: str = "uniform",
-        inputs: str = "shifted",
+        weights: Text | None = None,
+        regression: Weight = 1.0,
+        classification: Weight = 0.1,
+        noise: Weight = 0.1,
+        noise_law: Noise = "uniform",
+        inputs: Inputs = "shifted",
         bias: bool = True,
         balanced_start: bool = False,
     ):
         super().__init__(name, growth, weights)
-        if inputs not in INPUTS:
-            raise SpecBenchError(f"drafter.inputs={inputs}: use {', '.join(INPUTS)}")
-        if noise_law not in NOISES:
-            raise SpecBenchError(f"drafter.noise_law={noise_law}: use {', '.join(NOISES)}")
         self.inputs, self.bias, self.balanced_start = inputs, bias, balanced_start
         self.regression, self.classification = regression, classification
         self.noise, self.noise_law = noise, noise_law

@@ -23,6 +23,7 @@ from drafters.eagle import Eagle, following
 from drafters.teacher import Teacher
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch
+from specbench.engine.options import Count, Name, Text, Weight
 
 
 class Hass(Eagle):
@@ -38,13 +39,13 @@ class Hass(Eagle):
 
     def __init__(
         self,
-        name: str,
+        name: Name,
         growth: Growth,
-        weights: str | None = None,
-        steps: int = 3,
-        beta: float = 0.5,
-        topk: int = 5,
-        topk_weight: float = 0.5,
+        weights: Text | None = None,
+        steps: Count = 3,
+        beta: Weight = 0.5,
+        topk: Count = 5,
+        topk_weight: Weight = 0.5,
         **eagle: Any,
     ):
         super().__init__(name, growth, weights, **eagle)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from drafters.blocks import TrainedDrafter, likeliest
 from specbench.engine.grow import Calibrated, Growth
 from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.options import Count, Name, Natural, Text, Weight
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
@@ -64,14 +65,14 @@ class Medusa(TrainedDrafter):
 
     def __init__(
         self,
-        name: str,
+        name: Name,
         growth: Growth,
-        weights: str | None = None,
-        heads: int = 5,
-        layers: int = 1,
-        decay: float = 0.8,
+        weights: Text | None = None,
+        heads: Count = 5,
+        layers: Count = 1,
+        decay: Weight = 0.8,
         head_per_level: bool = False,
-        head_rank: int = 0,
+        head_rank: Natural = 0,
     ):
         super().__init__(name, growth, weights)
         if head_per_level and head_rank:

@@ -37,7 +37,7 @@ groups of heads.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +55,13 @@ from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.options import Count, Name, Natural, Positive, Share, Text, Weight
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
 
 CHUNK = 128  # tokens that go through LSA together: L times as many rows should stay in the processor's cache
-MLP_RATIOS = {"lsa": 3.0, "sa": 0.125, "ca": 1.75}  # Table 6: 6144 / 2048, 512 / 4096, 7168 / 4096
+MLP_RATIOS: dict[str, float] = {"lsa": 3.0, "sa": 0.125, "ca": 1.75}  # Table 6: 6144 / 2048, 512 / 4096, 7168 / 4096
 
 PARTS = {"lsa": "layer_self_attention", "sa": "self_attention", "ca": "cross_attention"}  # ours, in released files
 OFFICIAL = {  # released tensor names, ours; both carry on alike
@@ -161,24 +162,22 @@ class MoA(TrainedDrafter):
 
     def __init__(
         self,
-        name: str,
+        name: Name,
         growth: Growth,
-        weights: str | None = None,
-        tli: int = 0,
+        weights: Text | None = None,
+        tli: Natural = 0,
         lsa: bool = True,
-        mlp_ratios: Mapping[str, float] | None = None,
-        regression: float = 1.0,
-        classification: float = 0.1,
-        periods: Sequence[int] | None = None,
-        window: int | None = None,
-        draws: int = 1,
-        confine: float = 0.5,
+        mlp_ratios: Mapping[Literal["lsa", "sa", "ca"], Positive] | None = None,
+        regression: Weight = 1.0,
+        classification: Weight = 0.1,
+        periods: tuple[Count, Count] | None = None,
+        window: Count | None = None,
+        draws: Count = 1,
+        confine: Share = 0.5,
     ):
         super().__init__(name, growth, weights)
         self.tli, self.use_lsa = tli, lsa
         self.mlp_ratios = MLP_RATIOS | dict(mlp_ratios or {})
-        if len(self.mlp_ratios) > len(MLP_RATIOS):
-            raise SpecBenchError(f"drafter.mlp_ratios={dict(mlp_ratios or {})}: the parts are {', '.join(MLP_RATIOS)}")
         self.regression, self.classification = regression, classification
         self.periods, self.window = periods or (1, growth.depth), window
         self.draws, self.confine = draws, confine

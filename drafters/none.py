@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
+from specbench.engine.options import Name
 from specbench.engine.tree import root_only
 
 
@@ -14,7 +15,7 @@ class NoDrafter:
     taps = Taps()
     nodes, passes, active_parameters = 1, 0, 0
 
-    def __init__(self, name: str = "none"):
+    def __init__(self, name: Name = "none"):
         self.name = name
 
     def bind(self, target: Any) -> None:

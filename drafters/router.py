@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from drafters.blocks import TrainedDrafter, chooser
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, NoShortcut, TargetStates
+from specbench.engine.options import Count, Name, Text
 from specbench.engine.target import Target
 
 
@@ -38,7 +39,15 @@ class Routed(TrainedDrafter):
         groups: N. active: groups that each node may ask for.
     """
 
-    def __init__(self, name: str, growth: Growth, base: Any, weights: str | None = None, groups: int = 16, active: int = 2):
+    def __init__(
+        self,
+        name: Name,
+        growth: Growth,
+        base: Any,
+        weights: Text | None = None,
+        groups: Count = 16,
+        active: Count = 2,
+    ):
         super().__init__(name, growth, weights)
         self.base, self.groups, self.active = base, groups, active
         self.taps = base.taps

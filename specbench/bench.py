@@ -15,10 +15,11 @@ from specbench.datasets import Chat, Message, Question
 from specbench.engine.cache import KVCache
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Drafter
+from specbench.engine.options import Count, Natural, Seed
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.errors import SpecBenchError, one_line
+from specbench.faults import told
 from specbench.measure import Clock, PeakMemory
 from specbench.metrics import BASELINE
 from specbench.progress import progress
@@ -34,9 +35,9 @@ class RunSettings:
         warmup: untimed generations before the first row, by baseline and drafter each.
     """
 
-    max_new_tokens: int = 1024
-    seed: int = 0
-    warmup: int = 1
+    max_new_tokens: Count = 1024
+    seed: Seed = 0
+    warmup: Natural = 1
 
 
 class Bench:
@@ -98,8 +99,8 @@ class Bench:
             if self.rule.simulated:
                 row.audit = {"verdict": "simulated acceptance"}
             return row
-        except (SpecBenchError, torch.OutOfMemoryError, MemoryError) as error:
-            return Failure(drafter.name, question.id, turn, one_line(error))
+        except Exception as error:  # whatever it is, the other generations are worth having
+            return Failure(drafter.name, question.id, turn, told(error))
 
     def _decode(self, drafter: Drafter, prompt: list[int], row: Row) -> None:
         """Fill a row with one generation."""

@@ -7,9 +7,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import StringConstraints
 
 from specbench.assets import Wheel, file_from_wheel
+from specbench.engine.options import Count, Name, Text
 from specbench.errors import SpecBenchError
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -38,13 +41,13 @@ class PromptSet:
         limit: take this many questions, spread evenly over the set so that every category stays represented.
     """
 
-    name: str
-    root: str | None = None
+    name: Name
+    root: Text | None = None
     wheel: Wheel | None = None
     hub: dict[str, str] | None = None
-    field: str = "turns"
-    template: str = "{text}"
-    limit: int | None = None
+    field: Text = "turns"
+    template: Annotated[str, StringConstraints(pattern=r"^[^{}]*\{text\}[^{}]*$")] = "{text}"
+    limit: Count | None = None
 
     def load(self) -> list[Question]:
         """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for anything unusable."""
@@ -58,8 +61,6 @@ class PromptSet:
         if not questions:
             raise SpecBenchError(f"dataset {self.name} has no prompts")
         if self.limit is not None and self.limit < len(questions):
-            if self.limit < 1:
-                raise SpecBenchError(f"dataset.limit={self.limit} leaves no prompt; use 1 or more, or null for all")
             questions = [questions[i * len(questions) // self.limit] for i in range(self.limit)]
         return questions
 
@@ -118,10 +119,10 @@ class Conversations:
         hub_file: the file inside the hub dataset.
     """
 
-    path: str | None = None
+    path: Text | None = None
     wheel: Wheel | None = None
-    hub: str | None = None
-    hub_file: str | None = None
+    hub: Text | None = None
+    hub_file: Text | None = None
 
     def load(self) -> list[list[Message]]:
         """The whole conversations that hold a user's turn; says how many there are, and whether the file was cut off."""

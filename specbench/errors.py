@@ -1,12 +1,6 @@
-"""The one exception a user is meant to read, and the wrapper that prints it. Knows nothing else in the project."""
+"""The one exception a user is meant to read. Knows nothing else in the project."""
 
-import functools
-import os
-import sys
-from collections.abc import Callable
-from typing import Any
-
-# Printed instead of a traceback: they are mistakes in what was asked for, and their text says which.
+# Of what a configuration library wraps, only the inside is worth reading.
 _CONFIG_LIBRARIES = ("hydra.", "omegaconf.")
 
 
@@ -20,36 +14,3 @@ def one_line(error: BaseException) -> str:
     if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
         error = cause
     return " ".join(str(error).split())
-
-
-def spoken(job: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a job: mistakes end in one clear line and exit code 2 here, before Hydra adds lines of its own.
-
-    A full disk is a mistake of the machine, not a bug: it gets its one line too. Bugs keep their traceback.
-    """
-
-    @functools.wraps(job)
-    def wrapped(*args: Any) -> None:
-        try:
-            job(*args)
-        except KeyboardInterrupt:
-            sys.exit(_complain("interrupted; run the same command again to continue"))
-        except Exception as error:
-            if isinstance(error, SpecBenchError) or type(error).__module__.startswith(_CONFIG_LIBRARIES):
-                sys.exit(_complain(one_line(error)))  # some of Hydra's are OSErrors too
-            if isinstance(error, OSError) and error.errno is not None:
-                sys.exit(_complain(f"{error.strerror}: {error.filename or 'while writing'}; nothing half-written was kept"))
-            raise
-
-    return wrapped
-
-
-def run_door(main: Callable[[], None]) -> None:
-    """Run a command-line door; mistakes in the configuration itself are `spoken` too."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
-    spoken(main)()
-
-
-def _complain(line: str) -> int:
-    print(f"specbench: {line}", file=sys.stderr)
-    return 2

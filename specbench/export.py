@@ -5,8 +5,9 @@ python -m specbench.export drafter=medusa format=vllm out=FOLDER
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 import torch
@@ -14,19 +15,32 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from safetensors.torch import save_file
 
+from specbench import schema
 from specbench.assets import atomic_path
-from specbench.errors import SpecBenchError, run_door, spoken
+from specbench.door import run_door, spoken
+from specbench.engine.grow import Growth
+from specbench.engine.interface import Drafter
+from specbench.engine.options import Text
+from specbench.errors import SpecBenchError
 from specbench.models import ModelSpec
 
-FORMATS = ("vllm", "sglang")
+
+@dataclass(frozen=True)
+class Options:
+    """What `conf/export.yaml` and its groups may say."""
+
+    format: Literal["vllm", "sglang"]
+    out: Text
+    model: ModelSpec
+    tree: Growth
+    drafter: Drafter
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="export")
 @spoken
 def main(config: DictConfig) -> None:
     """Load the drafter beside its target, rename its tensors, write `config.json` and `model.safetensors`."""
-    if config.format not in FORMATS:
-        raise SpecBenchError(f"format={config.format}: use {' or '.join(FORMATS)}")
+    schema.check(config, Options)
     out = Path(config.out)
     if out.exists():
         raise SpecBenchError(f"out={out} is there already; choose another folder or remove it")
@@ -47,4 +61,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_door(main)
+    run_door(main, "export")

@@ -4,15 +4,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import StringConstraints
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specbench import measure
 from specbench.assets import Wheel, Wheels, cache_root, model_folder
 from specbench.datasets import Chat, Pieces
+from specbench.engine.options import Count, Name, Positive, Text
 from specbench.engine.target import Target, pick_device, pick_dtype
 from specbench.errors import SpecBenchError
 
@@ -36,21 +38,21 @@ class ModelSpec:
         notice: terms that come with the weights, said before they are fetched.
     """
 
-    name: str
-    path: str | None = None
-    hub: str | None = None
-    revision: str | None = None
+    name: Name
+    path: Text | None = None
+    hub: Text | None = None
+    revision: Text | None = None
     wheel: Wheel | Wheels | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    device_map: str | None = None
-    max_context: int = 4096
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device_map: Literal["auto"] | None = None
+    max_context: Count = 4096
     system: str | None = None
     template: str | None = None
-    billions: float | None = None
+    billions: Positive | None = None
     published: Mapping[str, str] | None = None
     notice: str | None = None
-    weights: str = "trained"
+    weights: Literal["trained", "random"] = "trained"
     shape: dict[str, Any] | None = None
 
     def load(self, processes: int = 1) -> tuple[Target, Chat]:
@@ -61,8 +63,6 @@ class ModelSpec:
         transformers_logging.disable_progress_bar()
         if self.weights == "random":
             return self._random(device, dtype)
-        if self.weights != "trained":
-            raise SpecBenchError(f"model.weights={self.weights}: use trained or random")
         if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
             print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)

@@ -7,29 +7,45 @@ python -m specbench.report training=drafters/weights/smollm2-135m
 python -m specbench.report import=answers.jsonl format=spec-bench
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import hydra
 from omegaconf import DictConfig
 
-from specbench.errors import SpecBenchError, run_door, spoken
+from specbench import schema
+from specbench.door import run_door, spoken
+from specbench.engine.options import Name, Text
+from specbench.errors import SpecBenchError
 from specbench.records import by_error
 from specbench.reporting import cells, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
 
-FORMATS = ("terminal", "markdown")
+
+@dataclass(frozen=True)
+class Options:
+    """What `conf/report.yaml` may say; what each means stands there."""
+
+    results: Text
+    format: Literal["terminal", "markdown", "spec-bench", "eagle", "hass"]
+    claims: list[Name] | None
+    training: Text | None
+    import_: Text | None
+    baseline: Text | None
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="report")
 @spoken
 def main(config: DictConfig) -> None:
     """Collect, print, and write the report beside the rows."""
+    schema.check(config, Options)
     results = Path(config.results)
     if config["import"] is not None:
         print(translate.markdown(Path(config["import"]), config.format, config.baseline), end="")
         return
-    if config.format not in FORMATS:
-        raise SpecBenchError(f"format={config.format}: use {' or '.join(FORMATS)}")
+    if config.format in translate.CYCLES:
+        raise SpecBenchError(f"format={config.format} is of an answer file of that harness; name one with import=FILE")
     if config.training is not None:
         lines = trainings.held_out_lines(Path(config.training))
         if not lines:
@@ -55,4 +71,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_door(main)
+    run_door(main, "report")

@@ -4,32 +4,71 @@ python -m specbench.run drafter=eagle2 dataset=mtbench
 python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
 """
 
+import math
+import re
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import hydra
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field
 
-from specbench import checkpoints, measure, sweep, trace
+from specbench import checkpoints, measure, schema, sweep, trace
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet, Question
+from specbench.door import run_door, spoken, sweeping
+from specbench.engine.grow import Growth
 from specbench.engine.interface import Drafter
+from specbench.engine.options import Count, Natural, Text
+from specbench.engine.sampling import Sampler
+from specbench.engine.verify import Alphas, Rule
 from specbench.engine.weights import PROJECT
-from specbench.errors import SpecBenchError, one_line, run_door, spoken
+from specbench.errors import SpecBenchError, one_line
+from specbench.faults import told
 from specbench.metrics import BASELINE
 from specbench.models import ModelSpec
 from specbench.records import Cell, CellFailure, Failure, held, identity, read_cell
 from specbench.reporting import cells, tables
 
-RERUN = ("missing", "failed", "all")
+
+@dataclass(frozen=True)
+class Data:
+    """Where prompts come from: a folder with `<dataset>.jsonl` instead of wheel and hub; so many of them."""
+
+    root: Text | None
+    limit: Count | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `conf/run.yaml` and its groups may say; what each means stands there."""
+
+    threads: Annotated[int, Field(ge=1, le=4096)] | None
+    results: Text
+    rerun: Literal["missing", "failed", "all"]
+    show: bool
+    trace: Natural
+    backend: Literal["eager", "compile"]
+    checkpoint: Text | None
+    alpha: Alphas | None
+    data: Data
+    decode: RunSettings
+    sampler: Sampler
+    verify: Rule
+    model: ModelSpec
+    tree: Growth
+    baseline: Drafter
+    drafter: Drafter
+    dataset: PromptSet
+
+
 _absent: dict[str, str] = {}  # targets that this process could not load, and why
 
 
@@ -37,21 +76,21 @@ _absent: dict[str, str] = {}  # targets that this process could not load, and wh
 @spoken
 def job(config: DictConfig) -> None:
     """One cell. In a sweep a failure is written down where the cell would be, and the next cell begins."""
-    if config.rerun not in RERUN:
-        raise SpecBenchError(f"rerun={config.rerun}: use missing, failed or all")
     place = _failure_path(config)
     try:
+        schema.check(config, Options)
         _settle(config)
         if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
             return
         _run(config)
-    except (SpecBenchError, HydraException, torch.OutOfMemoryError, MemoryError) as error:
-        if not _is_sweep():
+    except Exception as error:
+        if not sweeping():
             raise
-        heat = config.sampler.temperature
-        CellFailure(config.model.name, config.dataset.name, config.drafter.name, heat, one_line(error)).write(place)
-        if one_line(error) not in _absent.values():  # said once; at the sweep's end all its cells are named
-            print(f"specbench: {config.drafter.name} on {config.dataset.name}: {one_line(error)}", file=sys.stderr)
+        said, (model, dataset, drafter) = told(error), _names(config)
+        heat = OmegaConf.select(config, "sampler.temperature")
+        CellFailure(model, dataset, drafter, heat if isinstance(heat, (int, float)) else math.nan, said).write(place)
+        if said not in _absent.values():  # said once; at the sweep's end all its cells are named
+            print(f"specbench: {drafter} on {dataset}: {said}", file=sys.stderr)
     else:
         place.unlink(missing_ok=True)
 
@@ -102,15 +141,13 @@ def _load(config: DictConfig) -> tuple[Any, Any]:
     try:
         return spec.load()
     except SpecBenchError as error:
-        if _is_sweep():
+        if sweeping():
             print(f"specbench: {one_line(error)}", file=sys.stderr)
         _absent[wanted] = one_line(error)
         raise
 
 
 def _compile(backend: str, target: Any, drafter: Any) -> None:
-    if backend not in ("eager", "compile"):
-        raise SpecBenchError(f"backend={backend}: use eager or compile")
     if backend == "compile":
         if target.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
             raise SpecBenchError("backend=compile needs a C++ compiler on a CPU; install g++ or leave it out")
@@ -179,7 +216,20 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _failure_path(config: DictConfig) -> Path:
-    return CellFailure.path(_folder(config), config.drafter.name, _plain(config))
+    """Of this configuration, also where it is not fit to run."""
+    model, dataset, drafter = (re.sub(r"[^\w.+=@-]", "_", name) for name in _names(config))
+    results = OmegaConf.select(config, "results") or "results/local"
+    said = OmegaConf.to_yaml(config, resolve=False)
+    try:
+        settings = _plain(config)
+    except OmegaConfBaseException:  # an interpolation into nothing
+        settings = {"unresolved": said}
+    return CellFailure.path(Path(str(results)) / model / dataset, drafter, settings)
+
+
+def _names(config: DictConfig) -> list[str]:
+    """Of model, dataset and drafter, whatever a configuration calls them."""
+    return [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]
 
 
 def _has_failed_rows(config: DictConfig) -> bool:
@@ -235,10 +285,6 @@ def _require_lossless(cell: Cell) -> None:
         )
 
 
-def _is_sweep() -> bool:
-    return HydraConfig.get().mode == RunMode.MULTIRUN
-
-
 def main() -> None:
     """Run the job or the sweep; exit code 2 if any cell failed."""
     job()
@@ -248,4 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_door(main)
+    run_door(main, "run")

@@ -8,9 +8,9 @@ python -m specbench.train train.until=corpus train.pack=LICENCE       # the corp
 
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import hydra
 import torch
@@ -18,16 +18,20 @@ from accelerate import PartialState
 from filelock import FileLock
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
-from specbench import measure
+from specbench import measure, schema
 from specbench.assets import atomic_path, cache_root
+from specbench.datasets import Conversations
+from specbench.door import run_door, spoken
 from specbench.engine import weights
-from specbench.engine.grow import Chain
-from specbench.engine.interface import NoShortcut, Taps
+from specbench.engine.grow import Chain, Growth
+from specbench.engine.interface import Drafter, NoShortcut, Taps
+from specbench.engine.options import Count, Name, Text
 from specbench.engine.target import Target, pick_device
-from specbench.errors import SpecBenchError, run_door, spoken
+from specbench.errors import SpecBenchError
 from specbench.models import ModelSpec
-from specbench.training.corpus import Writer
+from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import Answer, Corpus, Shards, held_out
 from specbench.training.plan import Rows, plan
 from specbench.training.replay import Acceptance, chains, known_states, replay
@@ -35,15 +39,46 @@ from specbench.training.trainer import Trainer, TrainSettings
 
 CALIBRATION = 64  # held-out answers of a drafter's calibration
 CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
-UNTIL = ("corpus", "weights")
+
+
+@dataclass(frozen=True)
+class Train:
+    """What `conf/train/*.yaml` and `conf/recipe/*.yaml` may say; what each means stands in `conf/train/small.yaml`."""
+
+    name: Name | None
+    out: Text
+    start: Text | None
+    missing: bool
+    build: bool
+    until: Literal["corpus", "weights"]
+    packed: Text
+    pack: Text | None
+    shard_target: bool
+    online: bool
+    batch: Count
+    row_tokens: Count | None
+    answers_only: bool
+    settings: TrainSettings
+    corpus: CorpusSettings
+    text: Conversations
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `conf/train.yaml` and its groups may say."""
+
+    threads: Annotated[int, Field(ge=1, le=4096)] | None
+    model: ModelSpec
+    tree: Growth
+    drafter: Drafter
+    train: Train
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 @spoken
 def main(config: DictConfig) -> None:
     """Build what is missing of the corpus, train, write the weights."""
-    if config.train.until not in UNTIL:
-        raise SpecBenchError(f"train.until={config.train.until}: use {' or '.join(UNTIL)}")
+    schema.check(config, Options)
     if config.train.missing and config.train.until == "weights" and (Path(config.train.out) / weights.WEIGHTS).exists():
         print(f"{config.train.out}: there already (train.missing=false trains anew)")
         return
@@ -176,4 +211,4 @@ def acceptance(target: Target, drafter: Any, answers: list[Answer]) -> Acceptanc
 
 
 if __name__ == "__main__":
-    run_door(main)
+    run_door(main, "train")

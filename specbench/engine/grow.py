@@ -12,15 +12,21 @@ its ancestors and itself. Nothing here reads a value back to the host.
 
 import heapq
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from specbench.engine import tree
 from specbench.engine.interface import DraftTree
+from specbench.engine.options import Count, Natural
 from specbench.engine.sampling import Sampler, draw, draw_without_replacement, top
 from specbench.errors import SpecBenchError
+
+Paths = Sequence[Annotated[Sequence[Natural], Field(min_length=1)]]
+Candidates = Literal["top", "sample", "sample_with_replacement"]
+Nodes = Annotated[int, Field(ge=2)]
 
 
 class Expandable(Protocol):
@@ -64,9 +70,7 @@ class Static:
     Greedy decoding always takes the best ids.
     """
 
-    def __init__(self, paths: Sequence[Sequence[int]], candidates: str = "top"):
-        if candidates not in ("top", "sample", "sample_with_replacement"):
-            raise SpecBenchError(f"tree.candidates={candidates}: use top, sample or sample_with_replacement")
+    def __init__(self, paths: Annotated[Paths, Field(min_length=1)], candidates: Candidates = "top"):
         try:
             self.parents, self.ranks = tree.parents_of_rank_paths([list(p) for p in paths])
         except ValueError as error:
@@ -119,9 +123,7 @@ class Static:
 class Chain(Static):
     """gamma tokens in a row. Sampled by default where the target is: that is Leviathan's algorithm."""
 
-    def __init__(self, gamma: int, candidates: str = "sample"):
-        if gamma < 1:
-            raise SpecBenchError(f"tree.gamma={gamma}: a chain drafts at least one token")
+    def __init__(self, gamma: Count, candidates: Candidates = "sample"):
         super().__init__([[0] * length for length in range(1, gamma + 1)], candidates)
 
 
@@ -136,7 +138,7 @@ class Calibrated(Static):
         unmeasured: paths to take instead of that guess: those that were measured elsewhere.
     """
 
-    def __init__(self, nodes: int, levels: int = 5, top_k: int = 10, unmeasured: Sequence[Sequence[int]] = ()):
+    def __init__(self, nodes: Nodes, levels: Count = 5, top_k: Count = 10, unmeasured: Paths = ()):
         self.wanted, self.top_k, self.unmeasured = nodes, top_k, unmeasured
         self.guess(levels)
 
@@ -173,9 +175,7 @@ class Dynamic:
         depth: levels below the root. top_k: frontier size and branching. nodes: of the target pass, root included.
     """
 
-    def __init__(self, depth: int, top_k: int, nodes: int):
-        if depth < 1 or top_k < 1 or nodes < 2:
-            raise SpecBenchError(f"tree depth={depth} top_k={top_k} nodes={nodes}: need depth, top_k >= 1 and nodes >= 2")
+    def __init__(self, depth: Count, top_k: Count, nodes: Nodes):
         self.depth, self.top_k, self.nodes = depth, top_k, nodes
         self.rows = top_k * (depth - 1)
 

@@ -5,10 +5,14 @@ The doors hold a configuration to these types before anything is loaded (`specbe
 
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Interval
+from pydantic import Field, StringConstraints
 
-Count = Annotated[int, Ge(1)]
-Natural = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-Weight = Annotated[float, Ge(0)]  # of a loss term, a noise, a penalty
-Share = Annotated[float, Interval(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(ge=0)]  # of a loss term, a noise, a penalty
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, StringConstraints(pattern=r"^\w[\w.+=@-]{0,99}$")]  # becomes a folder's name
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Text = Annotated[str, StringConstraints(min_length=1)]

@@ -5,9 +5,13 @@ distribution is a point mass on the argmax.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
+
+from specbench.engine.options import Natural, Weight
 
 
 @dataclass(frozen=True)
@@ -18,13 +22,9 @@ class Sampler:
         temperature: 0 for greedy. top_p: nucleus mass, 1 for all. top_k: ids kept, 0 for all.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"need temperature >= 0, 0 < top_p <= 1, top_k >= 0, not {self}")
+    temperature: Weight = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Natural = 0
 
     @property
     def greedy(self) -> bool:

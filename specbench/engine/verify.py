@@ -15,14 +15,18 @@ only how much work is saved. Draws at nodes off the path are independent of thos
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from specbench.engine.interface import DraftTree, Verdict
+from specbench.engine.options import Seed, Share, Weight
 from specbench.engine.sampling import Sampler, draw
 from specbench.errors import SpecBenchError
+
+Alphas = Annotated[Sequence[Share], Field(min_length=1)]  # probability of acceptance by depth
 
 
 class Rule(Protocol):
@@ -59,7 +63,7 @@ class Typical:
 
     lossy, simulated = True, False
 
-    def __init__(self, epsilon: float = 0.09, delta: float = 0.3):
+    def __init__(self, epsilon: Share = 0.09, delta: Weight = 0.3):
         self.epsilon, self.delta = epsilon, delta
 
     def __call__(
@@ -85,9 +89,7 @@ class Simulated:
 
     lossy, simulated = True, True
 
-    def __init__(self, alpha: Sequence[float], seed: int = 0):
-        if not alpha or not all(0 <= a <= 1 for a in alpha):
-            raise SpecBenchError(f"alpha={list(alpha)}: one probability a depth is needed, as in alpha=[0.8,0.7,0.6]")
+    def __init__(self, alpha: Alphas, seed: Seed = 0):
         self.alpha, self.seed = list(alpha), seed
         self.coins: torch.Generator | None = None
 

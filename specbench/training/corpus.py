@@ -19,17 +19,19 @@ from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from safetensors.torch import load, save
 
 from specbench.assets import atomic_path, sha256_of
 from specbench.datasets import Chat, Message
+from specbench.engine.options import Count, Seed, Weight
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
 from specbench.progress import progress
-from specbench.training.writer import Dialogue, Lengths, Prompt, rows_of, write, writing
+from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, rows_of, write, writing
 
 PACKED, PACKED_PROVENANCE = "corpus.safetensors.xz", "corpus.json"
 MOST_CHARACTERS = 12  # a token: no longer text is ever encoded
@@ -57,25 +59,23 @@ class CorpusSettings:
         rows: dialogues written side by side. precision: see `writer.write`.
     """
 
-    source: str = "answers"
-    turns: int = 4
-    prompt_tokens: int = 256
-    answer_tokens: int = 384
-    text_tokens: int = 640
-    temperatures: tuple[float, ...] = (0.0, 0.0, 0.7)
-    draws: int = 1
-    validation: int = 256
-    seed: int = 0
+    source: Literal["answers", "text"] = "answers"
+    turns: Count = 4
+    prompt_tokens: Count = 256
+    answer_tokens: Count = 384
+    text_tokens: Count = 640
+    temperatures: Annotated[tuple[Weight, ...], Field(min_length=1)] = (0.0, 0.0, 0.7)
+    draws: Count = 1
+    validation: Count = 256
+    seed: Seed = 0
     system: str | None = None
-    tokens: int | None = None
+    tokens: Count | None = None
     states: bool = True
-    shard: int = 96
-    rows: int = 128
-    precision: str = "target"
+    shard: Count = 96
+    rows: Count = 128
+    precision: Precision = "target"
 
     def __post_init__(self) -> None:
-        if self.source not in ("answers", "text"):
-            raise SpecBenchError(f"train.corpus.source={self.source}: use answers or text")
         object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings a list
 
     def digest(self, fingerprint: str) -> str:
@@ -226,7 +226,7 @@ class Writer:
                 if tokens >= until:
                     break  # what is unfinished is left out
 
-    def _run(self, indices: list[int], process: int, precision: str) -> Generator[Dialogue, None, None]:
+    def _run(self, indices: list[int], process: int, precision: Precision) -> Generator[Dialogue, None, None]:
         """Write dialogues, each into this process's file as it ends."""
         prompts = (p for i in indices if (p := self._prompt(i)))
         first = next(prompts, None)

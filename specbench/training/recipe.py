@@ -8,11 +8,15 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from specbench.engine.options import Count, Natural, Positive, Seed, Share, Text, Weight
 from specbench.errors import SpecBenchError
 
-INHERIT = "inherit"
+Decay = Literal["constant", "linear", "cosine"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 SHAPES = {  # of a decay, by the share of it that is left
     "constant": lambda left: 1.0,
     "linear": lambda left: left,
@@ -37,14 +41,14 @@ class Schedule:
         floor: what it falls to, 0 … 1.
 
     Raises:
-        SpecBenchError: both kinds of warm-up, an unknown decay, a share outside 0 … 1.
+        SpecBenchError: both kinds of warm-up.
     """
 
-    warmup: float | None = None
-    warmup_steps: int | None = None
-    plateau: float = 0.0
-    decay: str = "linear"
-    floor: float = 0.0
+    warmup: Share | None = None
+    warmup_steps: Natural | None = None
+    plateau: Share = 0.0
+    decay: Decay = "linear"
+    floor: Share = 0.0
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup_steps is not None:
@@ -52,11 +56,6 @@ class Schedule:
                 f"train.settings: warmup={self.warmup:g} (a share) and warmup_steps={self.warmup_steps} exclude each "
                 "other; set one of them to null"
             )
-        if self.decay not in SHAPES:
-            raise SpecBenchError(f"train.settings.decay={self.decay}: use {', '.join(SHAPES)}")
-        for name in ("warmup", "plateau", "floor"):
-            if not 0 <= (getattr(self, name) or 0) <= 1:
-                raise SpecBenchError(f"train.settings.{name}={getattr(self, name)}: a share lies between 0 and 1")
 
     def factor(self, step: int, total: int) -> float:
         """At a step (from 0) of a training of `total` steps."""
@@ -86,40 +85,28 @@ class Phase:
         warmup, warmup_steps, plateau, decay, floor: of this phase's schedule; None as in the whole training's.
     """
 
-    share: float
-    lr: float = 1.0
-    vocabulary: int | str | None = INHERIT
+    share: Annotated[float, Field(gt=0, le=1)]
+    lr: Positive = 1.0
+    vocabulary: Count | Literal["inherit"] | None = "inherit"
     drafter: Mapping[str, Any] = field(default_factory=dict)
-    train: tuple[str, ...] | None = None
+    train: tuple[Text, ...] | None = None
     restart: bool = False
-    warmup: float | None = None
-    warmup_steps: int | None = None
-    plateau: float | None = None
-    decay: str | None = None
-    floor: float | None = None
+    warmup: Share | None = None
+    warmup_steps: Natural | None = None
+    plateau: Share | None = None
+    decay: Decay | None = None
+    floor: Share | None = None
 
     @classmethod
     def of(cls, number: int, said: Any) -> "Phase":
-        """A phase from what a configuration says of it.
-
-        Raises:
-            SpecBenchError: no mapping, an unknown or contradictory key; names the phase, from 0.
-        """
-        place, known = f"train.settings.phases[{number}]", [f.name for f in fields(cls)]
+        """A phase from what a configuration says of it. Raises `SpecBenchError`, which names the phase from 0."""
+        place = f"train.settings.phases[{number}]"
         if isinstance(said, cls):
-            said = {name: getattr(said, name) for name in known}
-        if not isinstance(said, Mapping) or "share" not in said:
-            raise SpecBenchError(f"{place}: a phase is a mapping with a share")
-        if unknown := sorted(said.keys() - set(known)):
-            raise SpecBenchError(f"{place}: unknown {', '.join(unknown)}; a phase has {', '.join(known)}")
+            said = {f.name: getattr(said, f.name) for f in fields(cls)}
         train = said.get("train")
         phase = cls(
             **{**said, "drafter": dict(said.get("drafter") or {}), "train": None if train is None else tuple(train)}
         )
-        if phase.share <= 0:
-            raise SpecBenchError(f"{place}: share={phase.share} is not above 0")
-        if isinstance(phase.vocabulary, str) and phase.vocabulary != INHERIT:
-            raise SpecBenchError(f"{place}: vocabulary={phase.vocabulary}: use a number of ids, null for all, or {INHERIT}")
         if phase._own() and not phase.restart:
             raise SpecBenchError(f"{place}: {', '.join(phase._own())} without restart=true has no effect")
         return phase
@@ -159,30 +146,30 @@ class TrainSettings:
         SpecBenchError: values that contradict each other or are out of range, by name.
     """
 
-    epochs: int = 20
-    steps: int | None = None
-    optimizer: str = "adamw"
-    lr: float = 3e-5
-    vector_lr: float = 1e-3
-    groups: Mapping[str, float] = field(default_factory=dict)
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warmup: float | None = None
-    warmup_steps: int | None = None
-    plateau: float = 0.0
-    decay: str = "linear"
-    floor: float = 0.0
-    clip: float | None = 0.5
-    clip_by: str = "norm"
-    accumulate: int = 1
-    precision: str = "no"
-    vocabulary: int | None = None
-    sampled: int | None = None
+    epochs: Count = 20
+    steps: Count | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: Positive = 3e-5
+    vector_lr: Positive = 1e-3
+    groups: Mapping[str, Weight] = field(default_factory=dict)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: Weight = 0.0
+    warmup: Share | None = None
+    warmup_steps: Natural | None = None
+    plateau: Share = 0.0
+    decay: Decay = "linear"
+    floor: Share = 0.0
+    clip: Positive | None = 0.5
+    clip_by: Literal["norm", "value"] = "norm"
+    accumulate: Count = 1
+    precision: Literal["auto", "no", "bf16", "fp16"] = "no"
+    vocabulary: Count | None = None
+    sampled: Count | None = None
     phases: tuple[Phase, ...] = ()
-    checkpoint_minutes: float = 10.0
-    validate_minutes: float = 15.0
-    validation_answers: int = 8
-    seed: int = 0
+    checkpoint_minutes: Weight = 10.0
+    validate_minutes: Weight = 15.0
+    validation_answers: Count = 8
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         # a configuration brings lists and mappings
@@ -190,12 +177,6 @@ class TrainSettings:
         object.__setattr__(self, "phases", phases)
         object.__setattr__(self, "groups", dict(self.groups))
         object.__setattr__(self, "betas", tuple(self.betas))
-        if self.optimizer not in ("adamw", "muon"):
-            raise SpecBenchError(f"train.settings.optimizer={self.optimizer}: use adamw or muon")
-        if self.clip_by not in ("norm", "value"):
-            raise SpecBenchError(f"train.settings.clip_by={self.clip_by}: use norm or value")
-        if self.precision not in ("auto", "no", "bf16", "fp16"):
-            raise SpecBenchError(f"train.settings.precision={self.precision}: use auto, no, bf16 or fp16")
         if abs(sum(p.share for p in phases) - 1) > 1e-6:
             shares = " + ".join(f"{p.share:g}" for p in phases)
             raise SpecBenchError(f"train.settings.phases: the shares {shares} do not sum to 1")

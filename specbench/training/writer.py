@@ -8,6 +8,7 @@ so no pass is spent on padding, and prompts cost what answers do.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +17,8 @@ from specbench.engine.int8 import quantised
 from specbench.engine.rows import Rows
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import CausalLM, Target
-from specbench.errors import SpecBenchError
 
-PRECISIONS = ("auto", "target", "int8")
+Precision = Literal["auto", "target", "int8"]
 GROUPS = 8  # of rows that attend together: each is a call a layer, each saves attention over slots that are not there
 SAMPLE = 64  # tokens of the target's own text, by which the ranges of 8-bit inputs are judged
 
@@ -97,10 +97,8 @@ class _Row:
         return len(tokens) + len(coming) + lengths.least > lengths.whole
 
 
-def writing(target: Target, precision: str) -> CausalLM:
+def writing(target: Target, precision: Precision) -> CausalLM:
     """The model that writes: the target itself, or a quantised copy of it. Raises `SpecBenchError` for anything else."""
-    if precision not in PRECISIONS:
-        raise SpecBenchError(f"train.corpus.precision={precision}: use {', '.join(PRECISIONS)}")
     if precision == "auto":  # products of bytes pay where the processor has them
         bytewise = torch.cpu.get_capabilities().get("avx512_vnni", False) if target.device.type == "cpu" else False
         precision = "int8" if bytewise else "target"
@@ -115,7 +113,7 @@ def rows_of(model: CausalLM, target: Target, rows: int, capacity: int) -> Rows:
 
 
 def write(
-    target: Target, prompts: Iterator[Prompt], lengths: Lengths, rows: int = 128, precision: str = "target"
+    target: Target, prompts: Iterator[Prompt], lengths: Lengths, rows: int = 128, precision: Precision = "target"
 ) -> Iterator[Dialogue]:
     """Dialogues in the order in which they end.
 

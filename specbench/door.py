@@ -1,0 +1,84 @@
+"""What every door does around its job: whatever goes wrong ends in one line and exit code 2.
+
+In a sweep the next job begins, and the exit code follows at the end.
+"""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from specbench import measure, schema
+from specbench.faults import told
+
+CONF = str(measure.ROOT / "conf")
+_lost: list[str] = []  # what jobs of this process's sweep said when they failed
+
+
+def spoken(job: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a job: it says what went wrong here, before Hydra adds lines of its own."""
+
+    @functools.wraps(job)
+    def wrapped(*args: Any) -> None:
+        try:
+            job(*args)
+        except KeyboardInterrupt:
+            sys.exit(_complain("interrupted; run the same command again to continue"))
+        except Exception as error:
+            code = _complain(told(error))
+            if not sweeping():
+                sys.exit(code)
+            _lost.append(told(error))
+
+    return wrapped
+
+
+def run_door(main: Callable[[], None], name: str | None = None) -> None:
+    """Run a command-line door. name: of its configuration, to say which option a misspelt one is near to."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
+    _lost.clear()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(_complain("interrupted; run the same command again to continue"))
+    except Exception as error:
+        sys.exit(_complain(_unknown(error, name) or told(error)))
+    if _lost:
+        sys.exit(2)
+
+
+def sweeping() -> bool:
+    """Is this job one of several?"""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _unknown(error: Exception, name: str | None) -> str | None:
+    """Of an override that names no option: which one may have been meant."""
+    found = re.match(r"Could not override '([^']+)'", str(error)) if isinstance(error, HydraException) else None
+    if found is None or name is None:
+        return None
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(CONF, version_base="1.3"):
+        known: Any = OmegaConf.to_container(compose(name))
+    return f"{found[1]}: no such option{schema.nearest(found[1], dict.fromkeys(_keys(known)))}"
+
+
+def _keys(node: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    for name, value in node.items():
+        yield f"{place}{name}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{place}{name}.")
+
+
+def _complain(line: str) -> int:
+    print(f"specbench: {line}", file=sys.stderr)
+    return 2

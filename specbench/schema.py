@@ -1,0 +1,205 @@
+"""Holds a configuration to what the classes that take it declare, before anything is loaded.
+
+Every option is declared once: as an annotated parameter of the class that a node's `_target_` names, or as a field of the
+door's own dataclass. Types and ranges are those annotations (`specbench/engine/options.py`); nothing is converted, so that
+`"3"` is no number. Whatever is wrong ends in one line: the option, its value, what is allowed.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+
+from specbench.errors import SpecBenchError
+
+INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
+_RULES = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+
+def check(config: DictConfig, door: type) -> dict[str, Any]:
+    """Hold a composed configuration to a door's dataclass; returns it as plain values, interpolations resolved.
+
+    Raises:
+        SpecBenchError: an unknown, missing or unfit option.
+    """
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        place = getattr(error, "full_key", None) or "configuration"
+        raise SpecBenchError(f"{place}: {str(error).splitlines()[0]}") from error
+    assert isinstance(plain, dict)
+    hold(plain, (door,))
+    return {str(name): value for name, value in plain.items()}
+
+
+def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> None:
+    """Hold one node to the class that takes it, one of some. place: of the node, as the command line names it."""
+    taker = takers[0]
+    if "_target_" in node:
+        taker = _target(node["_target_"], takers, place)
+    elif not dataclasses.is_dataclass(taker):
+        raise SpecBenchError(f"{place}._target_ is missing: the class, of the kind {taker.__name__}, that takes this node")
+    declared = options(taker)
+    for name in node:
+        if name in INSTANTIATION and place:
+            continue
+        if name not in declared:
+            raise SpecBenchError(f"{_join(place, name)}: no such option{nearest(name, declared)}")
+    for name, option in declared.items():  # in the order of declaration: what a message names comes first
+        if name in node:
+            _value(node[name], option, _join(place, name))
+        elif option.required:
+            raise SpecBenchError(f"{_join(place, name)} is missing; {taker.__name__} needs it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a class, as declared."""
+
+    annotation: Any
+    required: bool
+    owner: type
+    name: str
+
+
+@functools.cache
+def options(taker: type) -> dict[str, Option]:
+    """The options of a class: its constructor's parameters, those of its parents where it passes them on."""
+    found: dict[str, Option] = {}
+    for owner in taker.__mro__:
+        constructor = vars(owner).get("__init__")
+        if not inspect.isfunction(constructor):
+            continue
+        hints = typing.get_type_hints(owner if dataclasses.is_dataclass(owner) else constructor, include_extras=True)
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                required = parameter.default is parameter.empty
+                name = parameter.name.removesuffix("_")  # of an option that Python has a keyword for
+                found.setdefault(name, Option(hints.get(parameter.name, Any), required, owner, name))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def _value(value: Any, option: Option, place: str) -> None:
+    """Hold one option's value: a node to its class, plain values to their type."""
+    takers = tuple(_classes(option.annotation))
+    if isinstance(value, Mapping) and ("_target_" in value or takers):
+        return hold(value, takers or (object,), place)
+    if isinstance(value, list) and takers:
+        for index, each in enumerate(value):
+            if not isinstance(each, Mapping):
+                raise SpecBenchError(f"{place}[{index}]={_shown(each)}: the options of {takers[0].__name__} were expected")
+            hold(each, takers, f"{place}[{index}]")
+        return None
+    if value is None and type(None) in typing.get_args(option.annotation):
+        return None
+    if takers:
+        raise SpecBenchError(f"{place}={_shown(value)}: a node with a _target_ was expected, {takers[0].__name__}")
+    try:
+        _adapter(option.owner, option.name).validate_json(json.dumps(value))
+    except ValidationError as error:
+        raise SpecBenchError(f"{place}{_said(error, value)}") from error
+    return None
+
+
+@functools.cache
+def _adapter(owner: type, name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(options(owner)[name].annotation, config=_RULES)
+
+
+def _said(error: ValidationError, value: Any) -> str:
+    """Where in the value, what is there, what is allowed: `[2]=abc: must be a valid number`."""
+    errors = error.errors(include_url=False)
+    deepest = max(errors, key=lambda e: len(_within(value, e["loc"])))
+    place = _within(value, deepest["loc"])
+    for step in place:
+        value = value[step]
+    wanted = [e["msg"].replace("Input should", "must", 1) for e in errors if _within_start(value, e, place)]
+    return f"{''.join(f'[{step}]' if isinstance(step, int) else f'.{step}' for step in place)}={_shown(value)}: " + (
+        " or ".join(dict.fromkeys(wanted)) or deepest["msg"]
+    )
+
+
+def _within_start(value: Any, error: Any, place: tuple[Any, ...]) -> bool:
+    return tuple(error["loc"][: len(place)]) == place
+
+
+def _within(value: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The part of an error's place that is in the value: behind it stand the types that were tried."""
+    found: list[Any] = []
+    for step in loc:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            break
+        found.append(step)
+    return tuple(found)
+
+
+def _target(path: Any, expected: tuple[type, ...], place: str) -> type:
+    """The class that a `_target_` names, which must be of a kind expected there."""
+    try:
+        taker = get_class(path)
+    except Exception as error:  # imports can raise anything
+        raise SpecBenchError(f"{place}._target_={_shown(path)}: no such class") from error
+    if not any(_is(taker, kind) for kind in expected):
+        raise SpecBenchError(f"{place}._target_={path}: is no {' or '.join(kind.__name__ for kind in expected)}")
+    return taker
+
+
+def _is(taker: type, kind: type) -> bool:
+    """Is it one, or does it have the methods of a protocol?"""
+    if getattr(kind, "_is_protocol", False):
+        asked = [n for n, v in vars(kind).items() if inspect.isfunction(v) and (n == "__call__" or n[0] != "_")]
+        return all(hasattr(taker, name) for name in asked)
+    return issubclass(taker, kind)
+
+
+def _classes(annotation: Any) -> Iterator[type]:
+    """Classes in an annotation whose nodes are taken apart: dataclasses, protocols and what pydantic does not know."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        yield from _classes(typing.get_args(annotation)[0])
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, list, tuple):
+        for part in typing.get_args(annotation):
+            yield from _classes(part)
+    elif isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or not _plain(annotation)):
+        yield annotation
+
+
+@functools.cache
+def _plain(annotation: type) -> bool:
+    try:
+        TypeAdapter(annotation)
+    except PydanticSchemaGenerationError:
+        return False
+    return True
+
+
+def nearest(name: Any, known: Mapping[str, Any]) -> str:
+    """What to say behind the name of an option that is none: the nearest one, or which there are."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; there are {', '.join(known)}" if 0 < len(known) <= 20 else ""
+
+
+def _join(place: str, name: Any) -> str:
+    return f"{place}.{name}" if place else str(name)
+
+
+def _shown(value: Any) -> str:
+    shown = "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return shown if len(shown) <= 60 else shown[:57] + "…"
