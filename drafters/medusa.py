@@ -79,6 +79,8 @@ class Medusa(TrainedDrafter):
             raise SpecBenchError(f"drafter.head_rank={head_rank} corrects the target's head; leave out head_per_level")
         self.heads, self.layers, self.decay, self.head_per_level = heads, layers, decay, head_per_level
         self.head_rank, self.passes = head_rank, 1
+        if not isinstance(growth, Calibrated) and growth.depth > heads:
+            raise SpecBenchError(f"tree of depth {growth.depth}, but drafter.heads={heads}; choose a tree= of that depth")
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -89,7 +91,7 @@ class Medusa(TrainedDrafter):
                 self.growth.guess(self.heads)
         if self.growth.depth > self.heads:
             raise SpecBenchError(
-                f"a tree of depth {self.growth.depth} for {self.heads} heads; choose a tree= of that depth"
+                f"tree of depth {self.growth.depth}, but drafter.heads={self.heads}; choose a tree= of that depth"
             )
         self.nodes = self.growth.nodes
 

@@ -80,6 +80,17 @@ def atomic_path(final: Path):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def require_writable(folder: Path) -> None:
+    """Refuse a place where nothing can be written, before the work whose result belongs there."""
+    above = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not above.is_dir():
+        raise SpecBenchError(f"{folder} cannot be a folder, since {above} is a file; choose another one")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".specbench.", dir=above))  # permissions alone do not say it
+    except OSError as error:
+        raise SpecBenchError(f"nothing can be written to {folder} ({error.strerror}); choose another folder") from error
+
+
 def cached(name: str, make: Callable[[Path], None]) -> Path:
     """The cache entry `name`, made by `make(temporary path)` if it is not there yet."""
     final = cache_root() / name

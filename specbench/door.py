@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from specbench import measure, schema
+from specbench.errors import SpecBenchError, one_line
 from specbench.faults import told
 
 CONF = str(measure.ROOT / "conf")
@@ -50,8 +51,15 @@ def run_door(main: Callable[[], None], name: str | None = None) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; run the same command again to continue"))
-    except Exception as error:
+    except HydraException as error:
         sys.exit(_complain(_unknown(error, name) or told(error)))
+    except SpecBenchError as error:
+        sys.exit(_complain(told(error)))
+    except Exception as error:
+        if HydraConfig.initialized():
+            sys.exit(_complain(told(error)))
+        # A few mistakes in a command line are not foreseen by the library that reads it.
+        sys.exit(_complain(f"{' '.join(sys.argv[1:])}: {one_line(error) or type(error).__name__}"))
     if _lost:
         sys.exit(2)
 
@@ -61,9 +69,9 @@ def sweeping() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def _unknown(error: Exception, name: str | None) -> str | None:
+def _unknown(error: HydraException, name: str | None) -> str | None:
     """Of an override that names no option: which one may have been meant."""
-    found = re.match(r"Could not override '([^']+)'", str(error)) if isinstance(error, HydraException) else None
+    found = re.match(r"Could not override '([^']+)'", str(error))
     if found is None or name is None:
         return None
     GlobalHydra.instance().clear()

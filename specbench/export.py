@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from safetensors.torch import save_file
 
 from specbench import schema
-from specbench.assets import atomic_path
-from specbench.door import run_door, spoken
+from specbench.assets import atomic_path, require_writable
+from specbench.door import CONF, run_door, spoken
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Drafter
 from specbench.engine.options import Text
@@ -36,12 +36,15 @@ class Options:
     drafter: Drafter
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="export")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="export")
 @spoken
 def main(config: DictConfig) -> None:
     """Load the drafter beside its target, rename its tensors, write `config.json` and `model.safetensors`."""
     schema.check(config, Options)
     out = Path(config.out)
+    require_writable(out.parent)
+    if config.drafter.get("weights", "") is None:
+        raise SpecBenchError("drafter.weights=null would export random weights; name the folder of trained ones")
     if out.exists():
         raise SpecBenchError(f"out={out} is there already; choose another folder or remove it")
     spec: ModelSpec = instantiate(config.model)

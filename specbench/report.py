@@ -15,7 +15,7 @@ import hydra
 from omegaconf import DictConfig
 
 from specbench import schema
-from specbench.door import run_door, spoken
+from specbench.door import CONF, run_door, spoken
 from specbench.engine.options import Name, Text
 from specbench.errors import SpecBenchError
 from specbench.records import by_error
@@ -35,7 +35,7 @@ class Options:
     baseline: Text | None
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="report")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="report")
 @spoken
 def main(config: DictConfig) -> None:
     """Collect, print, and write the report beside the rows."""

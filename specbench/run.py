@@ -21,9 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
 from specbench import checkpoints, measure, schema, sweep, trace
+from specbench.assets import require_writable
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet, Question
-from specbench.door import run_door, spoken, sweeping
+from specbench.door import CONF, run_door, spoken, sweeping
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Drafter
 from specbench.engine.options import Count, Natural, Text
@@ -72,7 +73,7 @@ class Options:
 _absent: dict[str, str] = {}  # targets that this process could not load, and why
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="run")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="run")
 @spoken
 def job(config: DictConfig) -> None:
     """One cell. In a sweep a failure is written down where the cell would be, and the next cell begins."""
@@ -80,6 +81,7 @@ def job(config: DictConfig) -> None:
     try:
         schema.check(config, Options)
         _settle(config)
+        require_writable(_folder(config))
         if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
             return
         _run(config)
@@ -98,13 +100,15 @@ def job(config: DictConfig) -> None:
 def _run(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     prompts: PromptSet = instantiate(config.dataset)
-    questions = prompts.load()
-    target, chat = _load(config)
     drafter: Any = instantiate(config.drafter)
+    rule, sampler = instantiate(config.verify), instantiate(config.sampler)
+    settings: RunSettings = instantiate(config.decode)
+    questions = prompts.load()
     if config.checkpoint is not None:
         if not hasattr(drafter, "official"):
             raise SpecBenchError(f"drafter={config.drafter.name} takes no checkpoint; leave checkpoint out")
         drafter.checkpoint = checkpoints.read(config.checkpoint)
+    target, chat = _load(config)
     drafter.bind(target)
     drafters = [drafter]
     if drafter.name != BASELINE:
@@ -112,8 +116,6 @@ def _run(config: DictConfig) -> None:
         baseline.bind(target)
         drafters = [baseline, drafter]
     _compile(config.backend, target, drafter)
-    rule, sampler = instantiate(config.verify), instantiate(config.sampler)
-    settings: RunSettings = instantiate(config.decode)
 
     described = _describe(config, target, drafter, rule)
     folder = _folder(config) / f"{drafter.name}-{identity(described)}"

@@ -12,7 +12,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.utils import get_class
@@ -47,7 +47,7 @@ def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> 
     """Hold one node to the class that takes it, one of some. place: of the node, as the command line names it."""
     taker = takers[0]
     if "_target_" in node:
-        taker = _target(node["_target_"], takers, place)
+        taker = target(node["_target_"], takers, place)
     elif not dataclasses.is_dataclass(taker):
         raise SpecBenchError(f"{place}._target_ is missing: the class, of the kind {taker.__name__}, that takes this node")
     declared = options(taker)
@@ -61,6 +61,15 @@ def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> 
             _value(node[name], option, _join(place, name))
         elif option.required:
             raise SpecBenchError(f"{_join(place, name)} is missing; {taker.__name__} needs it")
+
+
+def hold_some(node: Mapping[str, Any], taker: type, among: Sequence[str], place: str) -> None:
+    """Hold values to some options of a class, of which none need be there."""
+    known = {name: option for name, option in options(taker).items() if name in among}
+    for name, value in node.items():
+        if name not in known:
+            raise SpecBenchError(f"{place}.{name}: no such option{nearest(name, known)}")
+        _value(value, known[name], f"{place}.{name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +104,7 @@ def options(taker: type) -> dict[str, Option]:
 
 def _value(value: Any, option: Option, place: str) -> None:
     """Hold one option's value: a node to its class, plain values to their type."""
-    takers = tuple(_classes(option.annotation))
+    takers = tuple(classes(option.annotation))
     if isinstance(value, Mapping) and ("_target_" in value or takers):
         return hold(value, takers or (object,), place)
     if isinstance(value, list) and takers:
@@ -149,7 +158,7 @@ def _within(value: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _target(path: Any, expected: tuple[type, ...], place: str) -> type:
+def target(path: Any, expected: tuple[type, ...], place: str) -> type:
     """The class that a `_target_` names, which must be of a kind expected there."""
     try:
         taker = get_class(path)
@@ -168,13 +177,13 @@ def _is(taker: type, kind: type) -> bool:
     return issubclass(taker, kind)
 
 
-def _classes(annotation: Any) -> Iterator[type]:
+def classes(annotation: Any) -> Iterator[type]:
     """Classes in an annotation whose nodes are taken apart: dataclasses, protocols and what pydantic does not know."""
     if typing.get_origin(annotation) is typing.Annotated:
-        yield from _classes(typing.get_args(annotation)[0])
+        yield from classes(typing.get_args(annotation)[0])
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, list, tuple):
         for part in typing.get_args(annotation):
-            yield from _classes(part)
+            yield from classes(part)
     elif isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or not _plain(annotation)):
         yield annotation
 

@@ -16,14 +16,14 @@ import hydra
 import torch
 from accelerate import PartialState
 from filelock import FileLock
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from specbench import measure, schema
-from specbench.assets import atomic_path, cache_root
+from specbench.assets import atomic_path, cache_root, require_writable, sha256_of
 from specbench.datasets import Conversations
-from specbench.door import run_door, spoken
+from specbench.door import CONF, run_door, spoken
 from specbench.engine import weights
 from specbench.engine.grow import Chain, Growth
 from specbench.engine.interface import Drafter, NoShortcut, Taps
@@ -74,11 +74,12 @@ class Options:
     train: Train
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=CONF, config_name="train")
 @spoken
 def main(config: DictConfig) -> None:
     """Build what is missing of the corpus, train, write the weights."""
     schema.check(config, Options)
+    _settle(config)
     if config.train.missing and config.train.until == "weights" and (Path(config.train.out) / weights.WEIGHTS).exists():
         print(f"{config.train.out}: there already (train.missing=false trains anew)")
         return
@@ -87,11 +88,6 @@ def main(config: DictConfig) -> None:
     spec: ModelSpec = instantiate(config.model)
     if spec.dtype == "auto" and pick_device(spec.device).type == "cpu":
         spec = replace(spec, dtype="float32")  # wide products in bfloat16 are slower on most processors, and less exact
-    if config.train.shard_target and config.train.build:
-        raise SpecBenchError(
-            "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
-            "process (model.device_map=auto), then train with train.build=false"
-        )
     processes = PartialState(cpu=pick_device(spec.device).type == "cpu")
     target, chat = spec.load(processes.num_processes if config.train.shard_target else 1)
     packed = weights.PROJECT / config.train.packed
@@ -110,6 +106,25 @@ def main(config: DictConfig) -> None:
         print(f"corpus in {text.pack(packed, said | made)}")
 
 
+def _settle(config: DictConfig) -> None:
+    """Refuse what cannot end well, before anything is loaded."""
+    part, taker = config.train, get_class(config.drafter._target_)
+    phased = getattr(taker, "phased", ())  # options that a phase may change
+    if part.shard_target and part.build:
+        raise SpecBenchError(
+            "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
+            "process (model.device_map=auto), then train with train.build=false"
+        )
+    if part.until == "weights":
+        if "weights" not in config.drafter:
+            raise SpecBenchError(f"drafter={config.drafter.name} has nothing to train; choose another drafter=")
+        require_writable(Path(part.out))
+    instantiate(part.settings)  # what contradicts itself there
+    for number, phase in enumerate(part.settings.phases):
+        said: Any = OmegaConf.to_container(phase)
+        schema.hold_some(said.get("drafter", {}), taker, phased, f"train.settings.phases[{number}].drafter")
+
+
 def _build(shards: Shards, processes: PartialState) -> None:
     """Write the text that is missing, then read the states. Of trainings side by side one does so, the others wait."""
     with FileLock(shards.folder / ".lock") if processes.num_processes == 1 else nullcontext():
@@ -124,8 +139,6 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     target, settings = shards.text.target, instantiate(config.train.settings)
     assert isinstance(settings, TrainSettings)
     torch.manual_seed(settings.seed)
-    if "weights" not in config.drafter:
-        raise SpecBenchError(f"drafter={config.drafter.name} has nothing to train")
     drafter: Any = instantiate(config.drafter, weights=config.train.start)
     drafter.bind(target)
     stored = shards.settings.states and not config.train.online and drafter.taps == Taps()  # shards hold last states only
@@ -152,7 +165,7 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
         return {"chain_tau": round(found.tau, 4), "n_alpha": [round(a, 4) for a in found.alphas]}
 
     folder = cache_root() / "training" / config.model.name / (config.train.name or config.drafter.name)
-    trainer = Trainer(drafter, corpus, settings, validate, folder)
+    trainer = Trainer(drafter, corpus, settings, validate, folder, _shaping(config, target))
     own = sum(p.numel() for p in trainer.parameters)
     processes.print(
         f"{config.drafter.name}: {own:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
@@ -197,6 +210,16 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
         weights.save(drafter, temporary.parent, provenance)
         (temporary.parent / weights.PROVENANCE).replace(out / weights.PROVENANCE)
     print(f"weights in {out}")
+
+
+def _shaping(config: DictConfig, target: Target) -> dict[str, Any]:
+    """What shapes a training beside its settings and its texts."""
+    drafter: Any = OmegaConf.to_container(config.drafter, resolve=True)
+    start = None
+    if config.train.start is not None:
+        start = sha256_of(weights.PROJECT / config.train.start / weights.WEIGHTS)
+    own = {k: v for k, v in drafter.items() if k not in ("name", "weights")}
+    return {"drafter": own, "target": target.fingerprint(), "start": start}
 
 
 def acceptance(target: Target, drafter: Any, answers: list[Answer]) -> Acceptance:

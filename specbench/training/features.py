@@ -8,10 +8,12 @@ a drafter taps more than the last hidden state, the target computes them per bat
                                index [sequences] which of the corpus' conversations they are
 """
 
+import hashlib
 import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -242,6 +244,16 @@ class Corpus:
         if not self.answers_only:
             return torch.ones_like(answer)
         return torch.cat([answer[1:], answer.new_zeros(1)])
+
+    def digest(self) -> dict[str, Any]:
+        """What shapes a training: the texts and how they are laid into batches."""
+        texts = hashlib.sha256()
+        for path in dict.fromkeys(path for path, _, _ in self.sequences):
+            with safe_open(path, "pt") as shard:
+                for name in ("starts", "tokens", "answer"):
+                    texts.update(shard.get_tensor(name).numpy().tobytes())
+        how = {"batch": self.batch, "row_tokens": self.row_tokens, "answers_only": self.answers_only, "seed": self.seed}
+        return {"texts": texts.hexdigest(), **how, "online": self.online is not None}
 
     def frequent(self, count: int) -> Tensor:
         """The `count` most frequent ids of the corpus, most frequent first."""

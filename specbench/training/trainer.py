@@ -7,9 +7,10 @@ Under `accelerate launch` every process takes its share of each batch, and gradi
 configuration is the global one, whatever the number of processes. The first process logs and writes.
 """
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def _decisive(settings: TrainSettings) -> dict[str, Any]:
     return {k: v for k, v in asdict(settings).items() if k not in free}
 
 
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Names of what is not alike in two trees of plain values."""
+    for name in sorted(before.keys() | now.keys()):
+        a, b = before.get(name), now.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differing(a, b, f"{place}{name}.")
+        elif a != b or (name in before) != (name in now):
+            yield f"{place}{name}"
+
+
 class _Objective(nn.Module):
     """A drafter whose forward is its loss: gradients of several processes meet at a module's forward."""
 
@@ -73,6 +84,7 @@ class Trainer:
         drafter: bound to its target; only parameters that require a gradient are touched.
         validate: measures the drafter on held-out data, returns numbers to log.
         folder: of the checkpoint and, line by line, the log.
+        shaped_by: what shapes the run beside settings and corpus, as plain values: a checkpoint of another run is refused.
 
     Raises:
         SpecBenchError: nothing to train; phases or groups with options or parameters that this drafter lacks.
@@ -85,8 +97,10 @@ class Trainer:
         settings: TrainSettings,
         validate: Callable[[], dict[str, Any]],
         folder: Path,
+        shaped_by: Mapping[str, Any] | None = None,
     ):
         self.settings, self.corpus, self.validate, self.folder = settings, corpus, validate, folder
+        self.shaped_by = {"settings": _decisive(settings), "corpus": corpus.digest(), **(shaped_by or {})}
         check(drafter, settings)
         self.named = trainable(drafter)
         self.parameters = [p for _, p in self.named]
@@ -283,7 +297,7 @@ class Trainer:
         state = {
             "step": self.step,
             "total": self.total,
-            "recipe": _decisive(self.settings),
+            "shaped_by": json.dumps(self.shaped_by),
             "tokens": self.tokens,
             "seconds": self.seconds,
             "history": self.history,
@@ -307,11 +321,10 @@ class Trainer:
                 f"{self.checkpoint} is of a run of {state['total']} steps, this one has {self.total} (the corpus or the "
                 "settings changed); use another train.name or remove it"
             )
-        before, now = state.get("recipe", {}), _decisive(self.settings)
-        if changed := [name for name in now if before.get(name) != now[name]]:
+        if changed := list(_differing(json.loads(state["shaped_by"]), json.loads(json.dumps(self.shaped_by)))):
             raise SpecBenchError(
-                f"{self.checkpoint} is of a run with other train.settings ({', '.join(changed)}); use another train.name "
-                "or remove it"
+                f"{self.checkpoint} is of a training with another {', '.join(changed[:4])}; use another train.name or "
+                "remove it"
             )
         with torch.no_grad():
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):

@@ -1,0 +1,241 @@
+"""What the doors are told is held to what the classes declare: one line, exit code 2, nothing loaded, nothing written."""
+
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from battery import COUNT, attempt, bad_values, leaves, refuse
+from conftest import ROOT, TRAINED
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+import specbench.export
+import specbench.report
+import specbench.run
+import specbench.train
+from specbench import schema
+from specbench.datasets import Conversations, PromptSet
+from specbench.engine.options import Count
+from specbench.errors import SpecBenchError
+from specbench.models import ModelSpec
+
+DOORS: dict[str, Any] = {
+    "run": specbench.run,
+    "train": specbench.train,
+    "export": specbench.export,
+    "report": specbench.report,
+}
+GROUPS = {"model": "model", "dataset": "dataset", "tree": "tree"}
+
+
+@functools.cache
+def composed(door: str, *overrides: str) -> Any:
+    """A door's configuration; composing one takes a third of a second."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(door, list(overrides))
+
+
+def named(group: str) -> list[str]:
+    return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+def everything() -> list[tuple[str, tuple[str, ...]]]:
+    """A configuration of every YAML file of every group, at a door that takes it."""
+    runs = [("run", (f"{group}={name}",)) for group in ("drafter", "model", "dataset", "tree") for name in named(group)]
+    recipes = [tuple(name.split("_", 1)) for name in named("recipe")]
+    pairs = {*recipes, *(("small", d) for d in TRAINED), *((t, "eagle2") for t in named("train"))}
+    trainings = [("train", (f"drafter={d}", f"train={t}")) for t, d in sorted(pairs)]
+    return [*runs, *trainings, ("export", ()), ("report", ())]
+
+
+class Loaded(BaseException):
+    """A door went on to load something: what it was told did not stop it."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded(monkeypatch, tmp_path):
+    """Doors in this process neither load nor write."""
+
+    def loaded(*_: Any, **__: Any) -> None:
+        raise Loaded
+
+    for kind in (ModelSpec, PromptSet, Conversations):
+        monkeypatch.setattr(kind, "load", loaded)
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    yield
+    GlobalHydra.instance().clear()
+
+
+def test_the_schema_and_the_yaml_files_agree():
+    for door, overrides in everything():
+        schema.check(composed(door, *overrides), DOORS[door].Options)
+
+
+def test_every_option_of_a_yaml_file_is_declared_with_a_type():
+    """An option without a type would be held to nothing."""
+    for door, overrides in everything():
+        plain: Any = OmegaConf.to_container(composed(door, *overrides), resolve=True)
+        for path, annotation in leaves(plain, DOORS[door].Options):
+            assert annotation is not Any, path
+
+
+def put(plain: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of a plain configuration with one option set."""
+    whole = copy.deepcopy(plain)
+    *parents, last = path.split(".")
+    functools.reduce(lambda node, name: node[name], parents, whole)[last] = value
+    return whole
+
+
+def test_bad_values_of_every_option_are_refused_by_name():
+    """Every value that is not of an option's declared type, for every option of every drafter and door."""
+    tried: set[tuple[str, str]] = set()
+    places = [*(("train", f"drafter={d}") for d in TRAINED), *(("run", f"dataset={d}") for d in named("dataset"))]
+    for door, override in places:
+        plain: Any = OmegaConf.to_container(composed(door, override), resolve=True)
+        for path, annotation in leaves(plain, DOORS[door].Options):
+            for value in bad_values(annotation):
+                if (f"{door} {path} {annotation}", value) in tried:
+                    continue  # another drafter has it alike
+                tried.add((f"{door} {path} {annotation}", value))
+                bad = put(plain, path, OmegaConf.to_container(OmegaConf.create(f"x: {value}"))["x"])
+                with pytest.raises(SpecBenchError) as refused:
+                    schema.hold(bad, (DOORS[door].Options,))
+                said = str(refused.value)
+                assert said.startswith(path) and "\n" not in said, said
+    COUNT.tried += len(tried)
+    assert len(tried) > 600
+
+
+def cases(door: str, overrides: tuple[str, ...]) -> list[tuple[str, str]]:
+    """For every option of a configuration one bad value, the kinds in turn; and what to put on the command line."""
+    plain: Any = OmegaConf.to_container(composed(door, *overrides), resolve=True)
+    found = []
+    for number, (path, annotation) in enumerate(leaves(plain, DOORS[door].Options)):
+        if values := bad_values(annotation):
+            found.append((path, f"++{path}={values[number % len(values)]}"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("door", "overrides"),
+    [
+        ("run", ("drafter=medusa",)),
+        ("run", ("drafter=moa",)),
+        ("train", ("drafter=coral",)),
+        ("export", ()),
+        ("report", ()),
+    ],
+)
+def test_the_doors_refuse_bad_options(door, overrides, tmp_path):
+    """Through the whole door: one line that names the option, exit code 2, and no file touched."""
+    (tmp_path / "rows.jsonl").write_text("earlier\n")
+    base = [*overrides, *([f"results={tmp_path}"] if door in ("run", "report") else [f"hydra.run.dir={ROOT}"])]
+    wrong = [
+        why
+        for path, override in cases(door, overrides)
+        if (why := refuse(DOORS[door], door, [*base, override], path.split("[")[0], [tmp_path]))
+    ]
+    assert not wrong
+
+
+WHOLE = {  # what is wrong with a command line as a whole, and what the line must name
+    "run": {
+        "rerun=nonsense": "rerun",
+        "+foo=1": "foo",
+        "foo=1": "foo",
+        "drafer=eagle2": "did you mean drafter?",
+        "decode.max_new_token=3": "did you mean decode.max_new_tokens?",
+        "drafter=eagle3": "eagle3",
+        "drafter=null": "drafter",
+        "model=null": "model",
+        "dataset=null": "dataset",
+        "tree=null": "tree",
+        "~sampler": "sampler",
+        "drafter": "drafter",
+        "tree.depth=[": "",
+        "results=${nothing}": "nothing",
+        "results='${oc.env:SPECBENCH_NOT_SET}'": "SPECBENCH_NOT_SET",
+        "results='${results}'": "",
+        "results=???": "results",
+        "drafter._target_=os.system": "drafter._target_",
+        "drafter._target_=nowhere.Nothing": "drafter._target_",
+        "drafter._target_=specbench.engine.grow.Chain": "drafter._target_",
+        "~drafter._target_": "drafter._target_",
+        "drafter.growth=5": "drafter.growth",
+        "drafter.growth={depth: 3}": "drafter.growth",
+        "sampler._target_=specbench.bench.RunSettings": "sampler._target_",
+        "+drafter._partial_=true": "_partial_",
+        "+tree.paths=[]": "tree.paths",
+        "alpha=[0.5]": "alpha",
+        "model.weights=random": "alpha",
+        "results=/dev/null/x": "/dev/null",
+        "tree=medusa_dense + tree.paths=[]": "tree.paths",
+        "tree=medusa_dense + tree.paths=[[0,0]]": "tree.paths",
+        "drafter=medusa + tree=eagle2": "drafter.heads",
+    },
+    "train": {
+        "drafter=none": "none",
+        "train.settings.decay=cubic": "train.settings.decay",
+        "train.settings.steps=-1": "train.settings.steps",
+        "train.settings.epochs=0": "train.settings.epochs",
+        "train.settings.warmup=-1": "train.settings.warmup",
+        "train.settings.seed=abc": "train.settings.seed",
+        "train.settings.phases=[{share: 0.5}]": "sum to 1",
+        "train.settings.phases=[{share: 1, drafter: {nonsense: 1}}]": "train.settings.phases[0].drafter.nonsense",
+        "train.settings.phases=[{share: 1, drafter: {noise: abc}}]": "train.settings.phases[0].drafter.noise",
+        "train.settings.phases=[{share: 1, lrs: 2}]": "did you mean lr?",
+        "train.settings.phases=[{lr: 1}]": "train.settings.phases[0].share",
+        "train.settings.phases=[5]": "train.settings.phases[0]",
+        "train.settings.phases=5": "train.settings.phases",
+        "train.settings.warmup_steps=3": "warmup",
+        "train.out=/dev/null/x": "/dev/null",
+        "train.out=/proc/x": "/proc",
+        "train.batch=0": "train.batch",
+        "train.corpus.shard=0": "train.corpus.shard",
+        "train.corpus.temperatures=[]": "train.corpus.temperatures",
+        "train.shard_target=true": "build=false",
+        "train.text.wheel.sha256=abc": "train.text.wheel.sha256",
+    },
+    "export": {"drafter.weights=null": "drafter.weights", "format=gguf": "format", "out=/dev/null/x": "/dev/null"},
+    "report": {"format=pdf": "format", "format=eagle": "import=", "results=/nowhere": "/nowhere", "claims=5": "claims"},
+}
+
+
+@pytest.mark.parametrize("door", WHOLE)
+def test_the_doors_refuse_what_is_wrong_as_a_whole(door, tmp_path):
+    place = [f"results={tmp_path}"] if door == "run" else []
+    wrong = []
+    for override, mentions in WHOLE[door].items():
+        own = [] if override.startswith("results") else place
+        if why := refuse(DOORS[door], door, [*own, *override.split(" + ")], mentions, [tmp_path]):
+            wrong.append(f"{override}: {why}")
+    assert not wrong
+
+
+def test_the_nearest_known_option_is_named():
+    @dataclasses.dataclass
+    class Taker:
+        depth: Count
+        kind: Literal["a", "b"] = "a"
+
+    with pytest.raises(SpecBenchError, match=r"^tree\.dept: no such option; did you mean depth\?$"):
+        schema.hold({"dept": 3}, (Taker,), "tree")
+    with pytest.raises(SpecBenchError, match=r"^tree\.depth is missing; Taker needs it$"):
+        schema.hold({"kind": "b"}, (Taker,), "tree")
+    with pytest.raises(SpecBenchError, match=r"^tree\.kind=c: must be 'a' or 'b'$"):
+        schema.hold({"depth": 1, "kind": "c"}, (Taker,), "tree")
+    schema.hold({"depth": 1}, (Taker,), "tree")
+
+
+def test_a_fault_of_the_program_leaves_its_traceback_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(specbench.report, "Sources", lambda *_, **__: {}["nothing"])
+    code, err, _ = attempt(specbench.report, "report", f"results={tmp_path}")
+    assert code == 2 and err.count("\n") == 1 and "KeyError" in err
+    log = Path(err.split("traceback is in ")[1].rstrip(")\n"))
+    assert "Traceback" in log.read_text() and "nothing" in log.read_text()
