@@ -12,7 +12,6 @@ from specbench.datasets import Pieces
 from specbench.engine import tree as trees
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Simulated, verify
-from specbench.errors import SpecBenchError
 from specbench.records import read_cell
 from specbench.reporting.bundle import Report, Sources
 
@@ -60,12 +59,6 @@ def test_the_coin_gives_the_assumed_acceptance():
     for level in range(3):
         expected, n = alpha[level], reached[level]
         assert abs(taken[level] / n - expected) < 4 * (expected * (1 - expected) / n) ** 0.5
-
-
-@pytest.mark.parametrize("alpha", [[], [1.2], [-0.1]])
-def test_an_alpha_that_is_none_is_refused(alpha):
-    with pytest.raises(SpecBenchError, match="one probability a depth"):
-        Simulated(alpha)
 
 
 def test_pieces_are_about_four_characters_each():

@@ -4,10 +4,7 @@ import pytest
 import torch
 from conftest import make, tiny
 
-from drafters.eagle import Eagle
-from drafters.vanilla import Vanilla
 from specbench.engine import weights
-from specbench.engine.grow import Chain
 from specbench.engine.interface import Batch, Taps
 from specbench.errors import SpecBenchError
 
@@ -92,10 +89,3 @@ def test_vanilla_may_start_as_the_target_itself(architecture):
 def test_layers_of_another_kind_or_width_are_refused(architecture, options):
     with pytest.raises(SpecBenchError, match="does not fit"):
         make("vanilla", tiny(architecture), "+drafter.start_from=target", *options)
-
-
-def test_unknown_starts_and_laws_are_refused():
-    with pytest.raises(SpecBenchError, match="use random or target"):
-        Vanilla("vanilla", Chain(3), start_from="nowhere")
-    with pytest.raises(SpecBenchError, match="use uniform, authors, normal"):
-        Eagle("eagle2", Chain(3), noise_law="loud")

@@ -14,6 +14,7 @@ from torch import nn
 from trials import options_of, trials
 
 from drafters.blocks import TrainedDrafter
+from specbench import schema
 from specbench.engine.grow import Chain
 from specbench.engine.interface import Batch
 from specbench.errors import SpecBenchError
@@ -60,6 +61,9 @@ class Text:
         states = torch.randn(len(items), 6, 4, generator=torch.Generator().manual_seed(items[0][1]))
         everywhere = torch.ones(len(items), 6, dtype=torch.bool)
         return Batch(torch.zeros(len(items), 6, dtype=torch.long), states, everywhere, everywhere)
+
+    def digest(self) -> dict[str, Any]:
+        return {"texts": "random"}
 
     def frequent(self, count: int) -> torch.Tensor:
         return torch.arange(VOCABULARY).flip(0)[:count]
@@ -131,25 +135,33 @@ def test_steps_belong_to_phases_by_share_whatever_the_length():
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two warm-ups": ({"warmup": 0.1, "warmup_steps": 3}, "exclude each other"),
-    "decay": ({"decay": "steps"}, "constant, linear, cosine"),
-    "share": ({"warmup": 60}, "between 0 and 1"),
-    "clipping": ({"clip_by": "vote"}, "norm or value"),
-    "optimizer": ({"optimizer": "sgd"}, "adamw or muon"),
+    "decay": ({"decay": "steps"}, "train.settings.decay=steps: must be 'constant', 'linear' or 'cosine'"),
+    "share": ({"warmup": 60}, "train.settings.warmup=60: must be less than or equal to 1"),
+    "clipping": ({"clip_by": "vote"}, "'norm' or 'value'"),
+    "optimizer": ({"optimizer": "sgd"}, "'adamw' or 'muon'"),
     "shares": ({"phases": [{"share": 0.5}, {"share": 0.4}]}, "0.5 + 0.4 do not sum to 1"),
-    "empty phase": ({"phases": [{"share": 0.0}, {"share": 1.0}]}, "phases[0]: share=0.0"),
-    "key": ({"phases": [{"share": 1.0, "rate": 2}]}, "phases[0]: unknown rate"),
-    "no share": ({"phases": [{"lr": 2}]}, "a mapping with a share"),
-    "vocabulary": ({"phases": [{"share": 1.0, "vocabulary": "small"}]}, "null for all"),
+    "empty phase": ({"phases": [{"share": 0.0}, {"share": 1.0}]}, "phases[0].share=0.0: must be greater than 0"),
+    "key": ({"phases": [{"share": 1.0, "rate": 2}]}, "phases[0].rate: no such option"),
+    "no share": ({"phases": [{"lr": 2}]}, "phases[0].share is missing"),
+    "vocabulary": (
+        {"phases": [{"share": 1.0, "vocabulary": "small"}]},
+        "phases[0].vocabulary=small: must be a valid integer or must be 'inherit'",
+    ),
     "no restart": ({"phases": [{"share": 1.0, "decay": "linear"}]}, "without restart=true"),
-    "phase's schedule": ({"phases": [{"share": 1.0, "restart": True, "floor": 3}]}, "between 0 and 1"),
+    "phase's schedule": ({"phases": [{"share": 1.0, "restart": True, "floor": 3}]}, "phases[0].floor=3: must be less than"),
 }
+
+
+def said_by_a_configuration(settings: dict[str, Any]) -> TrainSettings:
+    schema.hold(settings, (TrainSettings,), "train.settings")
+    return TrainSettings(**settings)
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_recipe_that_cannot_be_meant_is_refused(case):
     settings, said = WRONG[case]
     with pytest.raises(SpecBenchError) as caught:
-        TrainSettings(**settings)
+        said_by_a_configuration(settings)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -281,9 +293,23 @@ def test_the_last_phase_configures_the_drafter_even_without_a_step(tmp_path):
 
 def test_a_checkpoint_goes_on_only_under_the_recipe_it_was_made_with(tmp_path):
     trainer(tmp_path, phases=PHASES).run()
-    with pytest.raises(SpecBenchError, match=r"other train.settings \(lr, phases\)"):
+    with pytest.raises(SpecBenchError, match=r"with another settings\.lr, settings\.phases;"):
         trainer(tmp_path, lr=0.1).run()
     trainer(tmp_path, phases=PHASES, validate_minutes=3.0).run()  # says nothing about the weights
+
+
+@pytest.mark.parametrize("changed", [{"drafter": {"steps": 3}}, {"target": "another"}, {"start": None}])
+def test_a_finished_checkpoint_is_not_taken_for_another_training(tmp_path, changed):
+    """Of as many steps under the same settings: its weights would claim to be of a drafter that they are not."""
+    shaped_by = {"drafter": {"steps": 2}, "target": "this", "start": "sha"}
+
+    def begun(shaped_by: dict[str, Any]) -> Any:
+        return Trainer(Fake(), Text(), TrainSettings(epochs=2), dict, tmp_path, shaped_by)  # type: ignore[arg-type]
+
+    begun(shaped_by).run()
+    assert begun(dict(reversed(shaped_by.items()))).run()
+    with pytest.raises(SpecBenchError, match=f"with another {next(iter(changed))}"):
+        begun(shaped_by | changed).run()
 
 
 LACKING: dict[str, tuple[dict[str, Any], str]] = {
