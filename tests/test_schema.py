@@ -11,6 +11,8 @@ from battery import COUNT, attempt, bad_values, leaves, refuse
 from conftest import ROOT, TRAINED
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import specbench.export
@@ -109,6 +111,32 @@ def test_bad_values_of_every_option_are_refused_by_name():
                 assert said.startswith(path) and "\n" not in said, said
     COUNT.tried += len(tried)
     assert len(tried) > 600
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.just("_target_"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_anything_at_all_is_held_or_refused_in_one_line(data):
+    """Whatever stands at an option or a node, no other exception comes of it, and what is held is JSON of the type."""
+    door, override = data.draw(
+        st.sampled_from([("run", "drafter=moa"), ("train", "drafter=coral"), ("report", "format=markdown")])
+    )
+    plain: Any = OmegaConf.to_container(composed(door, override), resolve=True)
+    path = data.draw(st.sampled_from([path for path, _ in leaves(plain, DOORS[door].Options)] + list(plain)))
+    said = None
+    try:
+        schema.hold(put(plain, path, data.draw(ANYTHING)), (DOORS[door].Options,))
+    except SpecBenchError as error:
+        said = str(error)
+    assert said is None or (said.startswith(path) and len(said.splitlines()) == 1)
 
 
 def cases(door: str, overrides: tuple[str, ...]) -> list[tuple[str, str]]:
