@@ -2,16 +2,27 @@
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 # Printed instead of a traceback: they are mistakes in what was asked for, and their text says which.
 _CONFIG_LIBRARIES = ("hydra.", "omegaconf.")
+# Control characters, old and new; marks and overrides of direction; what has no width; ends of lines; halves of pairs; tags.
+_UNSEEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 
 class SpecBenchError(Exception):
     """Something the user can mend: the message names the thing and the mend, in one line."""
+
+
+def visible(text: str) -> str:
+    """Text without anything that moves a cursor, ends a line or turns its direction: such characters as escapes, `\\x1b`."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(error: BaseException) -> str:
@@ -19,7 +30,7 @@ def one_line(error: BaseException) -> str:
     cause = error.__cause__
     if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
         error = cause
-    return " ".join(str(error).split())
+    return visible(" ".join(str(error).split()))
 
 
 def spoken(job: Callable[..., None]) -> Callable[..., None]:
@@ -51,5 +62,5 @@ def run_door(main: Callable[[], None]) -> None:
 
 
 def _complain(line: str) -> int:
-    print(f"specbench: {line}", file=sys.stderr)
+    print(f"specbench: {visible(line)}", file=sys.stderr)
     return 2
