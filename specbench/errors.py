@@ -9,7 +9,7 @@ from typing import Any
 
 # Printed instead of a traceback: they are mistakes in what was asked for, and their text says which.
 _CONFIG_LIBRARIES = ("hydra.", "omegaconf.")
-# Control characters, old and new; marks and overrides of direction; what has no width; ends of lines; halves of pairs; tags.
+# Control characters of both kinds, marks of direction, what has no width, ends of lines, halves of pairs, tags.
 _UNSEEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U000e0000-\U000e007f]"
@@ -21,7 +21,7 @@ class SpecBenchError(Exception):
 
 
 def visible(text: str) -> str:
-    """Text without anything that moves a cursor, ends a line or turns its direction: such characters as escapes, `\\x1b`."""
+    """What moves a cursor, ends a line or turns direction becomes its escape, as `\\x1b`; doing so twice does no harm."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

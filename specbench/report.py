@@ -12,7 +12,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from specbench.errors import SpecBenchError, run_door, spoken
+from specbench.errors import SpecBenchError, run_door, spoken, visible
 from specbench.records import by_error
 from specbench.reporting import cells, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
@@ -30,27 +30,27 @@ def main(config: DictConfig) -> None:
         return
     if config.format not in FORMATS:
         raise SpecBenchError(f"format={config.format}: use {' or '.join(FORMATS)}")
+    problems: list[str] = []
     if config.training is not None:
-        lines = trainings.held_out_lines(Path(config.training))
+        lines = trainings.held_out_lines(Path(config.training), problems)
         if not lines:
-            raise SpecBenchError(f"no trained weights under training={config.training}")
+            said = problems[0] if problems else f"no trained weights under training={config.training}"
+            raise SpecBenchError(said)
+        print("".join(f"{tables.markdown_problem(p)}\n\n" for p in problems), end="")
         print(tables.markdown_table(trainings.HELD_OUT, lines))
         return
     if config.format == "markdown":
-        paths = cells.below(results, "rows.jsonl")
-        if not paths:
-            raise SpecBenchError(f"no rows under results={results}; run `make bench` first")
-        entries = cells.collect(paths, results)
-        print(tables.markdown(entries) + "\n" + tables.training_markdown(entries), end="")
+        found = cells.find(results)
+        print(tables.markdown(found.entries, found.problems) + "\n" + tables.training_markdown(found.entries), end="")
         return
     report = Report(Sources(results, chosen=config.claims))
+    for problem in report.problems:
+        print(f"LEFT OUT {visible(problem)}")
     tables.show(report.main)
     for error, lost in by_error(report.failures).items():
-        print(f"FAILED {', '.join(lost)}: {error}")
-    for problem in report.problems:
-        print(problem)
+        print(visible(f"FAILED {', '.join(lost)}: {error}"))
     for part in report.parts:
-        print(f"{part['caption']}: {part['verdict']}")
+        print(visible(f"{part['caption']}: {part['verdict']}"))
     print(f"report: {report.write()}")
 
 
