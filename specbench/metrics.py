@@ -250,7 +250,7 @@ def macro(rate: Rate, totals: Totals) -> float:
 
 def time_split(rows: Sequence[Row]) -> dict[str, float]:
     """Shares of the decode time. What no phase claims belongs to the rest."""
-    total = sum(r.decode_s for r in rows) or float("nan")
+    total = sum(r.decode_s for r in rows if r.accepted) or float("nan")
     parts = {name: sum(getattr(r, f"{name}_s") for r in rows) / total for name in ("draft", "target", "verify")}
     return parts | {"rest": 1 - sum(parts.values())}
 
