@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from specbench import measure, schema
-from specbench.errors import SpecBenchError, one_line
+from specbench.errors import SpecBenchError, one_line, visible
 from specbench.faults import told
 
 CONF = str(measure.ROOT / "conf")
@@ -88,5 +88,5 @@ def _keys(node: Mapping[str, Any], place: str = "") -> Iterator[str]:
 
 
 def _complain(line: str) -> int:
-    print(f"specbench: {line}", file=sys.stderr)
+    print(f"specbench: {visible(line)}", file=sys.stderr)
     return 2

@@ -1,11 +1,23 @@
 """The one exception a user is meant to read. Knows nothing else in the project."""
 
+import re
+
 # Of what a configuration library wraps, only the inside is worth reading.
 _CONFIG_LIBRARIES = ("hydra.", "omegaconf.")
+# Control characters of both kinds, marks of direction, what has no width, ends of lines, halves of pairs, tags.
+_UNSEEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 
 class SpecBenchError(Exception):
     """Something the user can mend: the message names the thing and the mend, in one line."""
+
+
+def visible(text: str) -> str:
+    """What moves a cursor, ends a line or turns direction becomes its escape, as `\\x1b`; doing so twice does no harm."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(error: BaseException) -> str:
@@ -13,4 +25,4 @@ def one_line(error: BaseException) -> str:
     cause = error.__cause__
     if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
         error = cause
-    return " ".join(str(error).split())
+    return visible(" ".join(str(error).split()))

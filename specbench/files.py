@@ -4,25 +4,46 @@ A shape is a type: a dataclass, a `TypedDict`, `list[float]`, `dict[str, Any]`. 
 off, binary, another type than expected, ends in one line that names the file and the place in it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
 
-from specbench.errors import SpecBenchError
+from specbench.errors import SpecBenchError, visible
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # for `with_config`: keys beside the declared ones stay
+
+T = TypeVar("T")
+
+
+def readable(paths: Iterable[Path], read: Callable[[Path], T], problems: list[str] | None) -> Iterator[tuple[Path, T]]:
+    """What can be read of several files, each with its path.
+
+    Args:
+        problems: gets one line on each file that cannot be read; None: the first one raises its `SpecBenchError`.
+    """
+    for path in paths:
+        try:
+            found = read(path)
+        except SpecBenchError as error:
+            if problems is None:
+                raise
+            problems.append(str(error))
+        else:
+            yield path, found
 
 
 def read_bytes(path: Path) -> bytes:
     """Raises `SpecBenchError` for a file that is missing, a folder, or unreadable."""
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise SpecBenchError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    except (OSError, ValueError) as error:  # a null byte in a path is a ValueError
+        said = getattr(error, "strerror", None) or str(error)
+        raise SpecBenchError(f"cannot read {path}: {said.lower()}") from error
 
 
 def read_text(path: Path) -> str:
@@ -62,16 +83,21 @@ def read_yaml(path: Path, shape: Any) -> Any:
     """A YAML file of plain values. Raises `SpecBenchError`."""
     try:
         value = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # dates and numbers beyond Python's, endless nesting
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise SpecBenchError(
             f"{path}{where} is not YAML ({getattr(error, 'problem', None) or 'damaged'}); mend it"
         ) from error
+    return hold(value, shape, str(path))
+
+
+def hold(value: Any, shape: Any, where: str) -> Any:
+    """A plain value as a shape, sequences and numbers as Python is used to; `where` begins what is said against it."""
     try:
         return _adapter(shape).validate_python(value, strict=False)
     except ValidationError as error:
-        raise SpecBenchError(f"{path}: {explain(error)}") from error
+        raise SpecBenchError(f"{where}: {explain(error)}; mend or remove it") from error
 
 
 def parse(data: bytes, shape: Any, where: str) -> Any:
@@ -79,26 +105,31 @@ def parse(data: bytes, shape: Any, where: str) -> Any:
     try:
         return _adapter(shape).validate_json(data)
     except ValidationError as error:
-        raise SpecBenchError(f"{where}: {explain(error)}") from error
+        raise SpecBenchError(f"{where}: {explain(error)}; mend or remove it") from error
 
 
 def explain(error: ValidationError) -> str:
     """The first thing that is wrong, and where in the value: `tokens.3: input should be a valid integer, not "x"`."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    said = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "json_invalid":
-        return f"not JSON, damaged or cut off ({first['ctx']['error']}); mend or remove it"
-    if first["type"] != "missing":
-        found = repr(first["input"])
-        said += f", not {found if len(found) <= 40 else found[:37] + '…'}"
-    more = len(error.errors()) - 1
+        return f"not JSON, damaged or cut off ({first['ctx']['error']})"
+    said = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] == "value_error":  # raised by a validator of ours, which says it all
+        said = str(first["ctx"]["error"])
+    elif first["type"] != "missing":
+        said += f", not {_short(repr(first['input']))}"
+    place = _short(visible(".".join(map(str, first["loc"]))), 80)
+    more = error.error_count() - 1
     return f"{place}: {said}".removeprefix(": ") + (f" (and {more} more)" if more else "")
+
+
+def _short(text: str, length: int = 40) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 @cache
 def _adapter(shape: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(shape, config=STRICT)
-    except PydanticUserError:  # a class with a configuration of its own
-        return TypeAdapter(shape)
+    except PydanticUserError:  # a class has its own configuration, or gets this one
+        return TypeAdapter(shape if hasattr(shape, "__pydantic_config__") else with_config(STRICT)(shape))

@@ -3,16 +3,19 @@
 tau           emitted tokens / target passes, pooled over cycles, bonus included, prefill excluded; macro: mean by prompt
 step-alpha_i  cycles that accept depth i / cycles that accept depth i - 1 and drafted depth i
 speed-up      ratio of pooled decode speeds on the same prompts, with a paired bootstrap over questions
+
+Rows without a cycle (failures only, or one token an answer) have no such number: it is NaN, or None where there would be
+an interval.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from specbench.records import Row
+from specbench.shapes import Header
 
 BASELINE = "none"
 
@@ -67,14 +70,14 @@ def tau_macro(rows: Sequence[Row]) -> float:
 
 def marginals(rows: Sequence[Row]) -> list[float]:
     """Share of all cycles that accept depth 1, 2, …"""
-    accepted = np.array([a for r in rows for a in r.accepted])
+    accepted = np.array([a for r in rows for a in r.accepted], int)
     return [float((accepted >= depth).mean()) for depth in range(1, accepted.max(initial=0) + 1)]
 
 
 def step_alphas(rows: Sequence[Row]) -> tuple[float, ...]:
     """Conditional acceptance by depth, as far as drafts went."""
-    accepted = np.array([a for r in rows for a in r.accepted])
-    drafted = np.array([d for r in rows for d in r.drafted])
+    accepted = np.array([a for r in rows for a in r.accepted], int)
+    drafted = np.array([d for r in rows for d in r.drafted], int)
     found = []
     for depth in range(1, drafted.max(initial=0) + 1):
         tried = (accepted >= depth - 1) & (drafted >= depth)
@@ -88,7 +91,7 @@ def speed(rows: Sequence[Row], prefill: bool = False) -> float:
     """Tokens a second. Decoding only counts the tokens that cycles emitted; with prefill, all of them."""
     tokens = sum(len(r.tokens) - (0 if prefill else 1) for r in rows)
     seconds = sum(r.decode_s + (r.prefill_s if prefill else 0.0) for r in rows)
-    return tokens / seconds if seconds else float("nan")
+    return tokens / seconds if tokens and seconds else float("nan")
 
 
 def speed_up(rows: Sequence[Row], baseline: Sequence[Row]) -> Interval | None:
@@ -156,7 +159,7 @@ class Totals:
 
     def pooled(self) -> Sums:
         """Sums over all questions: numbers, or [DEPTHS]."""
-        return {n: s.max(0) if n.endswith("peak") else s.sum(0) for n, s in self.sums.items()}
+        return {n: s.max(0, initial=0) if n.endswith("peak") else s.sum(0) for n, s in self.sums.items()}
 
     def resampled(self) -> Sums:
         """The same over every bootstrap sample of questions: [S] or [S, DEPTHS]."""
@@ -169,11 +172,17 @@ def _alpha(depth: int) -> "Rate":
     return lambda s: s["passed"][..., depth] / s["tried"][..., depth]
 
 
+def _speed(s: Sums, whose: str = "") -> np.ndarray:
+    """Tokens a second; none, rather than zero, where no cycle emitted any."""
+    tokens = s[f"{whose}tokens"]
+    return np.where(tokens > 0, tokens, np.nan) / s[f"{whose}seconds"]
+
+
 Rate = Callable[[Sums], np.ndarray]
 RATES: dict[str, Rate] = {
     "tau": lambda s: s["tokens"] / s["cycles"],
-    "tokens_per_s": lambda s: s["tokens"] / s["seconds"],
-    "speed_up": lambda s: (s["tokens"] / s["seconds"]) / (s["base_tokens"] / s["base_seconds"]),
+    "tokens_per_s": _speed,
+    "speed_up": lambda s: _speed(s) / _speed(s, "base_"),
     "alpha": lambda s: s["passed"].sum(-1) / s["tried"].sum(-1),  # of all steps together, as in the theory of chains
     **{f"alpha{depth}": _alpha(depth) for depth in range(6)},
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps behind the first
@@ -200,12 +209,7 @@ def interval(rate: Rate, totals: Totals) -> Interval | None:
     """A rate over all questions with its 95% bootstrap interval over questions; None where nothing was counted."""
     if not totals.questions:
         return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(rate(totals.pooled()))
-        if not np.isfinite(value):
-            return None
-        low, high = np.nanpercentile(rate(totals.resampled()), [2.5, 97.5])
-    return Interval(value, float(low), float(high))
+    return _bounded(rate, (totals.pooled(),), (totals.resampled(),))
 
 
 def contrast(rate: Rate, ours: Totals, theirs: Totals, ratio: bool = False, other: Rate | None = None) -> Interval | None:
@@ -222,23 +226,31 @@ def contrast(rate: Rate, ours: Totals, theirs: Totals, ratio: bool = False, othe
         first, second = rate(mine), (other or rate)(yours)
         return first / second if ratio else first - second
 
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(effect(a.pooled(), b.pooled()))
-        if not np.isfinite(value):
-            return None
-        low, high = np.nanpercentile(effect(a.resampled(), b.resampled()), [2.5, 97.5])
+    return _bounded(effect, (a.pooled(), b.pooled()), (a.resampled(), b.resampled()))
+
+
+def _bounded(effect: Callable[..., np.ndarray], pooled: tuple[Sums, ...], resampled: tuple[Sums, ...]) -> Interval | None:
+    """An effect of sums with its bounds over samples; samples that leave it undefined do not count."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        value, samples = float(effect(*pooled)), effect(*resampled)
+    if not np.isfinite(value):
+        return None
+    samples = samples[np.isfinite(samples)]
+    low, high = np.percentile(samples, [2.5, 97.5]) if samples.size else (value, value)
     return Interval(value, float(low), float(high))
 
 
 def macro(rate: Rate, totals: Totals) -> float:
     """The mean over questions of a rate taken question by question."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.nanmean(rate(totals.sums))) if totals.questions else float("nan")
+        values = rate(totals.sums)
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if values.size else float("nan")
 
 
 def time_split(rows: Sequence[Row]) -> dict[str, float]:
     """Shares of the decode time. What no phase claims belongs to the rest."""
-    total = sum(r.decode_s for r in rows) or float("nan")
+    total = sum(r.decode_s for r in rows if r.accepted) or float("nan")
     parts = {name: sum(getattr(r, f"{name}_s") for r in rows) / total for name in ("draft", "target", "verify")}
     return parts | {"rest": 1 - sum(parts.values())}
 
@@ -275,7 +287,7 @@ def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = F
     return f"identical {len(audits) - ties}/{len(audits)}" + (f", {ties} numerical ties" if ties else "")
 
 
-def summarise(header: dict[str, Any], drafter: str, rows: Sequence[Row], baseline: Sequence[Row]) -> Summary:
+def summarise(header: Header, drafter: str, rows: Sequence[Row], baseline: Sequence[Row]) -> Summary:
     """Everything the table shows about one drafter. header: of its cell, for parameter counts and the rule."""
     parameters = header["parameters"]
     value, totals = tau(rows), Totals.of(rows, baseline)

@@ -16,7 +16,7 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]
     """Yields a function to call with the count reached so far. The first count is taken for what was there before."""
     if sys.stderr.isatty():
         counts = TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit)
-        columns = TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn()
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), counts, TimeRemainingColumn()
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(what, total=total)
             yield lambda count: bar.update(task, completed=count)

@@ -13,15 +13,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
+from pydantic import AllowInfNan, Discriminator
 
 from specbench.assets import atomic_path
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
+from specbench.files import parse_lines, read_bytes, read_json
+from specbench.shapes import SCHEMA, Header, Measure, Natural, Seconds
 
-SCHEMA = 1
+VERDICTS = ("identical", "numerical tie", "bug", "simulated acceptance")  # of an audit
 
 
 @dataclass
@@ -35,22 +38,22 @@ class Row:
     drafter: str
     question: str
     category: str
-    turn: int
-    prompt_tokens: int
-    tokens: list[int]
-    prefill_s: float
-    decode_s: float
-    nodes: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    ranks: list[list[int]] = field(default_factory=list)
-    draft_s: float = 0.0
-    target_s: float = 0.0
-    verify_s: float = 0.0
-    rest_s: float = 0.0
-    peak: dict[str, Any] = field(default_factory=dict)
+    turn: Natural
+    prompt_tokens: Natural
+    tokens: list[Natural]
+    prefill_s: Seconds
+    decode_s: Seconds
+    nodes: list[Natural] = field(default_factory=list)
+    drafted: list[Natural] = field(default_factory=list)
+    accepted: list[Natural] = field(default_factory=list)
+    ranks: list[list[Natural]] = field(default_factory=list)
+    draft_s: Seconds = 0.0
+    target_s: Seconds = 0.0
+    verify_s: Seconds = 0.0
+    rest_s: Measure = 0.0  # what no phase claims
+    peak: dict[str, bool | Natural] = field(default_factory=dict)
     audit: dict[str, Any] | None = None
-    kind: str = "prompt"
+    kind: Literal["prompt"] = "prompt"
 
     def add(self, step: Step) -> None:
         """Count one cycle in."""
@@ -75,9 +78,9 @@ class Failure:
 
     drafter: str
     question: str
-    turn: int
+    turn: Natural
     error: str
-    kind: str = "error"
+    kind: Literal["error"] = "error"
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -91,10 +94,10 @@ class CellFailure:
     model: str
     dataset: str
     drafter: str
-    temperature: float
+    temperature: Annotated[float, AllowInfNan()] | str | None  # as asked for, which may be why it failed
     error: str
     when: str = ""
-    kind: str = "cell failure"
+    kind: Literal["cell failure"] = "cell failure"
 
     @classmethod
     def path(cls, folder: Path, drafter: str, settings: dict[str, Any]) -> Path:
@@ -108,11 +111,9 @@ class CellFailure:
 
     @classmethod
     def read(cls, path: Path) -> "CellFailure":
-        """Raises `SpecBenchError` for a file of another kind."""
-        try:
-            return cls(**json.loads(path.read_text()))
-        except (TypeError, ValueError) as error:
-            raise SpecBenchError(f"{path} does not say which cell failed ({error}); remove it") from error
+        """Raises `SpecBenchError` for a damaged file or one of another kind."""
+        failure: CellFailure = read_json(path, cls)
+        return failure
 
 
 def by_error(failures: Iterable[CellFailure]) -> dict[str, list[str]]:
@@ -203,32 +204,54 @@ def _drop_cut_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
-def read_cell(path: Path) -> tuple[dict[str, Any], list[Row | Failure]]:
+def read_cell(path: Path) -> tuple[Header, list[Row | Failure]]:
     """Header and rows of one file; a last line that was cut off is ignored.
 
     Raises:
-        SpecBenchError: no header, an older schema, or a broken line before the last.
+        SpecBenchError: no header, another schema, or a line that is damaged or no row; it names the line.
     """
-    lines = list(_lines(path))
-    if not lines or lines[0].get("kind") != "header":
+    lines = parse_lines(read_bytes(path), Line, path, cut=True)
+    _, header = next(lines, (0, None))
+    if header is None:
+        raise SpecBenchError(f"{path} is empty: its run ended before the first row; run it again or remove the file")
+    if not isinstance(header, dict):
         raise SpecBenchError(f"{path} does not start with a header; move it away")
-    header, rows = lines[0], lines[1:]
-    if header.get("schema") != SCHEMA:
-        raise SpecBenchError(f"{path} has row schema {header.get('schema')}, this code writes {SCHEMA}; move it away")
-    try:
-        return header, [Row(**r) if r["kind"] == "prompt" else Failure(**r) for r in rows]
-    except (TypeError, KeyError) as error:
-        raise SpecBenchError(f"{path} holds a row this code did not write ({error}); move it away") from error
+    rows = []
+    for number, row in lines:
+        if said := _contradiction(row):
+            raise SpecBenchError(f"{path} line {number}: {said}; remove that line to keep the rest")
+        rows.append(row)
+    return header, rows  # type: ignore[return-value]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise SpecBenchError(f"no rows at {path}")
-    content = path.read_text(encoding="utf-8")
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            return  # cut off by a crash
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SpecBenchError(f"{path} line {number} is damaged; remove that line to keep the rest") from error
+Line = Annotated[Header | Row | Failure, Discriminator("kind")]
+
+
+def _contradiction(row: Any) -> str | None:
+    """What a row says against itself, if anything: each of its values may be right, and yet not all of them."""
+    if isinstance(row, dict):
+        return "a second header"
+    if isinstance(row, Failure):
+        return None
+    if len({len(row.nodes), len(row.drafted), len(row.accepted), len(row.ranks)}) > 1:
+        return "nodes, drafted, accepted and ranks have one entry a cycle, so as many each"
+    if len(row.tokens) - 1 != sum(row.accepted) + len(row.accepted):
+        return f"{len(row.tokens)} tokens are not the prefill's one, the accepted ones and a bonus a cycle"
+    if row.audit is not None and row.audit.get("verdict") not in VERDICTS:
+        return f"an audit's verdict is one of {', '.join(VERDICTS)}"
+    return None
+
+
+def has_failed(paths: Iterable[Path], config: dict[str, Any]) -> bool:
+    """Did generations fail, and were not made good since, in one of these files that has this very configuration?
+
+    A file without a whole header is of no configuration. Raises `SpecBenchError` for a damaged one.
+    """
+    for path in paths:
+        if b"\n" not in read_bytes(path):
+            continue
+        header, rows = read_cell(path)
+        latest = {row.key: row for row in rows}
+        if header["config"] == config and any(isinstance(row, Failure) for row in latest.values()):
+            return True
+    return False

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from specbench import schema
 from specbench.door import CONF, run_door, spoken
 from specbench.engine.options import Name, Text
-from specbench.errors import SpecBenchError
+from specbench.errors import SpecBenchError, visible
 from specbench.records import by_error
 from specbench.reporting import cells, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
@@ -46,27 +46,27 @@ def main(config: DictConfig) -> None:
         return
     if config.format in translate.CYCLES:
         raise SpecBenchError(f"format={config.format} is of an answer file of that harness; name one with import=FILE")
+    problems: list[str] = []
     if config.training is not None:
-        lines = trainings.held_out_lines(Path(config.training))
+        lines = trainings.held_out_lines(Path(config.training), problems)
         if not lines:
-            raise SpecBenchError(f"no trained weights under training={config.training}")
+            said = problems[0] if problems else f"no trained weights under training={config.training}"
+            raise SpecBenchError(said)
+        print("".join(f"{tables.markdown_problem(p)}\n\n" for p in problems), end="")
         print(tables.markdown_table(trainings.HELD_OUT, lines))
         return
     if config.format == "markdown":
-        paths = cells.below(results, "rows.jsonl")
-        if not paths:
-            raise SpecBenchError(f"no rows under results={results}; run `make bench` first")
-        entries = cells.collect(paths, results)
-        print(tables.markdown(entries) + "\n" + tables.training_markdown(entries), end="")
+        found = cells.find(results)
+        print(tables.markdown(found.entries, found.problems) + "\n" + tables.training_markdown(found.entries), end="")
         return
     report = Report(Sources(results, chosen=config.claims))
+    for problem in report.problems:
+        print(f"LEFT OUT {visible(problem)}")
     tables.show(report.main)
     for error, lost in by_error(report.failures).items():
-        print(f"FAILED {', '.join(lost)}: {error}")
-    for problem in report.problems:
-        print(problem)
+        print(visible(f"FAILED {', '.join(lost)}: {error}"))
     for part in report.parts:
-        print(f"{part['caption']}: {part['verdict']}")
+        print(visible(f"{part['caption']}: {part['verdict']}"))
     print(f"report: {report.write()}")
 
 

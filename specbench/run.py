@@ -4,7 +4,6 @@ python -m specbench.run drafter=eagle2 dataset=mtbench
 python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
 """
 
-import math
 import re
 import shutil
 import sys
@@ -31,11 +30,11 @@ from specbench.engine.options import Count, Natural, Text
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Alphas, Rule
 from specbench.engine.weights import PROJECT
-from specbench.errors import SpecBenchError, one_line
+from specbench.errors import SpecBenchError, one_line, visible
 from specbench.faults import told
 from specbench.metrics import BASELINE
 from specbench.models import ModelSpec
-from specbench.records import Cell, CellFailure, Failure, held, identity, read_cell
+from specbench.records import Cell, CellFailure, has_failed, held, identity
 from specbench.reporting import cells, tables
 
 
@@ -90,9 +89,9 @@ def job(config: DictConfig) -> None:
             raise
         said, (model, dataset, drafter) = told(error), _names(config)
         heat = OmegaConf.select(config, "sampler.temperature")
-        CellFailure(model, dataset, drafter, heat if isinstance(heat, (int, float)) else math.nan, said).write(place)
+        CellFailure(model, dataset, drafter, heat if isinstance(heat, (int, float)) else str(heat), said).write(place)
         if said not in _absent.values():  # said once; at the sweep's end all its cells are named
-            print(f"specbench: {drafter} on {dataset}: {said}", file=sys.stderr)
+            print(visible(f"specbench: {drafter} on {dataset}: {said}"), file=sys.stderr)
     else:
         place.unlink(missing_ok=True)
 
@@ -236,14 +235,7 @@ def _names(config: DictConfig) -> list[str]:
 
 def _has_failed_rows(config: DictConfig) -> bool:
     """Did generations fail in a cell of this very configuration?"""
-    wanted = _plain(config)
-    for path in _folder(config).glob(f"{config.drafter.name}-*/rows.jsonl"):
-        header, rows = read_cell(path)
-        if header["config"] == wanted:
-            latest = {row.key: row for row in rows}
-            if any(isinstance(row, Failure) for row in latest.values()):
-                return True
-    return False
+    return has_failed(_folder(config).glob(f"{config.drafter.name}-*/rows.jsonl"), _plain(config))
 
 
 def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from specbench.errors import visible
+from specbench.files import readable
 from specbench.records import CellFailure, by_error
 
 failed: dict[str, list[str]] = {}  # cells by error, of the sweep that ended last in this process
@@ -42,7 +44,7 @@ class Sweep(Callback):
                 remaining = (int(os.environ[CELLS]) - number + 1) * self.seconds / self.done
                 left = f", about {remaining / 60:.0f} min left"
             what = f"{config.drafter.name} on {config.dataset.name}"
-            print(f"cell {number}/{os.environ[CELLS]}: {what}{left}", file=sys.stderr, flush=True)
+            print(f"cell {number}/{os.environ[CELLS]}: {visible(what)}{left}", file=sys.stderr, flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         self.done, self.seconds = self.done + 1, self.seconds + time.time() - self.started
@@ -51,9 +53,11 @@ class Sweep(Callback):
         """Failures first, then how many cells there are."""
         begun, cells = float(os.environ.pop(BEGUN)), int(os.environ.pop(CELLS))
         paths = [p for p in sorted(Path(config.results).rglob("*.failed.json")) if p.stat().st_mtime >= begun - 1]
-        failed.update(by_error(map(CellFailure.read, paths)))
+        problems: list[str] = []
+        failed.update(by_error(failure for _, failure in readable(paths, CellFailure.read, problems)))
+        failed.update({problem: ["a cell"] for problem in problems})
         for error, cells_of in failed.items():
-            print(f"FAILED {', '.join(cells_of)}: {error}", file=sys.stderr)
+            print(visible(f"FAILED {', '.join(cells_of)}: {error}"), file=sys.stderr)
         lost = sum(map(len, failed.values()))
         minutes = (time.time() - begun) / 60
         print(f"sweep: {cells - lost} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)

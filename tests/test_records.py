@@ -22,9 +22,13 @@ SETTINGS = {
         "dataset": {"name": "d"},
         "sampler": {"temperature": 0.0},
     },
+    "target": {"dtype": "float32"},
     "parameters": {"target": 100, "drafter": 10},
     "draft_passes": 6,
     "lossy": False,
+    "weights": {},
+    "versions": {"torch": "2"},
+    "hardware": {"device": "toaster", "cores": 1},
 }
 
 
@@ -136,16 +140,18 @@ def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ("", "header"),
-        ('{"kind": "prompt"}\n', "header"),
-        ('{"kind": "header", "schema": 0}\n', "schema 0"),
-        ('{"kind": "header", "schema": 1}\nnonsense\n', "line 2"),
-        ('{"kind": "header", "schema": 1}\n{"kind": "prompt", "what": 1}\n', "did not write"),
+        ("", "is empty"),
+        ('{"kind": "hea', "is empty"),
+        ('{"kind": "error", "drafter": "x", "question": "q", "turn": 0, "error": "boom"}\n', "start with a header"),
+        ('{"kind": "header", "schema": 0}\n', "line 1: header.schema: 0, while this code reads row schema 1"),
+        ("HEADER\nnonsense\n", "line 2: not JSON"),
+        ("HEADER\nHEADER\n", "line 2: a second header"),
+        ('HEADER\n{"kind": "prompt", "what": 1}\n', "line 2: prompt.drafter: field required"),
     ],
 )
 def test_damaged_files_are_named(tmp_path, content, match):
     path = tmp_path / "rows.jsonl"
-    path.write_text(content)
+    path.write_text(content.replace("HEADER", json.dumps({"kind": "header", "schema": 1, **SETTINGS})))
     with pytest.raises(SpecBenchError, match=match):
         read_cell(path)
 

@@ -28,14 +28,7 @@ HOSTILE = '<img src=x onerror="document.title=\'owned\'"></script><script>docume
 def settings(drafter="eagle2", dataset="d"):
     """A header such as the run door writes."""
     config = {**SETTINGS["config"], "drafter": {"name": drafter}, "dataset": {"name": dataset}}
-    return {
-        **SETTINGS,
-        "config": config,
-        "target": {"dtype": "float32"},
-        "hardware": {"device": "toaster", "cores": 1},
-        "versions": {"torch": "2"},
-        "weights": {},
-    }
+    return {**SETTINGS, "config": config}
 
 
 def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=0):
@@ -174,7 +167,9 @@ def test_which_of_our_drafters_a_published_row_is_about(drafter, variant, expect
     ("content", "said"),
     [
         ("a,b\n1,2\n", "columns must be"),
-        (",".join(published.FIELDS) + "\n" + "x," * 11 + "fast,,,\n", "plain number"),
+        (",".join(published.FIELDS) + "\n" + "x," * 7 + ",x,,x,fast,,,\n", "line 2: value: .*, not 'fast'"),
+        (",".join(published.FIELDS) + "\n" + "x," * 7 + "k3,x,,x,1,,,\n", "line 2: variant: .*, not 'k3'"),
+        (",".join(published.FIELDS) + "\nx,y\n", "line 2: 2 values in 15 columns"),
     ],
 )
 def test_damaged_published_numbers_are_named(tmp_path, content, said):
@@ -198,31 +193,11 @@ def test_a_row_cut_off_by_a_crash_is_left_out_and_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda text: text.replace('"schema": 1', '"schema": 0', 1), "row schema 0"),
-        (lambda text: text.replace('"drafter": "none"', '"drafted_by": "none"', 1), "did not write"),
-        (lambda text: "x" + text, "damaged"),
-    ],
-)
-def test_rows_of_another_make_are_one_clear_line_and_nothing_is_written(tmp_path, spoil, said):
-    fill(tmp_path)
-    path = next(tmp_path.rglob("rows.jsonl"))
-    path.write_text(spoil(path.read_text()))
-    done = subprocess.run(
-        [sys.executable, "-m", "specbench.report", f"results={tmp_path}"], cwd=ROOT, capture_output=True, text=True
-    )
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and len(lines) == 1 and said in lines[0]
-    assert not (tmp_path / "README.md").exists() and not (tmp_path / "report.html").exists()
-
-
-@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["results=nowhere"], "no rows under"),
         (["format=latex"], "terminal or markdown"),
-        (["import=nowhere.jsonl", "format=eagle"], "no answer file"),
+        (["import=nowhere.jsonl", "format=eagle"], "cannot read nowhere.jsonl: no such file"),
     ],
 )
 def test_bad_questions_are_one_clear_line(tmp_path, arguments, said):
@@ -257,8 +232,7 @@ def test_failures_stand_first(tmp_path):
     assert "eagle2 (1 FAILED)" in text
     assert "no weights" in (tmp_path / "report.html").read_text()
     path.write_text("{}")
-    with pytest.raises(SpecBenchError, match="remove it"):
-        report(tmp_path)
+    assert [p for p in report(tmp_path).problems if "remove it" in p and str(path) in p]
 
 
 def test_ten_thousand_rows_take_less_than_a_minute_and_a_gigabyte(tmp_path):
@@ -321,7 +295,8 @@ def test_answers_of_other_harnesses_are_restated(tmp_path, harness):
     ("content", "said"),
     [
         ("", "holds no answers"),
-        ("{\n", "line 1 is no eagle answer"),
+        ("{\n", "line 1: not JSON"),
+        ('{"question_id": 1, "choices": []}\n', "line 1: choices"),
         ('{"question_id": 1, "choices": [{"new_tokens": [3], "wall_time": [1]}]}\n', "idxs"),
         ('{"question_id": 1, "choices": [{"new_tokens": [3], "idxs": [1], "wall_time": [0]}]}\n', "cannot be"),
     ],
@@ -448,9 +423,7 @@ def test_every_figure_is_drawn_from_what_is_there(tmp_path):
     (tmp_path / "benchmarks.json").write_text(json.dumps({"target_pass_ms": {"1": 3.0, "8": 5.0}}))
     found = report(tmp_path)
     weights = {"hass": {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]}}
-    drawn = bundle.figures.draw_all(
-        found.main, found.entries, weights, found.benchmarks, found.drafters, tmp_path / "figures"
-    )
+    drawn = bundle.figures.draw_all(found.main, found.entries, weights, *found.files.values(), tmp_path / "figures")
     assert len(drawn) == 11
     for name in drawn:
         for suffix in ("png", "svg"):

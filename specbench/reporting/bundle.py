@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,14 +10,16 @@ from typing import Any
 
 import jinja2
 import pandas as pd
-import yaml
 from markupsafe import Markup
 
 from specbench.errors import SpecBenchError
+from specbench.files import read_json, readable
 from specbench.measure import ROOT
-from specbench.records import CellFailure
-from specbench.reporting import cells, claims, figures, published, tables
+from specbench.reporting import cells, claims, figures, published, tables, text, trainings
 from specbench.reporting.cells import Entry
+from specbench.shapes import Benchmarks, Drafters, Trace
+
+BENCHMARKS: dict[str, Any] = {"benchmarks.json": Benchmarks, "drafters.json": Drafters}
 
 CONVENTIONS = (
     "tau counts the bonus, not the prefill, and is pooled over cycles; in brackets its mean over generations. Speed-ups "
@@ -36,7 +38,7 @@ class Sources:
 
     results: Path
     published: Path = ROOT / "results" / "published"
-    claims: Path = ROOT / "conf" / "claims"
+    claims: Path = ROOT / "results" / "claims"
     weights: Path = ROOT / "drafters" / "weights"
     chosen: Sequence[str] | None = None
 
@@ -44,18 +46,17 @@ class Sources:
 class Report:
     """Everything that can be said about a results folder.
 
+    Attributes:
+        problems: one line on each file that cannot be read, and is left out.
+
     Raises:
-        SpecBenchError: no rows, or rows, claims or published numbers that cannot be read; the file is named.
+        SpecBenchError: no rows, none that can be read, or a list of claims that is not there.
     """
 
     def __init__(self, sources: Sources):
         self.sources = sources
-        paths = cells.below(sources.results, "rows.jsonl")
-        self.failures: list[CellFailure] = cells.failures(sources.results)
-        if not paths and not self.failures:
-            raise SpecBenchError(f"no rows under results={sources.results}; run `make bench` first")
-        self.problems = [f"{p}: the last row was cut off by a crash and is left out" for p in paths if cells.cut_off(p)]
-        self.entries = cells.collect(paths, sources.results)
+        found = cells.find(sources.results)
+        self.entries, self.failures, self.problems = found.entries, found.failures, found.problems
         main = [e for e in self.entries if "/" not in e.collection]
         most, self.judged = _judged(main or self.entries)
         self.main = sorted(main, key=lambda e: _where(e) != most)  # these first
@@ -64,22 +65,21 @@ class Report:
         self.parts = [_part(caption, group) for caption, group in cells.groups(self.main).items()]
         self.study_parts = [_part(caption, group) for caption, group in cells.groups(self.studies).items()]
         self.training = tables.training_lines(self.main)
-        _, self.benchmarks = _measured(sources.results, "benchmarks.json")
-        folder, self.drafters = _measured(sources.results, "drafters.json")
-        listed = claims_listed(sources.claims, sources.chosen)
+        self.weights = _weights(sources.weights, self.main, self.problems)
+        self.files = {name: self._measured(name, shape) for name, shape in BENCHMARKS.items()}
+        self.traces = self._traces()
+        listed = claims_listed(sources.claims, sources.chosen, self.problems)
         judged = [e for e in self.main if _where(e) == most] + [e for e in self.studies if e.model == most[0]]
         known = lru_cache(lambda dataset: claims.evidence(judged, dataset))
-        self.verdicts = claims.ledger(listed, known, folder)
+        self.verdicts = claims.ledger(listed, known, self.files)
         measured = published.Measured.of(named)
-        self.papers = published.tables(published.load(sources.published), measured)
+        self.papers = published.tables(published.load(sources.published, self.problems), measured)
 
     def write(self) -> Path:
         """All files; returns the HTML's path."""
         root = self.sources.results
-        found = {model: figures.provenances(self.sources.weights / model) for model in {e.model: 0 for e in self.main}}
-        several = sum(map(bool, found.values())) > 1
-        weights = {f"{n} ({model})" if several else n: p for model, named in found.items() for n, p in named.items()}
-        drawn = figures.draw_all(self.main, self.entries, weights, self.benchmarks, self.drafters, root / "figures")
+        benchmarks, drafters = self.files["benchmarks.json"], self.files["drafters.json"]
+        drawn = figures.draw_all(self.main, self.entries, self.weights, benchmarks, drafters, root / "figures")
         (root / "tables").mkdir(parents=True, exist_ok=True)
         for name, frame in self._frames().items():
             _write_table(root / "tables" / name, frame)
@@ -104,10 +104,12 @@ class Report:
     def markdown(self, drawn: Mapping[str, str]) -> str:
         """`README.md`: what a code host shows for the folder."""
         parts = ["# Results", "", f"Generated by `python -m specbench.report`; not to be edited. {CONVENTIONS}", ""]
-        parts += [f"**FAILED** {f.drafter} on {f.dataset} ({f.model}): {f.error}\n" for f in self.failures]
-        parts += [f"{problem}\n" for problem in self.problems]
+        lost = (f"{f.drafter} on {f.dataset} ({f.model}): {f.error}" for f in self.failures)
+        parts += [f"**FAILED** {text.markdown(line)}\n" for line in lost]
+        parts += [f"{tables.markdown_problem(problem)}\n" for problem in self.problems]
         for part in self.parts:
-            parts += [f"## {part['caption']}", "", part["verdict"], "", tables.markdown_table(*part["decoding"]), ""]
+            caption, verdict = text.markdown(part["caption"]), text.markdown(part["verdict"])
+            parts += [f"## {caption}", "", verdict, "", tables.markdown_table(*part["decoding"]), ""]
             if part["versus"][1]:
                 parts += ["### Is that difference real?", ""]
                 parts += [tables.markdown_table(*part["versus"]), "", tables.markdown_table(*part["alphas"]), ""]
@@ -115,19 +117,25 @@ class Report:
                 parts += ["### Peak memory while decoding, MiB", "", tables.markdown_table(*part["memory"]), ""]
         if self.training:
             parts += ["## Training", "", tables.markdown_table(tables.TRAINING, self.training), ""]
-        parts += ["## Claims", "", *([f"{self.judged}\n"] if self.judged else []), claims.markdown(self.verdicts)]
+        parts += [
+            "## Claims",
+            "",
+            *([f"{text.markdown(self.judged)}\n"] if self.judged else []),
+            claims.markdown(self.verdicts),
+        ]
         parts += ["## Figures", "", *(f"![{title}](figures/{name}.png)\n" for name, title in drawn.items())]
         for part in self.study_parts:
-            parts += [f"## {part['caption']}", "", tables.markdown_table(*part["decoding"]), ""]
+            parts += [f"## {text.markdown(part['caption'])}", "", tables.markdown_table(*part["decoding"]), ""]
         parts += ["## The papers' tables", "", "Measured / published; also as CSV and LaTeX in `tables/`.", ""]
         for paper in self.papers:
             count = f"{paper.measured} cells measured" if paper.measured else "nothing measured yet"
-            parts.append(f"- [{paper.title}](tables/{paper.slug}.md): {count}")
+            parts.append(f"- [{text.markdown(paper.title)}](tables/{paper.slug}.md): {count}")
         return "\n".join(parts) + "\n"
 
     def html(self, drawn: Mapping[str, str]) -> str:
         """The self-contained page."""
-        environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+        loader = jinja2.FileSystemLoader(Path(__file__).parent)
+        environment = jinja2.Environment(loader=loader, autoescape=True, finalize=text.html)
         folder = self.sources.results / "figures"
         images = [
             {"title": title, "data": base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()}
@@ -154,17 +162,33 @@ class Report:
                 }
                 for p in sorted(self.papers, key=lambda p: -p.measured)
             ],
-            traces=_embedded(self._traces()),
+            traces=_embedded(self.traces),
         )
 
+    def _measured(self, name: str, shape: Any) -> Mapping[str, Any]:
+        """The first benchmark file of a name; nothing where there is none."""
+        paths = cells.below(self.sources.results, name)[:1]
+        return next((found for _, found in readable(paths, lambda p: read_json(p, shape), self.problems)), {})
+
     def _traces(self) -> list[dict[str, Any]]:
+        """Of the benchmark itself; one that has no cycle has nothing to show."""
+        paths = sorted(p for p in {e.path.parent / "trace.json" for e in self.main} if p.exists())
         found = []
-        for path in sorted({e.path.parent / "trace.json" for e in self.main}):
-            if path.exists():
-                for part in json.loads(path.read_text(encoding="utf-8")):
-                    dataset, model = path.parent.parent.name, path.parent.parent.parent.name
-                    found.append({**part, "title": f"{part['drafter']}: question {part['question']} ({dataset}, {model})"})
+        for path, traces in readable(paths, lambda p: read_json(p, list[Trace]), self.problems):
+            dataset, model = path.parent.parent.name, path.parent.parent.parent.name
+            for part in filter(lambda t: t["cycles"], traces):
+                title = f"{part['drafter']}: question {part['question']} ({dataset}, {model})"
+                found.append({**part, "title": text.visible(title)})
         return found
+
+
+def _weights(folder: Path, entries: Sequence[Entry], problems: list[str]) -> dict[str, Mapping[str, Any]]:
+    """Provenances of the targets' trained drafters by name; of several targets each with its target's."""
+    there = {path.name: path for path in folder.glob("*")}  # names from rows do not become paths
+    models = [model for model in dict.fromkeys(e.model for e in entries) if model in there]
+    found = {model: trainings.below(there[model], problems) for model in models}
+    several = sum(map(bool, found.values())) > 1
+    return {f"{n} ({model})" if several else n: p for model, named in found.items() for n, p in named.items()}
 
 
 def _where(e: Entry) -> tuple[str, str, str]:
@@ -202,33 +226,30 @@ def _embedded(traces: list[dict[str, Any]]) -> Any:
     return Markup(text) if traces else ""
 
 
-def claims_listed(folder: Path, chosen: Sequence[str] | None = None) -> list[Any]:
-    """All claims of a folder, or those of the chosen lists. Raises `SpecBenchError` for a list that is not there."""
+def claims_listed(folder: Path, chosen: Sequence[str] | None = None, problems: list[str] | None = None) -> list[Any]:
+    """All claims of a folder, or those of the chosen lists. Raises `SpecBenchError` for a list that is not there.
+
+    problems: see `specbench.files.readable`.
+    """
     files = sorted(folder.glob("*.yaml"))
+    chosen = [chosen] if isinstance(chosen, str) else chosen
     unknown = sorted(set(chosen or ()) - {f.stem for f in files})
     if unknown or not files:
         there = ", ".join(f.stem for f in files) or "none"
         raise SpecBenchError(f"no claims {', '.join(unknown) or 'at all'} in {folder}; there are {there}")
     files = [f for f in files if not chosen or f.stem in chosen]
-    return [claim for file in files for claim in yaml.safe_load(file.read_text(encoding="utf-8"))]
-
-
-def _measured(results: Path, name: str) -> tuple[Path, dict[str, Any]]:
-    """The first benchmark file of a name, and its folder; nothing where there is none."""
-    path = next(iter(cells.below(results, name)), None)
-    return (path.parent, json.loads(path.read_text())) if path else (results, {})
+    return [claim for _, listed in readable(files, claims.read, problems) for claim in listed]
 
 
 def _write_table(path: Path, frame: pd.DataFrame, paper: published.PaperTable | None = None) -> None:
     """One table three times. A paper's Markdown pairs measured and published in a cell; CSV and LaTeX have two columns."""
-    if paper is None:
-        lines: Iterable[list[str]] = frame.astype(str).values.tolist()
-        text = tables.markdown_table(list(frame.columns), lines)
-    else:
-        body = tables.markdown_table(["measured / published", *paper.columns], paper.lines())
-        notes = [f"- {note}" for note in paper.notes] + [f"- tau: {c}" for c in paper.conventions]
-        text = f"# {paper.title}\n\n{body}\n\n" + "\n".join(notes)
-    path.with_suffix(".md").write_text(text.rstrip() + "\n", encoding="utf-8")
     index = paper is not None
-    frame.to_csv(path.with_suffix(".csv"), index=index, lineterminator="\n")
-    path.with_suffix(".tex").write_text(frame.to_latex(index=index, escape=True), encoding="utf-8")
+    if paper is None:
+        body = tables.markdown_table(list(frame.columns), frame.astype(str).values.tolist())
+    else:
+        notes = [f"- {text.markdown(note)}" for note in (*paper.notes, *(f"tau: {c}" for c in paper.conventions))]
+        table = tables.markdown_table(["measured / published", *paper.columns], paper.lines())
+        body = f"# {text.markdown(paper.title)}\n\n{table}\n\n" + "\n".join(notes)
+    path.with_suffix(".md").write_text(body.rstrip() + "\n", encoding="utf-8")
+    path.with_suffix(".csv").write_text(text.csv_table(frame, index), encoding="utf-8")
+    path.with_suffix(".tex").write_text(text.latex_table(frame, index), encoding="utf-8")

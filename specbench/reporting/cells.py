@@ -1,12 +1,15 @@
 """Cells on disk -> entries: one drafter of one cell, summarised, ready for tables, figures and comparisons."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specbench.errors import SpecBenchError
+from specbench.files import read_bytes, readable
 from specbench.metrics import BASELINE, Summary, Totals, summarise
 from specbench.records import CellFailure, Failure, Row, read_cell
+from specbench.shapes import Header
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Entry:
     passes: int  # draft passes a cycle
     lossy: bool  # verified by a rule that does not keep the target's distribution
     peaks: list[dict[str, Any]]  # of memory, one a generation, by source
-    held: dict[str, int]  # bytes of parameters by owner, empty in rows older than this measure
-    weights: dict[str, Any]  # provenance, empty where the drafter brings no weights of ours
+    held: Mapping[str, Any]  # bytes of parameters by owner, empty in rows older than this measure
+    weights: Mapping[str, Any]  # provenance, empty where the drafter brings no weights of ours
     path: Path
 
     @property
@@ -46,11 +49,40 @@ class Entry:
         return f"{where}{self.model}, {self.dataset}, {mode}, {self.dtype}, {self.machine}"
 
 
-def collect(paths: Iterable[Path], root: Path | None = None) -> list[Entry]:
-    """Entries of all drafters of all cells; the baseline of several cells on a dataset comes once each."""
+@dataclass(frozen=True)
+class Found:
+    """What lies under a results folder. problems: one line on each file that is left out, or a part of it."""
+
+    entries: list[Entry]
+    failures: list[CellFailure]
+    problems: list[str]
+
+
+def find(root: Path) -> Found:
+    """Everything readable under a results folder.
+
+    Raises:
+        SpecBenchError: there is nothing, or nothing that can be read; it names the first file that cannot.
+    """
+    problems: list[str] = []
+    paths = below(root, "rows.jsonl")
+    entries = collect(paths, root, problems)
+    failures = [failure for _, failure in readable(below(root, "*.failed.json"), CellFailure.read, problems)]
+    if not entries and not failures:
+        said = f": {problems[0]}" if problems else "; run `make bench` first"
+        raise SpecBenchError(f"no rows under results={root}{said}")
+    return Found(entries, failures, problems)
+
+
+def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str] | None = None) -> list[Entry]:
+    """Entries of all drafters of all cells; the baseline of several cells on a dataset comes once each.
+
+    problems: see `specbench.files.readable`; a last row that was cut off is one too.
+    """
     entries = []
-    for path in paths:
-        header, records = read_cell(path)
+    for path, (header, records) in readable(paths, read_cell, problems):
+        if problems is not None and not read_bytes(path).endswith(b"\n"):
+            problems.append(f"{path}: the last row was cut off by a crash and is left out")
         latest: dict[tuple[str, str, int], Row | Failure] = {r.key: r for r in records}
         rows = [r for r in latest.values() if isinstance(r, Row)]
         own = header["config"]["drafter"]["name"]
@@ -64,7 +96,7 @@ def collect(paths: Iterable[Path], root: Path | None = None) -> list[Entry]:
 
 
 def _entry(
-    header: dict[str, Any],
+    header: Header,
     drafter: str,
     rows: Sequence[Row],
     baseline: Sequence[Row],
@@ -104,21 +136,6 @@ def groups(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     return found
 
 
-def cut_off(path: Path) -> bool:
-    """Does the file end inside a row, as after a crash?"""
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        if not file.tell():
-            return True
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
-
-
 def below(root: Path, pattern: str) -> list[Path]:
     """Files under a results folder; those of `local` only if that folder itself is asked for."""
     return [p for p in sorted(root.rglob(pattern)) if "local" not in p.relative_to(root).parts]
-
-
-def failures(root: Path) -> list[CellFailure]:
-    """Cells under a results folder that could not even begin."""
-    return [CellFailure.read(path) for path in below(root, "*.failed.json")]

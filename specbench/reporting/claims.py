@@ -10,15 +10,18 @@ or two measured numbers of a benchmark file (`file`, dotted keys in `of` and `ov
 taken of tau and acceptances, ratios of everything else. The 95% interval resamples questions, for both drafters the same.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Gt, MinLen
+from pydantic import AfterValidator
+from typing_extensions import NotRequired, TypedDict
 
 from specbench.errors import SpecBenchError
+from specbench.files import read_yaml
 from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import markdown_table
@@ -53,6 +56,49 @@ class Evidence:
 METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters")
 
 
+# "is" is a keyword, hence the call. Only a benchmark file has no metric, only an interval around no effect no direction.
+Test = TypedDict(
+    "Test",
+    {
+        "metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
+        "of": str,
+        "over": NotRequired[str],
+        "over_metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
+        "than": NotRequired[Annotated[float, Gt(0)]],
+        "is": NotRequired[Literal["more", "less"]],
+        "by": NotRequired[float],
+        "within": NotRequired[Annotated[float, Gt(0)]],
+        "file": NotRequired[str],
+    },
+)
+
+
+def _complete(test: Test) -> Test:
+    if ("metric" in test) == ("file" in test) or ("file" in test and "over" not in test):
+        raise ValueError("a test compares a metric, or two numbers of a file: `of` and `over`")
+    if ("is" in test) == ("within" in test):
+        raise ValueError("a test expects a direction (`is`) or an interval (`within`)")
+    return test
+
+
+class Claim(TypedDict):
+    """What a paper says, and the tests of it."""
+
+    says: str
+    source: str
+    needs: str
+    published: str
+    dataset: NotRequired[str]
+    tests: Annotated[list[Annotated[Test, AfterValidator(_complete)]], MinLen(1)]
+    run: str
+
+
+def read(path: Path) -> list[Claim]:
+    """A list of claims. Raises `SpecBenchError`."""
+    claims: list[Claim] = read_yaml(path, list[Claim])
+    return claims
+
+
 def evidence(entries: Iterable[Entry], dataset: str) -> dict[str, Evidence]:
     """Greedy cells on a dataset, by the drafter's name; of several with one name the one with most generations.
 
@@ -70,15 +116,17 @@ def evidence(entries: Iterable[Entry], dataset: str) -> dict[str, Evidence]:
     return found
 
 
-def compare(test: Mapping[str, Any], known: Mapping[str, Evidence], folder: Path) -> Interval | None:
-    """The effect that a test is about, None where its rows are missing. Raises `SpecBenchError` for an unknown metric."""
+def compare(
+    test: Mapping[str, Any], known: Mapping[str, Evidence], files: Mapping[str, Mapping[str, Any]]
+) -> Interval | None:
+    """The effect that a test is about, None where its rows are missing. Raises `SpecBenchError` for an unknown metric.
+
+    files: benchmark files by name, those that are there.
+    """
     if "file" in test:
-        path = folder / test["file"]
-        if not path.exists():
-            return None
-        data = json.loads(path.read_text())
+        data = files.get(test["file"], {})
         above, below = _lookup(data, test["of"]), _lookup(data, test["over"])
-        if above is None or below is None:
+        if above is None or not below:
             return None
         return Interval(above / below, above / below, above / below)
     second = test.get("over_metric", test["metric"])
@@ -108,10 +156,10 @@ def _subtracted(test: Mapping[str, Any]) -> bool:
 def _lookup(data: Any, key: str) -> float | None:
     """The number under a dotted key; None where it was not measured."""
     for part in key.split("."):
-        if part not in data:
+        if not isinstance(data, Mapping) or part not in data:
             return None
         data = data[part]
-    return float(data)
+    return float(data) if isinstance(data, (int, float)) and np.isfinite(data) else None
 
 
 def judge(test: Mapping[str, Any], effect: Interval | None) -> str:
@@ -141,16 +189,18 @@ class Verdict:
 
 
 def ledger(
-    claims: Sequence[Mapping[str, Any]], known: Callable[[str], Mapping[str, Evidence]], folder: Path
+    claims: Sequence[Mapping[str, Any]],
+    known: Callable[[str], Mapping[str, Evidence]],
+    files: Mapping[str, Mapping[str, Any]],
 ) -> list[Verdict]:
     """Judge every claim on its `dataset` (MT-bench unless it names one).
 
-    It is reproduced if all its tests are, and not if one is not. known: evidence by dataset. folder: of benchmark files.
+    It is reproduced if all its tests are, and not if one is not. known: evidence by dataset. files: see `compare`.
     """
     found = []
     for claim in claims:
         rows = known(claim.get("dataset", "mtbench"))
-        effects = tuple(compare(test, rows, folder) for test in claim["tests"])
+        effects = tuple(compare(test, rows, files) for test in claim["tests"])
         verdicts = {judge(test, effect) for test, effect in zip(claim["tests"], effects, strict=True)}
         whole = next(v for v in (NOT_RUN, NOT_REPRODUCED, INCONCLUSIVE, REPRODUCED) if v in verdicts)
         found.append(Verdict(claim, effects, whole))

@@ -5,7 +5,6 @@ keeps its size when a figure fills half a page; every series has its own marker 
 """
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from matplotlib.figure import Figure
 
 from specbench.metrics import BASELINE, RATES, Interval, interval
 from specbench.reporting.cells import Entry
+from specbench.reporting.text import mathtext
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX<>*"
@@ -30,7 +30,9 @@ PHASES = ("draft", "target", "verify", "rest")
 def _styles(names: Iterable[str]) -> list[dict[str, Any]]:
     """Colour, marker and line of every series; the same order gives the same look."""
     marks = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(["-", "--", "-.", ":"]), strict=False)
-    return [{"color": c, "marker": m, "linestyle": s, "label": n} for n, (c, m, s) in zip(names, marks, strict=False)]
+    return [
+        {"color": c, "marker": m, "linestyle": s, "label": mathtext(n)} for n, (c, m, s) in zip(names, marks, strict=False)
+    ]
 
 
 def _axes(width: float = 5.0, height: float = 3.4, **options: Any) -> tuple[Figure, Any]:
@@ -80,11 +82,11 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
                 edgecolor="black",
                 linewidth=0.4,
                 capsize=2,
-                label=None if labelled else name,
+                label=None if labelled else mathtext(name),
             )
             labelled = True
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(settings)), settings)
+    axes.set_xticks(range(len(settings)), list(map(mathtext, settings)))
     axes.set_ylabel("speed-up over plain decoding")
     _legend_above(figure, axes)
     return figure
@@ -175,7 +177,7 @@ def _stacked(names: Sequence[str], parts: Mapping[str, np.ndarray], label: str) 
     for i, (part, values) in enumerate(parts.items()):
         axes.barh(range(len(names)), values, left=left, color=COLOURS[i], hatch=HATCHES[i], label=part, edgecolor="white")
         left += values
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), list(map(mathtext, names)))
     axes.invert_yaxis()
     axes.set_xlabel(label)
     _legend_above(figure, axes)
@@ -214,12 +216,12 @@ def router_grid(entries: Sequence[Entry], metric: str = "speed_up") -> Figure | 
 
 def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     """Held-out chain tau and 0-alpha against tokens seen (Beagle, Figures 5-9). weights: drafter -> provenance."""
-    found = {n: p for n, p in weights.items() if p.get("history")}
+    measured = {n: [h for h in p["history"] if "chain_tau" in h and "n_alpha" in h] for n, p in weights.items()}
+    found = {n: points for n, points in measured.items() if points}
     if not found:
         return None
     figure, (left, right) = _axes(8.0, 3.4, ncols=2)
-    for provenance, style in zip(found.values(), _styles(found), strict=True):
-        points = [h for h in provenance["history"] if "chain_tau" in h]
+    for points, style in zip(found.values(), _styles(found), strict=True):
         tokens = [h["tokens"] / 1e6 for h in points]
         left.plot(tokens, [h["chain_tau"] for h in points], markersize=3.5, linewidth=1.1, **style)
         right.plot(tokens, [h["n_alpha"][0] for h in points], markersize=3.5, linewidth=1.1, **style | {"label": None})
@@ -232,7 +234,7 @@ def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
 
 def training_memory(drafters: Mapping[str, Any]) -> Figure | None:
     """Peak memory and seconds of a training step against simulated steps (Beagle, section 4)."""
-    found = {k.removesuffix("_steps"): v for k, v in drafters.items() if k.endswith("_steps")}
+    found = {name: drafters[f"{name}_steps"] for name in ("hass", "beagle") if drafters.get(f"{name}_steps")}
     if not found:
         return None
     figure, (left, right) = _axes(8.0, 3.0, ncols=2)
@@ -271,7 +273,10 @@ def theory(entries: Sequence[Entry]) -> Figure | None:
         right.plot(alpha, expected / (int(gamma) * 0.1 + 1), **look | {"label": f"gamma {gamma}, c 0.1"})
     chains = [e for e in entries if e.name.endswith("-chain") or e.name == "vanilla"]
     for e, style in zip(chains, _styles(_named(chains)), strict=True):
-        mean = float(RATES["alpha"](e.totals.pooled()))
+        alpha_here = interval(RATES["alpha"], e.totals)
+        if alpha_here is None:
+            continue
+        mean = alpha_here.value
         left.plot(mean, e.summary.tau, **style | {"linestyle": ""})
         if e.summary.speed_up:
             right.plot(mean, e.summary.speed_up.value, **style | {"linestyle": "", "label": None})
@@ -280,11 +285,6 @@ def theory(entries: Sequence[Entry]) -> Figure | None:
     for axes in (left, right):
         _legend(axes)
     return figure
-
-
-def provenances(weights: Path) -> dict[str, dict[str, Any]]:
-    """drafter -> provenance of every weights folder below a folder."""
-    return {p.parent.name: json.loads(p.read_text()) for p in sorted(weights.rglob("provenance.json"))}
 
 
 def draw_all(

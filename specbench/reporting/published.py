@@ -5,22 +5,46 @@ metric. A measured number stands beside it only if it is about the very same tar
 of their own below, where the published number is missing. What was not measured stays empty.
 """
 
+import csv
+import io
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import StringConstraints
+from typing_extensions import TypedDict
 
 from specbench.errors import SpecBenchError
+from specbench.files import hold, read_text, readable
 from specbench.metrics import BASELINE, RATES, interval
 from specbench.reporting.cells import Entry
 
-FIELDS = (
-    *("paper", "table", "row", "column", "hardware", "target", "drafter", "variant", "dataset", "temperature"),
-    *("metric", "value", "unit", "tau_convention", "note"),
-)
+
+class Cell(TypedDict):
+    """A published number. variant: `name=value`, several with a semicolon and a space between."""
+
+    paper: str
+    table: str
+    row: str
+    column: str
+    hardware: str
+    target: str
+    drafter: str
+    variant: Annotated[str, StringConstraints(pattern=r"^([^=;]+=[^;]*(; [^=;]+=[^;]*)*)?$")]
+    dataset: str
+    temperature: Annotated[str, StringConstraints(pattern=r"^([0-9]{1,6}([.][0-9]{1,15})?)?$")]
+    metric: str
+    value: Annotated[str, StringConstraints(pattern=r"^-?[0-9]{1,15}([.][0-9]{1,15})?$")]
+    unit: str
+    tau_convention: str
+    note: str
+
+
+FIELDS = tuple(Cell.__annotations__)
 TITLES = {
     "beagle": "Beagle (arXiv:2505.24544)",
     "coral": "CORAL (arXiv:2502.16880)",
@@ -32,25 +56,39 @@ TITLES = {
 INCIDENTAL = {"weights", "engine", "draft", "epochs", "k"}
 
 
-def load(folder: Path) -> pd.DataFrame:
+def load(folder: Path, problems: list[str] | None = None) -> pd.DataFrame:
     """All published numbers, in the order of the files.
 
+    Args:
+        problems: see `specbench.files.readable`.
+
     Raises:
-        SpecBenchError: no file, other columns, or a value that is no number; the file is named.
+        SpecBenchError: no file, other columns, or a value that is no number; file and line are named.
     """
-    parts = []
-    for path in sorted(folder.glob("*.csv")):
-        part = pd.read_csv(path, dtype=str, keep_default_na=False)
-        if tuple(part.columns) != FIELDS:
-            raise SpecBenchError(f"{path}: the columns must be {','.join(FIELDS)}")
-        try:
-            part["number"] = part["value"].astype(float)
-        except ValueError as error:
-            raise SpecBenchError(f"{path}: {error}; every value is a plain number") from error
-        parts.append(part)
-    if not parts:
+    paths = sorted(folder.glob("*.csv"))
+    if not paths:
         raise SpecBenchError(f"no published numbers in {folder}")
-    return pd.concat(parts, ignore_index=True)
+    parts = [pd.DataFrame(cells, columns=list(FIELDS), dtype=str) for _, cells in readable(paths, read, problems)]
+    found = pd.concat(parts or [pd.DataFrame(columns=list(FIELDS), dtype=str)], ignore_index=True)
+    found["number"] = found["value"].astype(float)
+    return found
+
+
+def read(path: Path) -> list[Any]:
+    """The cells of one file."""
+    lines = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    cells = []
+    try:
+        if tuple(next(lines, ())) != FIELDS:
+            raise SpecBenchError(f"{path}: the columns must be {','.join(FIELDS)}")
+        for line in lines:
+            where = f"{path} line {lines.line_num}"
+            if len(line) != len(FIELDS):
+                raise SpecBenchError(f"{where}: {len(line)} values in {len(FIELDS)} columns; mend or remove it")
+            cells.append(hold(dict(zip(FIELDS, line, strict=True)), Cell, where))
+    except csv.Error as error:
+        raise SpecBenchError(f"{path} line {lines.line_num} is not CSV ({error}); mend or remove it") from error
+    return cells
 
 
 def names(drafter: str, variant: str) -> list[str]:
@@ -141,7 +179,8 @@ class PaperTable:
 
     @property
     def slug(self) -> str:
-        return f"{self.paper}-{self.table}".lower().replace(" ", "-")
+        """Its name as a file."""
+        return re.sub(r"[^a-z0-9.]+", "-", f"{self.paper}-{self.table}".lower())
 
     @property
     def title(self) -> str:

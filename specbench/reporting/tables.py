@@ -1,13 +1,17 @@
 """Entries to tables, on a terminal or as Markdown: decoding, training, and who beats whom."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from specbench.metrics import BASELINE, RATES, Interval, contrast, interval
+from specbench.reporting import text
 from specbench.reporting.cells import Entry, groups
+
+ABSENT = "-"
 
 COLUMNS = (
     "drafter",
@@ -39,22 +43,27 @@ def cells(entry: Entry) -> list[str]:
     s = entry.summary
     return [
         s.drafter + (f" ({entry.failed} FAILED)" if entry.failed else ""),
-        f"{s.speed:.1f}",
+        number("{:.1f}", s.speed),
         shown(s.speed_up),
-        f"{shown(s.tau_interval)} ({s.tau_macro:.2f})",
-        " ".join(f"{a:.2f}" for a in s.alphas) or "-",
-        f"{s.nodes:.1f}",
-        "/".join(f"{100 * s.split[p]:.0f}%" for p in ("draft", "target", "verify", "rest")),
-        f"{s.predicted:.2f} ({s.predicted_by_parameters:.2f})",
-        f"{s.peak_bytes / 2**20:,.0f} MiB",
+        number(f"{shown(s.tau_interval)} ({{:.2f}})", s.tau_macro),
+        " ".join(f"{a:.2f}" for a in s.alphas) or ABSENT,
+        number("{:.1f}", s.nodes),
+        number("{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%", *(100 * s.split[p] for p in ("draft", "target", "verify", "rest"))),
+        number("{:.2f} ({:.2f})", s.predicted, s.predicted_by_parameters),
+        f"{s.peak_bytes / 2**20:,.0f} MiB" if s.peak_bytes else ABSENT,
         s.lossless,
     ]
+
+
+def number(form: str, *values: float) -> str:
+    """Values in their form; absent where there is none of one of them, as without any cycle."""
+    return form.format(*values) if all(map(math.isfinite, values)) else ABSENT
 
 
 def shown(found: Interval | None) -> str:
     """A value with its interval; one that has none, or no width, alone."""
     if found is None:
-        return "-"
+        return ABSENT
     return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]" if found.low < found.high else f"{found.value:.2f}"
 
 
@@ -82,7 +91,7 @@ def versus(group: Sequence[Entry]) -> list[list[str]]:
 def called(effect: Interval | None, neutral: float, above: str, below: str) -> str:
     """What may be said of an effect: nothing while its interval holds the neutral value."""
     if effect is None:
-        return "no shared prompts"
+        return "nothing shared"
     return above if effect.low > neutral else below if effect.high < neutral else "not shown"
 
 
@@ -90,6 +99,8 @@ def verdict(group: Sequence[Entry]) -> str:
     """One sentence: which drafter wins, by how much, and whether that is real."""
     first, *others = ranking(group)
     drafters = [e for e in others if e.name != BASELINE]
+    if not any(e.summary.speed_up for e in (first, *drafters)):
+        return "No speed-up was measured here."
     if first.name == BASELINE or first.summary.speed_up is None:
         return "No drafter is faster than plain decoding here."
     up = first.summary.speed_up
@@ -99,7 +110,9 @@ def verdict(group: Sequence[Entry]) -> str:
     if gap is not None:
         real = "a real difference" if gap.low > 1 else "not told apart by these prompts"
         said += f" Next comes {drafters[0].name}; the ratio of the two is {shown(gap)}, {real}."
-    most = max((e for e in (first, *drafters)), key=lambda e: e.summary.tau)
+    most = max(
+        (e for e in (first, *drafters)), key=lambda e: e.summary.tau_interval.value if e.summary.tau_interval else 0.0
+    )
     return said + f" {most.name} accepts most: tau {shown(most.summary.tau_interval)}."
 
 
@@ -137,7 +150,7 @@ def peak_of(peaks: Mapping[str, int]) -> int:
 def training_cells(drafters: str, entry: Entry) -> list[str]:
     """What weights cost, in the order of `TRAINING`; with a second stage on top of another drafter, both together."""
     parts, last = [entry.weights], entry.weights["history"][-1]
-    while "base" in parts[-1]:
+    while parts[-1].get("base", {}).get("history"):
         parts.append(parts[-1]["base"])
 
     def total(key: str) -> float:
@@ -151,7 +164,7 @@ def training_cells(drafters: str, entry: Entry) -> list[str]:
         f"{total('tokens_seen'):,}",
         f"{total('steps'):,}",
         f"{total('hours'):.2f}",
-        f"{last['chain_tau']:.2f}",
+        number("{:.2f}", last.get("chain_tau", math.nan)),
         f"{entry.weights['machine']['device']}, {entry.weights['machine']['cores']} cores",
     ]
 
@@ -180,20 +193,26 @@ def show(entries: list[Entry], console: Console | None = None) -> None:
 
 
 def _terminal(title: str, columns: Iterable[str], lines: Iterable[list[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=text.terminal(title), title_justify="left")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(text.terminal(column), justify="left" if i == 0 else "right", overflow="fold")
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*map(text.terminal, line))
     return table
 
 
-def markdown(entries: list[Entry]) -> str:
-    """The decoding tables as Markdown."""
-    parts = []
+def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:
+    """The decoding tables as Markdown, what could not be read on top."""
+    parts = list(map(markdown_problem, problems))
     for caption, group in groups(entries).items():
-        parts.append(f"{caption}, {group[0].summary.prompts} generations\n\n{markdown_table(COLUMNS, map(cells, group))}")
+        heading = text.markdown(f"{caption}, {group[0].summary.prompts} generations")
+        parts.append(f"{heading}\n\n{markdown_table(COLUMNS, map(cells, group))}")
     return "\n\n".join(parts) + "\n"
+
+
+def markdown_problem(problem: str) -> str:
+    """A file that is left out, or a part of it, as a line."""
+    return f"**LEFT OUT** {text.markdown(problem)}"
 
 
 def training_markdown(entries: list[Entry]) -> str:
@@ -201,6 +220,7 @@ def training_markdown(entries: list[Entry]) -> str:
     return markdown_table(TRAINING, training_lines(entries)) + "\n"
 
 
-def markdown_table(columns: Sequence[str], lines: Iterable[list[str]]) -> str:
-    heading, *rest = ("| " + " | ".join(line) + " |" for line in (columns, *lines))
+def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of texts that may hold anything."""
+    heading, *rest = ("| " + " | ".join(map(text.markdown, line)) + " |" for line in (columns, *lines))
     return "\n".join([heading, "|---" * len(columns) + "|", *rest])

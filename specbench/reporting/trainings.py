@@ -4,7 +4,6 @@ A trial is a training with one thing changed, beside a *base* with the same toke
 the same held-out answers, which are resampled alike for both sides of a comparison.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,10 @@ import numpy as np
 
 from specbench.engine.weights import PROVENANCE
 from specbench.errors import SpecBenchError
+from specbench.files import read_json, readable
 from specbench.metrics import Interval, resamples
+from specbench.reporting.tables import ABSENT, number
+from specbench.shapes import Provenance
 
 HELD_OUT = (
     "drafter", "trained parameters", "different tokens", "tokens seen", "steps", "hours",
@@ -23,9 +25,19 @@ HELD_OUT = (
 TRIALS = ("drafter", "changed", "why", "base tau", "tau", "difference [95%]", "seconds a step", "kept")
 
 
-def below(folder: Path) -> dict[str, dict[str, Any]]:
-    """Provenances by folder name."""
-    return {p.parent.name: json.loads(p.read_text()) for p in sorted(folder.glob(f"*/{PROVENANCE}"))}
+def read(path: Path) -> Mapping[str, Any]:
+    """A `provenance.json`. Raises `SpecBenchError`."""
+    said: Mapping[str, Any] = read_json(path, Provenance)
+    return said
+
+
+def below(folder: Path, problems: list[str] | None = None) -> dict[str, Mapping[str, Any]]:
+    """Provenances of trainings anywhere below a folder, by the name of their own; weights of others have no training.
+
+    problems: see `specbench.files.readable`.
+    """
+    found = readable(sorted(folder.rglob(PROVENANCE)), read, problems)
+    return {path.parent.name: said for path, said in found if said.get("history")}
 
 
 def counts(trainings: Iterable[Mapping[str, Any]]) -> np.ndarray:
@@ -37,10 +49,14 @@ def counts(trainings: Iterable[Mapping[str, Any]]) -> np.ndarray:
 
 
 def tau(answers: np.ndarray) -> Interval:
-    """Pooled over cycles, with a bootstrap over answers."""
+    """Pooled over cycles, with a bootstrap over answers. Raises `SpecBenchError` where no cycle was counted."""
+    if not answers.size or not answers[:, 1].sum():
+        raise SpecBenchError("trainings measured on held-out answers without a cycle cannot be compared")
     emitted, cycles = answers.T
     times = resamples(len(answers))
-    low, high = np.percentile((times @ emitted) / (times @ cycles), [2.5, 97.5])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        samples = (times @ emitted) / (times @ cycles)
+    low, high = np.percentile(samples[np.isfinite(samples)], [2.5, 97.5])
     return Interval(float(emitted.sum() / cycles.sum()), float(low), float(high))
 
 
@@ -56,13 +72,13 @@ def gain(ours: np.ndarray, theirs: np.ndarray) -> Interval:
     return Interval(tau(ours).value - tau(theirs).value, float(low), float(high))
 
 
-def held_out_lines(folder: Path) -> list[list[str]]:
-    """One line a drafter."""
+def held_out_lines(folder: Path, problems: list[str] | None = None) -> list[list[str]]:
+    """One line a drafter. problems: see `specbench.files.readable`."""
     lines = []
-    for name, said in below(folder).items():
+    for name, said in below(folder, problems).items():
         last = said.get("held_out") or said["history"][-1]  # older ones kept no answers apart: no interval then
-        shown = f"{last['chain_tau']:.2f}"
-        if "answers" in last:
+        shown = number("{:.2f}", last.get("chain_tau", np.nan))
+        if any(cycles for _, cycles in last.get("answers", [])):
             found = tau(counts([said]))
             shown += f" [{found.low:.2f}, {found.high:.2f}]"
         lines.append(
@@ -74,7 +90,7 @@ def held_out_lines(folder: Path) -> list[list[str]]:
                 f"{said['steps']:,}",
                 f"{said['hours']:.2f}",
                 shown,
-                " ".join(f"{a:.2f}" for a in last["n_alpha"]),
+                " ".join(number("{:.2f}", a) for a in last.get("n_alpha", [])) or ABSENT,
                 said["machine"]["device"],
             ]
         )

@@ -9,17 +9,61 @@ token's rest or an overrun cap may be counted. A speed-up needs their plain deco
 as written in its file, never by tokenising text again.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import MinLen
+from pydantic import with_config
+from typing_extensions import TypedDict
 
 from specbench.errors import SpecBenchError
+from specbench.files import OPEN, read_bytes, read_json_lines
 from specbench.metrics import RATES, Totals, contrast, interval, macro
 from specbench.reporting.tables import markdown_table, shown
+from specbench.shapes import Natural, Seconds
 
+
+@with_config(OPEN)
+class Choice(TypedDict):
+    """An answer, its numbers by turn."""
+
+    new_tokens: list[Natural]
+    wall_time: list[Seconds]
+
+
+@with_config(OPEN)
+class SpecBenchChoice(Choice):
+    """As Spec-Bench writes it."""
+
+    decoding_steps: list[Natural]
+
+
+@with_config(OPEN)
+class EagleChoice(Choice):
+    """As EAGLE and HASS write it."""
+
+    idxs: list[Natural]
+
+
+@with_config(OPEN)
+class SpecBenchAnswer(TypedDict):
+    """A line of Spec-Bench's file."""
+
+    question_id: str | int
+    choices: Annotated[list[SpecBenchChoice], MinLen(1)]
+
+
+@with_config(OPEN)
+class EagleAnswer(TypedDict):
+    """A line of EAGLE's or HASS's file."""
+
+    question_id: str | int
+    choices: Annotated[list[EagleChoice], MinLen(1)]
+
+
+SHAPES: dict[str, Any] = {"spec-bench": SpecBenchAnswer, "eagle": EagleAnswer, "hass": EagleAnswer}
 CYCLES = {
     "spec-bench": lambda choice: sum(choice["decoding_steps"]),
     "eagle": lambda choice: sum(i + 1 for i in choice["idxs"]),
@@ -32,23 +76,14 @@ def read(path: Path, harness: str) -> Totals:
     """Sums by question of an answer file; a question answered twice counts once, the last time.
 
     Raises:
-        SpecBenchError: an unknown harness, no file, a damaged line, or one without the harness's fields.
+        SpecBenchError: an unknown harness, no file, a damaged line, or one without the harness's fields; it names the line.
     """
     if harness not in CYCLES:
         raise SpecBenchError(f"format={harness}: use {', '.join(CYCLES)} for an answer file of another harness")
-    if not path.is_file():
-        raise SpecBenchError(f"no answer file at import={path}")
     found: dict[str, tuple[float, float, float]] = {}
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(filter(str.strip, lines), 1):
-        try:
-            answer = json.loads(line)
-            choice: Mapping[str, Any] = answer["choices"][0]
-            sums = sum(choice["new_tokens"]), CYCLES[harness](choice), sum(choice["wall_time"])
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise SpecBenchError(
-                f"{path} line {number} is no {harness} answer ({type(error).__name__}: {error})"
-            ) from error
+    for number, answer in read_json_lines(path, SHAPES[harness]):
+        choice = answer["choices"][0]
+        sums = sum(choice["new_tokens"]), CYCLES[harness](choice), sum(choice["wall_time"])
         if min(sums) <= 0:
             raise SpecBenchError(f"{path} line {number}: {sums} tokens, cycles and seconds cannot be; remove that line")
         found[str(answer["question_id"])] = sums
@@ -61,7 +96,7 @@ def read(path: Path, harness: str) -> Totals:
 
 def plain(path: Path) -> Totals:
     """Plain decoding of the same questions, from either harness: a cycle a token, whatever its file says of steps."""
-    harness = "spec-bench" if '"decoding_steps"' in path.read_text(encoding="utf-8") else "eagle"
+    harness = "spec-bench" if b'"decoding_steps"' in read_bytes(path) else "eagle"
     found = read(path, harness)
     return Totals(found.questions, {**found.sums, "cycles": found.sums["tokens"]})
 

@@ -1,0 +1,228 @@
+"""What stands in the files that runs and trainings leave, as shapes to read them by (`specbench/files.py`).
+
+Everything a table or figure relies on is declared, with its range; an `OPEN` shape keeps other keys beside as they are.
+Rows and failures are declared where they are written, in `specbench/records.py`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Interval, MinLen
+from pydantic import AfterValidator, AllowInfNan, Discriminator, StringConstraints, Tag, with_config
+from typing_extensions import NotRequired, TypedDict
+
+from specbench.files import OPEN
+
+SCHEMA = 1  # of rows
+
+Natural = Annotated[int, Interval(ge=0, lt=2**53)]  # what a double holds exactly
+Count = Annotated[int, Interval(ge=1, lt=2**53)]
+Seconds = Annotated[float, Interval(ge=0, le=1e9)]
+Measure = Annotated[float, Interval(ge=-1e15, le=1e15)]  # of which sums and ratios stay finite
+Shares = Annotated[list[Annotated[float, AllowInfNan()]], MinLen(1)]  # by depth; NaN where none was tried
+Digits = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}$")]
+
+
+# Provenance of weights ----------------------------------------------------------------------------------------------
+
+
+@with_config(OPEN)
+class Machine(TypedDict):
+    """The part of `measure.hardware` that tables show."""
+
+    device: str
+    cores: Natural
+
+
+@with_config(OPEN)
+class HeldOut(TypedDict):
+    """What a drafter does with answers it was not trained on."""
+
+    chain_tau: Measure
+    n_alpha: Shares
+    answers: NotRequired[list[tuple[Natural, Natural]]]  # tokens emitted and cycles; older ones did not keep them
+
+
+@with_config(OPEN)
+class Point(TypedDict):
+    """One entry of a training's history."""
+
+    tokens: Natural
+    chain_tau: NotRequired[Measure]
+    n_alpha: NotRequired[Shares]
+
+
+@with_config(OPEN)
+class Data(TypedDict):
+    """Of a training's corpus."""
+
+    unique_tokens: Natural
+
+
+@with_config(OPEN)
+class Trained(TypedDict):
+    """`provenance.json` of weights trained here. base: of the drafter below a second stage."""
+
+    parameters: Natural
+    tokens_seen: Natural
+    steps: Natural
+    hours: Seconds
+    data: Data
+    machine: Machine
+    history: Annotated[list[Point], MinLen(1)]
+    held_out: NotRequired[HeldOut]
+    base: NotRequired["Provenance"]
+
+
+@with_config(OPEN)
+class Foreign(TypedDict):
+    """Weights that others trained, or none at all: no table tells of their training."""
+
+    base: NotRequired["Provenance"]
+
+
+def _kind(value: Any) -> str:
+    return "trained" if isinstance(value, dict) and value.get("history") else "foreign"
+
+
+Provenance = Annotated[
+    Annotated[Trained, Tag("trained")] | Annotated[Foreign, Tag("foreign")],
+    Discriminator(_kind),
+]
+
+
+# Header of a cell's rows --------------------------------------------------------------------------------------------
+
+
+@with_config(OPEN)
+class Named(TypedDict):
+    """A choice of the configuration."""
+
+    name: str
+
+
+@with_config(OPEN)
+class Sampling(TypedDict):
+    """temperature: 0 is greedy."""
+
+    temperature: Annotated[float, Interval(ge=0, le=1e6)]
+
+
+@with_config(OPEN)
+class Config(TypedDict):
+    """The run's configuration, as far as a report needs it."""
+
+    drafter: Named
+    model: Named
+    dataset: Named
+    sampler: Sampling
+    backend: NotRequired[str]
+
+
+@with_config(OPEN)
+class Of(TypedDict):
+    """Something of target and drafter each: parameters, or bytes of them."""
+
+    target: Count
+    drafter: Natural
+
+
+@with_config(OPEN)
+class Precision(TypedDict):
+    """Of the target."""
+
+    dtype: str
+
+
+@with_config(OPEN)
+class Versions(TypedDict):
+    """Of libraries."""
+
+    torch: str
+
+
+def _ours(schema: int) -> int:
+    if schema != SCHEMA:
+        raise ValueError(f"{schema}, while this code reads row schema {SCHEMA}")
+    return schema
+
+
+@with_config(OPEN)
+class Header(TypedDict):
+    """The first line of `rows.jsonl`: everything that can change a row. bytes, simulated: not in the oldest rows."""
+
+    kind: Literal["header"]
+    schema: Annotated[int, AfterValidator(_ours)]
+    config: Config
+    target: Precision
+    parameters: Of
+    draft_passes: Natural
+    lossy: bool
+    weights: Provenance
+    versions: Versions
+    hardware: Machine
+    bytes: NotRequired[Of]
+    simulated: NotRequired[bool]
+
+
+# Traces and benchmark files -----------------------------------------------------------------------------------------
+
+
+class Cycle(TypedDict):
+    """One cycle of a trace; see `specbench.trace.trace`."""
+
+    root: str
+    nodes: list[tuple[str, Natural, Measure, Measure | None]]
+    path: list[Count]
+    bonus: str
+    ms: dict[Literal["draft", "target", "verify", "rest"], Annotated[float, Ge(0)]]
+
+
+def _within(cycle: Cycle) -> Cycle:
+    size = len(cycle["nodes"])
+    if max(cycle["path"], default=0) > size or any(n[1] > size for n in cycle["nodes"]):
+        raise ValueError(f"a path or parent beyond the {size} nodes of its tree")
+    return cycle
+
+
+class Trace(TypedDict):
+    """One generation of `trace.json`."""
+
+    question: str
+    drafter: str
+    prompt: str
+    first: str
+    cycles: list[Annotated[Cycle, AfterValidator(_within)]]
+
+
+@with_config(OPEN)
+class Benchmarks(TypedDict):
+    """`benchmarks.json`, as far as figures draw it. target_pass_ms: by nodes in the pass."""
+
+    target_pass_ms: NotRequired[dict[Digits, Measure]]
+
+
+@with_config(OPEN)
+class Drafting(TypedDict):
+    """Milliseconds of drafting a cycle, and shares of it."""
+
+    ms_per_cycle: Measure
+    head: Measure
+    network: Measure
+    rest: Measure
+
+
+@with_config(OPEN)
+class Step(TypedDict):
+    """A training step."""
+
+    peak_mib: Measure
+    seconds_per_step: Measure
+
+
+@with_config(OPEN)
+class Drafters(TypedDict):
+    """`drafters.json`, as far as figures draw it. *_steps: by simulated steps."""
+
+    drafting: NotRequired[dict[str, Drafting]]
+    hass_steps: NotRequired[dict[Digits, Step]]
+    beagle_steps: NotRequired[dict[Digits, Step]]
