@@ -112,7 +112,7 @@ def test_the_wheel_stands_in_for_a_hub_out_of_reach(index, monkeypatch):
 
 def test_the_hub_out_of_reach_is_one_clear_line():
     code = (
-        "from specbench.errors import run_door; from specbench.assets import folder_from_hub; "
+        "from specbench.door import run_door; from specbench.assets import folder_from_hub; "
         "run_door(lambda: folder_from_hub('nobody/nothing'))"
     )
     environment = {"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent"}
