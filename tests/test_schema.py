@@ -230,7 +230,13 @@ WHOLE = {  # what is wrong with a command line as a whole, and what the line mus
         "train.text.wheel.sha256=abc": "train.text.wheel.sha256",
     },
     "export": {"drafter.weights=null": "drafter.weights", "format=gguf": "format", "out=/dev/null/x": "/dev/null"},
-    "report": {"format=pdf": "format", "format=eagle": "import=", "results=/nowhere": "/nowhere", "claims=5": "claims", "claims=[beagle,5]": "claims"},
+    "report": {
+        "format=pdf": "format",
+        "format=eagle": "import=",
+        "results=/nowhere": "/nowhere",
+        "claims=5": "claims",
+        "claims=[beagle,5]": "claims",
+    },
 }
 
 

@@ -1,0 +1,98 @@
+"""Whatever is raised inside a cell ends as a failure of that cell alone, with its traceback in a file that it names."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from battery import attempt
+from hydra.core.global_hydra import GlobalHydra
+
+import specbench.run
+from drafters.none import NoDrafter
+from specbench.records import Failure, Row, read_cell
+
+
+class Faulty(NoDrafter):
+    """Raises what nobody foresaw, in its second cycle."""
+
+    def reset(self, capacity: int) -> None:
+        self.cycles = 0
+
+    def propose(self, *arguments: Any) -> Any:
+        self.cycles += 1
+        return super().propose(*arguments) if self.cycles == 1 else {}["nothing"]
+
+
+@pytest.fixture
+def told(home, tmp_path, monkeypatch):
+    """The run door in this process, on the tiny model: its exit code and standard error."""
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
+
+    def call(*arguments: str) -> tuple[int, str]:
+        common = [
+            f"model.path={home / 'model'}",
+            "model.name=tiny",
+            "model.wheel=null",
+            "model.dtype=float32",
+            "data.limit=2",
+        ]
+        common += [f"results={tmp_path / 'results'}", f"data.root={home}", "threads=1", "show=false", "decode.warmup=0"]
+        sweep = [a for a in arguments if a == "-m"]
+        code, err, _ = attempt(specbench.run, "run", *sweep, *common, *(a for a in arguments if a != "-m"))
+        return code, err
+
+    yield call
+    GlobalHydra.instance().clear()
+
+
+def traceback_of(line: str) -> str:
+    found = re.search(r"its traceback is in (\S+)\)", line)
+    assert found, line
+    return Path(found[1]).read_text()
+
+
+def test_a_fault_inside_a_generation_is_its_own_row(told, tmp_path):
+    code, err = told(
+        "++drafter._target_=test_faults.Faulty", "drafter=none", "++drafter.name=faulty", "decode.max_new_tokens=6"
+    )
+    assert code == 2 and "Traceback" not in err and "4 generations failed" in err
+    (path,) = (tmp_path / "results").rglob("rows.jsonl")
+    _, rows = read_cell(path)
+    good, bad = ([r for r in rows if isinstance(r, kind)] for kind in (Row, Failure))
+    assert {r.drafter for r in good} == {"none"} and len(good) == 4
+    assert {r.drafter for r in bad} == {"faulty"} and len(bad) == 4
+    assert all("KeyError" in r.error and "in propose" in traceback_of(r.error) for r in bad)
+
+
+def test_a_fault_of_one_cell_leaves_the_others_of_a_sweep_alone(told, tmp_path, monkeypatch):
+    class Broken(NoDrafter):
+        def bind(self, target: Any) -> None:
+            raise AttributeError("no such thing")
+
+    monkeypatch.setattr("drafters.vanilla.Vanilla.bind", Broken.bind)
+    code, err = told("-m", "drafter=vanilla,none", "decode.max_new_tokens=4")
+    assert code == 2 and "Traceback" not in err and "sweep: 1 of 2 cells complete" in err
+    (failed,) = (tmp_path / "results").rglob("*.failed.json")
+    said = json.loads(failed.read_text())
+    assert said["drafter"] == "vanilla" and "no such thing" in said["error"] and "in bind" in traceback_of(said["error"])
+    assert [p.parent.name.split("-")[0] for p in (tmp_path / "results").rglob("rows.jsonl")] == ["none"]
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("option", ["decode.max_new_tokens=4,-5", "sampler.temperature=0,nan", "threads=1,abc"])
+def test_an_unfit_option_of_one_cell_leaves_the_others_of_a_sweep_alone(told, tmp_path, option):
+    rest = [o for o in ("drafter=none", "decode.max_new_tokens=4") if o.split("=")[0] != option.split("=")[0]]
+    code, err = told("-m", *rest, option)
+    assert code == 2 and "Traceback" not in err, err
+    assert len(list((tmp_path / "results").rglob("*.failed.json"))) == 1
+    assert len(list((tmp_path / "results").rglob("rows.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("option", ["drafter=none,null", "drafter=none,eagle9", "decode.nonsense=1,2"])
+def test_a_sweep_with_a_cell_that_cannot_be_put_together_is_refused_before_its_first_one(told, tmp_path, option):
+    code, err = told("-m", option)
+    said = [line for line in err.splitlines() if line.startswith("specbench: ")]
+    assert code == 2 and "Traceback" not in err and len(said) == 1 and option.split("=")[0] in said[0]
+    assert not list((tmp_path / "results").rglob("*.json*"))
