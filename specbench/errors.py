@@ -3,7 +3,8 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Printed instead of a traceback: they are mistakes in what was asked for, and their text says which.
@@ -20,6 +21,31 @@ def one_line(error: BaseException) -> str:
     if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
         error = cause
     return " ".join(str(error).split())
+
+
+LONGEST = 300  # characters of another library's reason
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Around one call into another library that reads what others wrote: whatever it raises becomes one line.
+
+    Such libraries raise anything at all on a damaged file, so nothing short of `Exception` will do. A line that is ours
+    already passes, and so does memory that ran out, which says nothing about the file.
+
+    Args:
+        what: the line, naming the file and the mend; the library's reason stands behind it.
+    """
+    try:
+        yield
+    except (SpecBenchError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; this file imports nothing
+            raise
+        reason = one_line(error)
+        reason = reason if len(reason) <= LONGEST else reason[:LONGEST] + "…"
+        raise SpecBenchError(f"{what} ({': '.join(filter(None, [type(error).__name__, reason]))})") from error
 
 
 def spoken(job: Callable[..., None]) -> Callable[..., None]:
