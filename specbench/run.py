@@ -7,6 +7,7 @@ python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
 import shutil
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from specbench import checkpoints, measure, sweep, trace
+from specbench import checkpoints, contents, measure, sweep, trace
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet, Question
 from specbench.engine.interface import Drafter
@@ -76,7 +77,7 @@ def _run(config: DictConfig) -> None:
     rule, sampler = instantiate(config.verify), instantiate(config.sampler)
     settings: RunSettings = instantiate(config.decode)
 
-    described = _describe(config, target, drafter, rule)
+    described = _describe(config, target, drafter, rule, questions)
     folder = _folder(config) / f"{drafter.name}-{identity(described)}"
     with held(folder):
         cell = Cell(folder, described, fresh=config.rerun == "all")
@@ -194,7 +195,7 @@ def _has_failed_rows(config: DictConfig) -> bool:
     return False
 
 
-def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> dict[str, Any]:
+def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any, questions: list[Question]) -> dict[str, Any]:
     """Everything that can change a row: the header, and the identity of the cell."""
     return {
         "config": _plain(config),
@@ -202,6 +203,11 @@ def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> d
             "fingerprint": target.fingerprint(),
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
+        },
+        "contents": {
+            "target": target.contents(),
+            "drafter": getattr(drafter, "contents", {}),
+            "prompts": contents.of([asdict(question) for question in questions]),
         },
         "parameters": {
             "target": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),
