@@ -127,7 +127,7 @@ class Vanilla(TrainedDrafter):
         return {}, set(checkpoint.tensors)  # Transformers has loaded them
 
     def _pretrained(self, path: str, target: Target) -> nn.Module:
-        folder = local(path, "drafter.path")
+        folder = local(path)
         model, ours = read_model(folder, target.dtype), read_tokenizer(folder).get_vocab()
         theirs = read_tokenizer(Path(target.path)).get_vocab() if target.path else ours
         self.contents = contents_of(folder)

@@ -69,9 +69,10 @@ class ModelSpec:
         target = Target.load(folder, dtype, device, processes, self.device_map)
         target.max_context = min(target.max_context, self.max_context)
         tokenizer = read_tokenizer(folder)
-        if len(tokenizer) > target.vocab_size:
+        ids = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+        if ids > target.vocab_size:
             raise SpecBenchError(
-                f"the tokenizer in {folder} has {len(tokenizer)} ids, the model {target.vocab_size}: they do not belong "
+                f"the tokenizer in {folder} has {ids} ids, the model {target.vocab_size}: they do not belong "
                 "together; pass a complete folder as model.path"
             )
         if self.template is not None and tokenizer.chat_template is None:

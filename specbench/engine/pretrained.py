@@ -35,7 +35,6 @@ OBJECTS |= {f"{n}.json" for n in ("special_tokens_map", "added_tokens", "chat_te
 SMALL = 1 << 20  # bytes; larger files of text are looked at only when a library has stumbled over the folder
 # Constants that older tools wrote into a file and newer ones compute.
 COMPUTED = re.compile(r"rotary_emb\.(inv_freq|(cos|sin)_cached)$|\.masked_bias$|\.attn\.bias$")
-ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Index(TypedDict):
@@ -107,18 +106,17 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
         return MODELS.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
 
 
-def local(place: str, option: str) -> Path:
-    """The folder that an option names, itself or by its hub id.
-
-    Raises:
-        SpecBenchError: neither is to be had.
-    """
+def local(place: str) -> Path:
+    """The folder of a draft model, itself or by its hub id. Raises `SpecBenchError` if neither is to be had."""
     folder = Path(place).expanduser()
     if folder.is_dir():
         return folder
-    if not ON_HUB.fullmatch(place):
-        raise SpecBenchError(f"no model at {option}={place}: there is no such folder, and it is no id on the hub")
-    return folder_from_hub(place)
+    try:
+        return folder_from_hub(place)
+    except SpecBenchError as error:
+        raise SpecBenchError(
+            f"no draft model at drafter.path={place}: no folder here, and not to be had from the hub; pass a folder"
+        ) from error
 
 
 # What is whole -------------------------------------------------------------------------------------------------------
@@ -140,12 +138,15 @@ def _require_whole(model: Any, found: Mapping[str, Any], place: Path) -> None:
         raise SpecBenchError(f"{file} was not read whole: {some(' '.join(e.split()) for e in found['error_msgs'])}")
     named = model.state_dict(keep_vars=True).items()
     if bad := [name for name, tensor in named if not tensor.is_meta and not finite(tensor)]:
-        raise SpecBenchError(f"{file} holds NaN or infinity in {some(bad)}; fetch it again")
+        said = str(model.dtype).removeprefix("torch.")
+        raise SpecBenchError(f"{file}, read as {said}, holds NaN or infinity in {some(bad)}; fetch it again")
 
 
 @contextmanager
 def _stumbling(folder: Path, what: str) -> Iterator[None]:
     """`refusing` around a call that reads a folder, which names the damaged file if it is one that stands behind it."""
+    if not folder.is_dir():
+        raise SpecBenchError(f"{what} (there is no such folder)")
     _look(path for path in _settings(folder) if path.stat().st_size <= SMALL)  # some are passed over in silence
     try:
         with refusing(what), _quiet():
