@@ -44,8 +44,9 @@ def refusing(what: str) -> Iterator[None]:
         if type(error).__name__ == "OutOfMemoryError":  # torch's; this file imports nothing
             raise
         reason = one_line(error)
-        reason = reason if len(reason) <= LONGEST else reason[:LONGEST] + "…"
-        raise SpecBenchError(f"{what} ({': '.join(filter(None, [type(error).__name__, reason]))})") from error
+        if len(reason.split()) < 2:  # a KeyError's text is the key alone
+            reason = f"{type(error).__name__} {reason}".strip()
+        raise SpecBenchError(f"{what} ({reason if len(reason) <= LONGEST else reason[:LONGEST] + '…'})") from error
 
 
 def spoken(job: Callable[..., None]) -> Callable[..., None]:

@@ -20,6 +20,7 @@ from specbench import contents
 from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of, random_model, read_model
+from specbench.engine.tensors import finite
 from specbench.errors import SpecBenchError, refusing
 
 UNDECIDING = ("dtype", "transformers_version", "_name_or_path")  # of a configuration: not which model it is
@@ -384,6 +385,11 @@ class Target(CausalLM):
         if layers < 1 or positions < 1:
             raise SpecBenchError(
                 f"a model of type {kind} with {layers} layers for {positions} positions cannot be run; mend its config.json"
+            )
+        angles = [n for n, b in self.model.named_buffers() if n.endswith("inv_freq") and not finite(b)]
+        if angles:  # attention would hide it: it takes what is no number for nothing
+            raise SpecBenchError(
+                f"the rope parameters in a config.json of type {kind} make {angles[0]} no number; mend them"
             )
         probe = torch.arange(4, device=self.device)[None].clamp(max=self.vocab_size - 1)
         with (

@@ -25,8 +25,8 @@ def unpickled(path: Path, mend: str = "fetch it again") -> Any:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            if not CODE.search(one_line(error)):
-                raise
+            if not CODE.search(one_line(error)):  # torch's own text advises to load it with code and all
+                raise SpecBenchError(f"{path} is no file of tensors, or damaged; {mend}") from error
             raise SpecBenchError(
                 f"{path} holds code beside its tensors and is not read; ask its authors for safetensors"
             ) from error
