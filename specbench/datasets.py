@@ -111,7 +111,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".gz":
         with refusing(f"{path} is damaged or cut off; mend or remove it"):
             data = gzip.decompress(data)
-    for _, record in parse_lines(data, dict[str, Any], path):
+    for number, record in parse_lines(data, Any, path):
+        if not isinstance(record, dict):
+            raise SpecBenchError(f"{path} line {number}: a JSON object was expected")
         yield record
 
 
