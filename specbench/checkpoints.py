@@ -4,18 +4,15 @@ Only tensors are read: safetensors, or pickles with `weights_only=True`. What th
 (`TrainedDrafter.official`).
 """
 
-import json
-import pickle
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from specbench.assets import sha256_of
+from specbench import contents
+from specbench.engine.tensors import read_tensors, some
 from specbench.engine.weights import Checkpoint
 from specbench.errors import SpecBenchError
+from specbench.files import read_json
 
 FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "*.pt", "*.bin")  # in this order of preference
 
@@ -32,30 +29,13 @@ def read(place: str) -> Checkpoint:
         raise SpecBenchError(f"checkpoint={place} holds no weights ({', '.join(FILES)})")
     tensors: dict[str, Tensor] = {}
     for path in files:
-        tensors |= _tensors(path)
+        read = read_tensors(path)
+        if twice := sorted(tensors.keys() & read.keys()):
+            raise SpecBenchError(f"{path} holds {some(twice)} a second time; remove the file that does not belong there")
+        tensors |= read
     config = folder / "config.json"
-    try:
-        said = json.loads(config.read_text()) if config.is_file() else {}
-    except json.JSONDecodeError as error:
-        raise SpecBenchError(f"{config} is damaged ({error.msg}); fetch it again") from error
-    return Checkpoint(place, str(folder), tensors, said, {p.name: sha256_of(p) for p in files})
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise SpecBenchError(
-            f"{path} holds code beside its tensors and is not read; ask its authors for safetensors"
-        ) from error
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SpecBenchError(f"{path} is damaged or cut off ({first}); fetch it again") from error
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise SpecBenchError(f"{path} is no state dict of tensors; a drafter's checkpoint was expected")
-    return found
+    said = read_json(config) if config.is_file() else {}
+    return Checkpoint(place, str(folder), tensors, said, contents.of_files(files))
 
 
 def _from_hub(hub_id: str) -> Path:

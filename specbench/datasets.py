@@ -13,7 +13,8 @@ from pydantic import StringConstraints
 
 from specbench.assets import Wheel, file_from_wheel
 from specbench.engine.options import Count, Name, Text
-from specbench.errors import SpecBenchError
+from specbench.errors import SpecBenchError, refusing
+from specbench.files import parse_lines, read_bytes
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
@@ -60,6 +61,7 @@ class PromptSet:
         questions = [self._question(i, record, field, template) for i, record in enumerate(records)]
         if not questions:
             raise SpecBenchError(f"dataset {self.name} has no prompts")
+        self._require_unlike(questions)
         if self.limit is not None and self.limit < len(questions):
             questions = [questions[i * len(questions) // self.limit] for i in range(self.limit)]
         return questions
@@ -71,8 +73,22 @@ class PromptSet:
             raise SpecBenchError(f"dataset {self.name}, record {index + 1}: `{field}` is not a text or a list of texts")
         if not all(t.strip() for t in turns):
             raise SpecBenchError(f"dataset {self.name}, record {index + 1}: empty prompt; remove it or give it a text")
-        name = str(record.get("question_id", record.get("task_id", index)))
-        return Question(name, str(record.get("category", "")), tuple(template.format(text=t) for t in turns))
+        name, category = record.get("question_id", record.get("task_id", index)), record.get("category")
+        for key, said, kinds in (("question_id", name, (str, int)), ("category", category or "", (str,))):
+            if not isinstance(said, kinds) or isinstance(said, bool):
+                raise SpecBenchError(f"dataset {self.name}, record {index + 1}: `{key}` is {said!r}; give it a text")
+        return Question(str(name), category or "", tuple(template.format(text=t) for t in turns))
+
+    def _require_unlike(self, questions: list[Question]) -> None:
+        """Rows are known by their question's id: of two questions with one id only one would be decoded."""
+        first: dict[str, int] = {}
+        for number, question in enumerate(questions, 1):
+            if question.id in first:
+                raise SpecBenchError(
+                    f"dataset {self.name}, records {first[question.id]} and {number}: both have question_id {question.id}; "
+                    "give each its own"
+                )
+            first[question.id] = number
 
     def _from_hub(self) -> list[dict[str, Any]]:
         if self.hub is None:
@@ -92,19 +108,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Objects of a JSONL file, gzipped or not. Raises `SpecBenchError` naming the first bad line."""
     if not path.is_file():
         raise SpecBenchError(f"no data file {path}; check data.root")
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                what = "the file is cut off" if not line.endswith("\n") else "not JSON"
-                raise SpecBenchError(f"{path} line {number}: {what} ({error.msg}); mend or remove it") from error
-            if not isinstance(record, dict):
-                raise SpecBenchError(f"{path} line {number}: a JSON object was expected")
-            yield record
+    data = read_bytes(path)
+    if path.suffix == ".gz":
+        with refusing(f"{path} is damaged or cut off; mend or remove it"):
+            data = gzip.decompress(data)
+    for number, record in parse_lines(data, Any, path):
+        if not isinstance(record, dict):
+            raise SpecBenchError(f"{path} line {number}: a JSON object was expected")
+        yield record
 
 
 # Training conversations --------------------------------------------------------------------------------------------
@@ -169,6 +180,8 @@ def whole_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
             record, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError:
             return records, True
+        if not isinstance(record, dict):
+            raise SpecBenchError(f"{path}, record {len(records) + 1}: a JSON object was expected, not {str(record)[:40]}")
         records.append(record)
 
 
@@ -178,8 +191,10 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
 def _messages(record: dict[str, Any]) -> list[Message]:
     """A record's turns up to the first odd one, starting with the user; empty if there is none."""
     chat: list[Message] = []
-    for turn in record.get("conversations") or []:
-        role, text = _ROLES.get(turn.get("from", "")), turn.get("value") or ""
+    turns = record.get("conversations")
+    for turn in turns if isinstance(turns, list) else []:
+        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        role, text = _ROLES.get(who) if isinstance(who, str) else None, said if isinstance(said, str) else ""
         expected = "assistant" if len(chat) % 2 else "user"
         if role != expected or not text.strip():
             if not chat and role == "assistant":
@@ -204,14 +219,20 @@ class Chat:
         self.tokenizer, self.system = tokenizer, system
 
     def encode(self, messages: list[Message], answer_follows: bool = True) -> list[int]:
-        """Token ids of a conversation; with the header of the coming answer if one follows."""
+        """Token ids of a conversation; with the header of the coming answer if one follows.
+
+        Raises:
+            SpecBenchError: a template that is damaged, or that does not take these messages.
+        """
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
         if self.tokenizer.chat_template is None:  # a base model: plain text is all it knows
             text = "\n\n".join(m["content"] for m in messages) + ("\n\n" if answer_follows else "")
             return self.tokenizer(text)["input_ids"]
-        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, return_dict=True)
-        return encoded["input_ids"]
+        whose = getattr(self.tokenizer, "name_or_path", "this tokenizer")
+        with refusing(f"the chat template of {whose} does not take this conversation; mend it, or change model.system"):
+            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, return_dict=True)
+            return encoded["input_ids"]
 
     def follow_up(self, content: str) -> list[int]:
         """Ids between an answer's text and the next one: the answer's end, the user's turn, the coming answer's header.

@@ -1,6 +1,8 @@
 """The one exception a user is meant to read. Knows nothing else in the project."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Of what a configuration library wraps, only the inside is worth reading.
 _CONFIG_LIBRARIES = ("hydra.", "omegaconf.")
@@ -26,3 +28,29 @@ def one_line(error: BaseException) -> str:
     if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
         error = cause
     return visible(" ".join(str(error).split()))
+
+
+LONGEST = 300  # characters of another library's reason
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Around one call into another library that reads what others wrote: whatever it raises becomes one line.
+
+    Such libraries raise anything at all on a damaged file, so nothing short of `Exception` will do. A line that is ours
+    already passes, and so does memory that ran out, which says nothing about the file.
+
+    Args:
+        what: the line, naming the file and the mend; the library's reason stands behind it.
+    """
+    try:
+        yield
+    except (SpecBenchError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; this file imports nothing
+            raise
+        reason = one_line(error)
+        if len(reason.split()) < 2:  # a KeyError's text is the key alone
+            reason = f"{type(error).__name__} {reason}".strip()
+        raise SpecBenchError(f"{what} ({reason if len(reason) <= LONGEST else reason[:LONGEST] + '…'})") from error

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import StringConstraints
-from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from specbench import measure
 from specbench.assets import Wheel, Wheels, cache_root, model_folder
 from specbench.datasets import Chat, Pieces
 from specbench.engine.options import Count, Name, Positive, Text
+from specbench.engine.pretrained import read_config, read_tokenizer, shaped
 from specbench.engine.target import Target, pick_device, pick_dtype
 from specbench.errors import SpecBenchError
 
@@ -68,13 +68,11 @@ class ModelSpec:
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
         target = Target.load(folder, dtype, device, processes, self.device_map)
         target.max_context = min(target.max_context, self.max_context)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise SpecBenchError(f"no tokenizer can be read from {folder}: {error}") from error
-        if len(tokenizer) > target.vocab_size:
+        tokenizer = read_tokenizer(folder)
+        ids = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+        if ids > target.vocab_size:
             raise SpecBenchError(
-                f"the tokenizer in {folder} has {len(tokenizer)} ids, the model {target.vocab_size}: they do not belong "
+                f"the tokenizer in {folder} has {ids} ids, the model {target.vocab_size}: they do not belong "
                 "together; pass a complete folder as model.path"
             )
         if self.template is not None and tokenizer.chat_template is None:
@@ -83,10 +81,9 @@ class ModelSpec:
 
     def _random(self, device: torch.device, dtype: torch.dtype) -> tuple[Target, Chat]:
         if self.shape is not None:
-            plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self.shape.items()}
-            config = AutoConfig.for_model(**plain)
+            config = shaped(self.shape, "model.shape")
         else:
-            config = AutoConfig.from_pretrained(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
+            config = read_config(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
         target = Target.random(config, dtype, device)
         target.max_context = min(target.max_context, self.max_context)
         return target, Chat(Pieces(target.vocab_size), self.system)

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from specbench import checkpoints, measure, schema, sweep, trace
+from specbench import checkpoints, contents, measure, schema, sweep, trace
 from specbench.assets import require_writable
 from specbench.bench import Bench, RunSettings
 from specbench.datasets import PromptSet, Question
@@ -116,7 +116,7 @@ def _run(config: DictConfig) -> None:
         drafters = [baseline, drafter]
     _compile(config.backend, target, drafter)
 
-    described = _describe(config, target, drafter, rule)
+    described = _describe(config, target, drafter, rule, questions)
     folder = _folder(config) / f"{drafter.name}-{identity(described)}"
     with held(folder):
         cell = Cell(folder, described, fresh=config.rerun == "all")
@@ -238,7 +238,7 @@ def _has_failed_rows(config: DictConfig) -> bool:
     return has_failed(_folder(config).glob(f"{config.drafter.name}-*/rows.jsonl"), _plain(config))
 
 
-def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> dict[str, Any]:
+def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any, questions: list[Question]) -> dict[str, Any]:
     """Everything that can change a row: the header, and the identity of the cell."""
     return {
         "config": _plain(config),
@@ -246,6 +246,11 @@ def _describe(config: DictConfig, target: Any, drafter: Drafter, rule: Any) -> d
             "fingerprint": target.fingerprint(),
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
+        },
+        "contents": {
+            "target": target.contents(),
+            "drafter": getattr(drafter, "contents", {}),
+            "prompts": contents.of([asdict(question) for question in questions]),
         },
         "parameters": {
             "target": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),

@@ -4,9 +4,7 @@ The only file that knows Transformers' internals: 4-D masks and explicit positio
 of preallocated rows stands in for the model's own, and forward hooks read the layers that a drafter taps.
 """
 
-import hashlib
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
+from specbench import contents
 from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.interface import DraftTree, Taps, TargetStates
-from specbench.errors import SpecBenchError
+from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of, random_model, read_model
+from specbench.engine.tensors import finite
+from specbench.errors import SpecBenchError, refusing
 
+UNDECIDING = ("dtype", "transformers_version", "_name_or_path")  # of a configuration: not which model it is
 SPARE = 128  # rows behind the context that a tree may take in a compiled pass
 
 
@@ -163,11 +165,13 @@ class Target(CausalLM):
         stop_ids: every stop token of the generation config.
         max_context: positions the model was made for.
         path: the folder it was loaded from, where its tokenizer lies too.
+        made_from: the configuration of a target without weights.
     """
 
     def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model.eval().requires_grad_(False))
         self.path = path
+        self.made_from: PreTrainedConfig | None = None
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.head.weight.shape[0]
         self.max_context: int = self.config.max_position_embeddings
@@ -178,7 +182,7 @@ class Target(CausalLM):
         self._tapped: dict[int, Tensor] = {}
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self._rows: StaticRows | None = None
-        self._check_head()
+        self._check()
 
     @classmethod
     def load(
@@ -191,43 +195,37 @@ class Target(CausalLM):
             processes: of several each holds its part of every decoder layer and gathers a layer when it runs (FSDP).
 
         Raises:
-            SpecBenchError: no causal language model is there.
+            SpecBenchError: no causal language model is there, or not a whole one; see `pretrained.read_model`.
         """
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                device_map=device_map,
-                weights_only=True,
-                trust_remote_code=False,
-            )
-        except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            raise SpecBenchError(f"no causal language model can be read from {path}: {error}") from error
+        model = read_model(Path(path), dtype, device_map)
         if processes > 1:
             mesh = init_device_mesh(device.type, (processes,))
             for layer in model.get_decoder().layers:
                 fully_shard(layer.requires_grad_(False), mesh=mesh, reshard_after_forward=True)
         if device_map is None:
-            model.to(device)  # type: ignore[arg-type]
+            model.to(device)
         return cls(model, path)
 
     @classmethod
     def random(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> "Target":
         """A target of this shape without its weights, for time and memory alone. It never stops by itself."""
-        with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        target = cls(model)
-        target.stop_ids = ()
+        target = cls(random_model(config, dtype, device))
+        target.stop_ids, target.made_from = (), config
         return target
 
     def fingerprint(self) -> str:
-        """Which model this is: shapes and the first rows of its embedding, alike in float32 and bfloat16."""
-        rows = self.embedding.weight[:256].detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
-        shape = f"{self.config.model_type} {self.layers} {self.hidden_size} {self.vocab_size}"
-        return hashlib.sha256(shape.encode() + rows.numpy().tobytes()).hexdigest()[:16]
+        """Which model this is, by all its tensors, alike in float32 and bfloat16; of a random one by its shape.
+
+        Of a folder's model it is read off the files, so it does not matter where the tensors lie now and in how many parts.
+        """
+        if self.made_from is not None:
+            said = {k: v for k, v in self.made_from.to_dict().items() if k not in UNDECIDING}
+            return contents.of(said)[:16]
+        return fingerprint_in_memory(self.model) if self.path is None else fingerprint_of(Path(self.path))
+
+    def contents(self) -> dict[str, str]:
+        """SHA-256, by name, of the files it was loaded from; empty if there are none."""
+        return {} if self.path is None else contents_of(Path(self.path))
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for this model, wherever its layers lie."""
@@ -379,15 +377,33 @@ class Target(CausalLM):
             for handle in handles:
                 handle.remove()
 
-    def _check_head(self) -> None:
-        """Refuse a model whose logits are not head(post-norm state): every drafter here builds on that."""
-        probe = torch.arange(4, device=self.device)[None]
-        with torch.no_grad():
+    def _check(self) -> None:
+        """Refuse a model that cannot be run, or whose logits are not head(post-norm state): all drafters build on that."""
+        kind, layers, positions = self.config.model_type, self.layers, self.max_context
+        if layers < 1 or positions < 1:
+            raise SpecBenchError(
+                f"a model of type {kind} with {layers} layers for {positions} positions cannot be run; mend its config.json"
+            )
+        angles = [n for n, b in self.model.named_buffers() if n.endswith("inv_freq") and not finite(b)]
+        if angles:  # attention would hide it: it takes what is no number for nothing
+            raise SpecBenchError(
+                f"the rope parameters in a config.json of type {kind} make {angles[0]} no number; mend them"
+            )
+        probe = torch.arange(4, device=self.device)[None].clamp(max=self.vocab_size - 1)
+        with (
+            torch.no_grad(),
+            refusing(f"a model of type {kind} cannot be run with the values in its config.json; mend them"),
+        ):
             ours, theirs = self.logits(self.decoder(probe).last_hidden_state), self.model(probe).logits
+        if not theirs.isfinite().all():
+            raise SpecBenchError(
+                f"a model of type {kind} gives logits that are no numbers in {self.dtype}; check the values in its "
+                "config.json, or use model.dtype=float32"
+            )
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
             raise SpecBenchError(
-                f"model type {self.config.model_type} does more than its LM head after the final norm "
-                "(scaled logits?); this harness does not support it"
+                f"model type {kind} does more than its LM head after the final norm (scaled logits?); this harness does "
+                "not support it"
             )
 
 
@@ -395,4 +411,9 @@ def stop_ids(generation: GenerationConfig | None, config: PreTrainedConfig) -> t
     """All end-of-sequence ids of the generation config, or of the model config where it has none."""
     eos = getattr(generation, "eos_token_id", None)
     eos = getattr(config, "eos_token_id", None) if eos is None else eos
-    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    found = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(isinstance(i, int) for i in found):
+        raise SpecBenchError(
+            f"eos_token_id in generation_config.json or config.json is no id or list of ids: {eos!r}; mend it"
+        )
+    return found

@@ -6,19 +6,34 @@ commit and machine; loading refuses weights that belong to another target or ano
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import ConfigDict
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
-from specbench.errors import SpecBenchError
+from specbench import contents
+from specbench.engine.tensors import read_tensors, some
+from specbench.errors import SpecBenchError, refusing
+from specbench.files import read_json
 
 WEIGHTS, PROVENANCE = "model.safetensors", "provenance.json"
 PROJECT = Path(__file__).resolve().parents[2]  # relative weight folders start here
+
+
+class Provenance(TypedDict, total=False):
+    """What is read of a provenance; beside it stands more for people."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+    target: str
+    target_fingerprint: str
+    calibration: list[list[float]] | None
+    history: list[dict[str, Any]]
 
 
 def trained(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -34,6 +49,11 @@ def save(module: nn.Module, folder: Path, provenance: dict[str, Any]) -> None:
     (folder / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")
 
 
+def contents_of(folder: Path) -> dict[str, str]:
+    """SHA-256 of what `load` reads, by name."""
+    return contents.of_files([folder / WEIGHTS, folder / PROVENANCE])
+
+
 def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
     """Fill a drafter's own tensors; returns the provenance.
 
@@ -46,11 +66,9 @@ def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
                 f"no drafter weights at {folder / name}; train them (python -m specbench.train drafter=…) "
                 "or point drafter.weights at a folder that has them"
             )
-    try:
-        provenance = json.loads((folder / PROVENANCE).read_text())
-        tensors = load_file(folder / WEIGHTS)
-    except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise SpecBenchError(f"drafter weights in {folder} are damaged ({error}); fetch or train them again") from error
+    mend = "fetch or train them again"
+    provenance: dict[str, Any] = read_json(folder / PROVENANCE, Provenance)
+    tensors = read_tensors(folder / WEIGHTS, mend)
     made_for = provenance.get("target_fingerprint")
     if made_for != fingerprint:
         raise SpecBenchError(
@@ -62,12 +80,18 @@ def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
     wrong += [n for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
     if wrong:
         raise SpecBenchError(
-            f"drafter weights in {folder} do not fit this network: {', '.join(wrong[:4])}"
-            f"{' …' if len(wrong) > 4 else ''} missing, unexpected or of another shape; check the drafter's options"
+            f"drafter weights in {folder} do not fit this network: {some(wrong)} missing, unexpected or of another shape; "
+            "check the drafter's options"
         )
+    if odd := _not_floats(tensors):
+        raise SpecBenchError(f"{folder / WEIGHTS}: {some(odd)}, where weights are floating-point numbers; {mend}")
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
     return provenance
+
+
+def _not_floats(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [f"{n} is of {str(t.dtype).removeprefix('torch.')}" for n, t in tensors.items() if not t.is_floating_point()]
 
 
 @dataclass(frozen=True)
@@ -85,6 +109,15 @@ class Checkpoint:
     config: Mapping[str, Any]
     digest: Mapping[str, str]
 
+    def contents(self) -> dict[str, str]:
+        """SHA-256 of what was read, by name: the tensors and the configuration."""
+        config = Path(self.folder) / "config.json"
+        return dict(self.digest) | contents.of_files([config] if config.is_file() else [])
+
+    def understood(self) -> AbstractContextManager[None]:
+        """Around code that reads names, shapes and configuration as their authors should have written them."""
+        return refusing(f"checkpoint={self.place}: its tensors and config.json do not make this drafter")
+
     def refuse(self, why: str) -> SpecBenchError:
         """An error that names this checkpoint."""
         return SpecBenchError(f"checkpoint={self.place}: {why}")
@@ -98,7 +131,7 @@ def adopt(own: Mapping[str, Tensor], named: Mapping[str, Tensor], checkpoint: Ch
             that were understood.
 
     Raises:
-        SpecBenchError: tensors missing, left over, or of another shape, by name.
+        SpecBenchError: tensors missing, left over, of another shape, or of whole numbers, by name.
     """
     missing, left = sorted(own.keys() - named.keys()), sorted(checkpoint.tensors.keys() - used)
     if missing or left:
@@ -107,6 +140,8 @@ def adopt(own: Mapping[str, Tensor], named: Mapping[str, Tensor], checkpoint: Ch
     wrong = [f"{n} is {list(named[n].shape)}, not {list(t.shape)}" for n, t in own.items() if named[n].shape != t.shape]
     if wrong:
         raise checkpoint.refuse(f"made for another target: {'; '.join(wrong[:3])}")
+    if odd := _not_floats(named):
+        raise checkpoint.refuse(f"{some(odd)}, where weights are floating-point numbers")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(named[name])

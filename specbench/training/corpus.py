@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from safetensors.torch import load, save
+from typing_extensions import TypedDict
 
 from specbench.assets import atomic_path, sha256_of
 from specbench.datasets import Chat, Message
 from specbench.engine.options import Count, Seed, Weight
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError
+from specbench.errors import SpecBenchError, refusing
+from specbench.files import parse, read_bytes, read_json
 from specbench.progress import progress
 from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, rows_of, write, writing
 
@@ -91,9 +93,17 @@ class CorpusSettings:
 class Text:
     """One conversation as ids. spans: [begin, end) of what the assistant said."""
 
-    index: int  # in the shuffled order; those below `validation` are held out
+    index: Annotated[int, Field(ge=0)]  # in the shuffled order; those below `validation` are held out
     tokens: list[int]
     spans: list[tuple[int, int]]
+
+
+class Packed(TypedDict):
+    """What is read of `corpus.json`; beside it stands more for people."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+    corpus: str
+    sha256: str
 
 
 class Writer:
@@ -145,12 +155,10 @@ class Writer:
         """The dialogues on disk, by index; a line that a kill cut off is as if it were not there."""
         found: dict[int, Text] = {}
         for path in sorted(self.folder.glob("answers-*.jsonl")):
-            for line in path.read_text().split("\n"):
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                found[record["index"]] = Text(record["index"], record["tokens"], [tuple(s) for s in record["spans"]])
+            for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
+                if line.endswith(b"}"):  # a record's only bracket of this kind: it is whole
+                    text: Text = parse(line, Text, f"{path} line {number}")
+                    found[text.index] = text
         return found
 
     def texts(self) -> list[Text]:
@@ -329,21 +337,25 @@ class Writer:
         """Take over a packed corpus if it is this one."""
         if not (folder / PACKED).is_file() or not (folder / PACKED_PROVENANCE).is_file():
             return
-        said = json.loads((folder / PACKED_PROVENANCE).read_text())
-        if said.get("corpus") != self.settings.digest(self.fingerprint):
+        said: Packed = read_json(folder / PACKED_PROVENANCE, Packed)
+        if said["corpus"] != self.settings.digest(self.fingerprint):
             return
-        if sha256_of(folder / PACKED) != said.get("sha256"):
+        if sha256_of(folder / PACKED) != said["sha256"]:
             raise SpecBenchError(f"{folder / PACKED} has not the SHA-256 that {PACKED_PROVENANCE} names; fetch it again")
         with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
             temporary.write_bytes(b"".join(_line(t) for t in unpack(folder / PACKED)))
 
 
 def unpack(path: Path) -> list[Text]:
-    """The dialogues of a packed corpus."""
-    tensors = load(lzma.decompress(path.read_bytes()))
+    """The dialogues of a packed corpus. Raises `SpecBenchError`."""
+    with refusing(f"{path} is damaged or cut off; fetch it again"):
+        return _unpacked(load(lzma.decompress(read_bytes(path))))
+
+
+def _unpacked(tensors: dict[str, torch.Tensor]) -> list[Text]:
     planes = tensors["tokens"].long()  # [bytes, n]
     tokens = sum(plane << (8 * i) for i, plane in enumerate(planes))
-    assert isinstance(tensors["spans"], torch.Tensor) and isinstance(tokens, torch.Tensor)
+    assert isinstance(tokens, torch.Tensor)
     spans: dict[int, list[tuple[int, int]]] = {}
     for text, begin, end in tensors["spans"].tolist():
         spans.setdefault(text, []).append((begin, end))

@@ -11,6 +11,8 @@ a drafter taps more than the last hidden state, the target computes them per bat
 import hashlib
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from torch import Tensor
 from specbench.assets import atomic_path
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError
+from specbench.errors import SpecBenchError, refusing
 from specbench.progress import progress
 from specbench.training.corpus import Text, Writer
 
@@ -114,7 +116,7 @@ class Shards:
         """Does this shard hold these texts, with states if they are wanted?"""
         if not path.exists():
             return False
-        with safe_open(path, "pt") as shard:
+        with open_shard(path) as shard:
             names = set(shard.keys())
             if "index" not in names or ("states" not in names and self.settings.states):
                 return False
@@ -137,8 +139,27 @@ def save_shard(path: Path, sequences: list[Sequence]) -> None:
         save_file(tensors, temporary)
 
 
+@contextmanager
+def open_shard(path: Path) -> Iterator[Any]:
+    """A shard to read from. Raises `SpecBenchError` for one that is not there or damaged, here or where it is read."""
+    if not path.is_file():
+        raise SpecBenchError(f"{path} is not there; build the corpus (train.build=true)")
+    with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as shard:
+        yield shard
+
+
+def _starts(shard: Any) -> list[int]:
+    """Where a shard's sequences begin, and the last one's end. Raises `ValueError` if its parts do not belong together."""
+    starts: list[int] = shard.get_tensor("starts").tolist()
+    names = [n for n in ("tokens", "answer", "states") if n in shard.keys()]  # noqa: SIM118 - safe_open is no dict
+    lengths = {shard.get_slice(name).get_shape()[0] for name in names}
+    if len(names) < 2 or starts[:1] != [0] or starts != sorted(starts) or lengths != {starts[-1]}:
+        raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
+    return starts
+
+
 def _count(path: Path) -> int:
-    with safe_open(path, "pt") as shard:
+    with open_shard(path) as shard:
         count: int = shard.get_slice("tokens").get_shape()[0]
         return count
 
@@ -177,10 +198,10 @@ class Corpus:
         for path in sorted(folder.glob("shard-*.safetensors")):
             if limit is not None and self.tokens >= limit:
                 break
-            with safe_open(path, "pt") as shard:
+            with open_shard(path) as shard:
                 if "states" not in shard.keys() and online is None:  # noqa: SIM118 - safe_open is no dict
                     raise SpecBenchError(f"{path} holds no states; build the corpus with states or train online")
-                starts = shard.get_tensor("starts").tolist()
+                starts = _starts(shard)
             self.sequences += [(path, a, b) for a, b in itertools.pairwise(starts) if b - a > 2]
             self.shards.append(path.name)
             self.tokens += starts[-1]
@@ -213,7 +234,7 @@ class Corpus:
             at = 0
             for path, a, b in row:
                 here = slice(at, at := at + b - a)
-                with safe_open(path, "pt") as shard:
+                with open_shard(path) as shard:
                     tokens[number, here] = shard.get_slice("tokens")[a:b].long()
                     valid[number, here] = True
                     scored[number, here] = self._scored(shard.get_slice("answer")[a:b].bool())
@@ -259,7 +280,7 @@ class Corpus:
         """The `count` most frequent ids of the corpus, most frequent first."""
         counts = torch.zeros(0, dtype=torch.long)
         for path in {s[0] for s in self.sequences}:
-            with safe_open(path, "pt") as shard:
+            with open_shard(path) as shard:
                 found = shard.get_tensor("tokens").long().bincount(minlength=counts.shape[0])
             counts = found + torch.nn.functional.pad(counts, (0, found.shape[0] - counts.shape[0]))
         return counts.argsort(descending=True, stable=True)[:count]
@@ -296,10 +317,10 @@ def held_out(folder: Path, count: int, least: int = 16) -> list[Answer]:
     So second and third answers, with a history before them, are measured too, as they are in a benchmark of several turns.
     """
     found: list[Answer] = []
-    with safe_open(folder / f"{VALIDATION}.safetensors", "pt") as shard:
+    with open_shard(folder / f"{VALIDATION}.safetensors") as shard:
         tokens, answer = shard.get_tensor("tokens"), shard.get_tensor("answer").bool()
         states = shard.get_tensor("states") if "states" in shard.keys() else None  # noqa: SIM118 - safe_open is no dict
-        starts = shard.get_tensor("starts").tolist()
+        starts = _starts(shard)
     for turn, (a, b) in enumerate(itertools.pairwise(starts)):
         said = torch.cat([answer.new_zeros(1), answer[a:b], answer.new_zeros(1)]).int().diff()
         begins, ends = (said == 1).nonzero()[:, 0].tolist(), (said == -1).nonzero()[:, 0].tolist()

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from specbench.assets import atomic_path
 from specbench.engine.interface import Batch
-from specbench.errors import SpecBenchError
+from specbench.engine.tensors import unpickled
+from specbench.errors import SpecBenchError, refusing
 from specbench.training import parameters
 from specbench.training.features import Corpus, Row
 from specbench.training.recipe import TrainSettings, describe, phase_at, rates
@@ -315,7 +316,13 @@ class Trainer:
         if not self.checkpoint.exists():
             torch.manual_seed(self.settings.seed + self.accelerator.process_index)
             return
-        state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        state = unpickled(self.checkpoint, "remove it to begin anew")
+        with refusing(f"{self.checkpoint} is not of this training; use another train.name or remove it"):
+            self._restore(state)
+        self._print(Console(stderr=True), f"resuming at step {self.step} of {self.total}")
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Go on where a saved state stands. Raises anything at all for one that is not of this drafter and optimizer."""
         if state["total"] != self.total:
             raise SpecBenchError(
                 f"{self.checkpoint} is of a run of {state['total']} steps, this one has {self.total} (the corpus or the "
@@ -341,4 +348,3 @@ class Trainer:
             torch.cuda.set_rng_state(state["cuda_rng"][self.accelerator.process_index])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.history = state["history"]
-        self._print(Console(stderr=True), f"resuming at step {self.step} of {self.total}")

@@ -1,0 +1,248 @@
+"""Models, tokenizers and configurations of others, read from a folder: the only file that calls `from_pretrained`.
+
+Of what lies in a folder only data is read: never code, though Transformers would ask whether to run it; tensors from
+safetensors, or from pickles that hold nothing else. A model is taken whole or not at all: Transformers fills what a file
+lacks with random numbers and drops what it does not know, which is refused here. Knows no drafter.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ConfigDict
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+from typing_extensions import TypedDict
+
+from specbench import contents
+from specbench.assets import folder_from_hub
+from specbench.engine.tensors import finite, open_tensors, some
+from specbench.errors import SpecBenchError, refusing
+from specbench.files import read_json, read_text
+
+MODELS: Any = AutoModelForCausalLM  # whose stubs know half of its options
+CONFIG = "config.json"
+WHOLE = ("model.safetensors", "pytorch_model.bin")  # one file, else an index of several; safetensors first
+SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # what decides beside the weights, down to the chat format
+OBJECTS = {f"{n}.json" for n in ("config", "generation_config", "tokenizer", "tokenizer_config", "vocab")}
+OBJECTS |= {f"{n}.json" for n in ("special_tokens_map", "added_tokens", "chat_template")}
+SMALL = 1 << 20  # bytes; larger files of text are looked at only when a library has stumbled over the folder
+# Constants that older tools wrote into a file and newer ones compute.
+COMPUTED = re.compile(r"rotary_emb\.(inv_freq|(cos|sin)_cached)$|\.masked_bias$|\.attn\.bias$")
+
+
+class Index(TypedDict):
+    """Which file each tensor lies in; beside it stands what does not matter here."""
+
+    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
+    weight_map: dict[str, str]
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration in a folder. Raises `SpecBenchError` for values that no model can have."""
+    with _stumbling(folder, f"{folder / CONFIG} is no configuration of a causal language model; mend it"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def read_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
+    """The causal language model in a folder, every tensor of it as its file says.
+
+    Raises:
+        SpecBenchError: no such model, damaged files, tensors that are missing, left over, of another shape, or not finite.
+    """
+    config = read_config(folder)
+    with _stumbling(folder, f"no causal language model can be read from {folder} by its {CONFIG}"):
+        model, found = MODELS.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            device_map=device_map,
+            weights_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused by `_require_whole`, by name
+        )
+    _require_whole(model, found, folder)
+    return model
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder. Raises `SpecBenchError`."""
+    with _stumbling(folder, f"no tokenizer can be read from {folder}; pass a complete folder"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def read_gguf(file: Path) -> tuple[Any, Any]:
+    """Model, in float32, and tokenizer of a GGUF file."""
+    said: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    with refusing(f"{file} cannot be read as GGUF; remove it, and it is fetched again"), _quiet():
+        model, found = MODELS.from_pretrained(file.parent, dtype=torch.float32, output_loading_info=True, **said)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **said)
+    _require_whole(model, found, file)
+    return model, tokenizer
+
+
+def shaped(said: Mapping[str, Any], where: str) -> PreTrainedConfig:
+    """A configuration written out. where: the option that holds it."""
+    plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in said.items()}
+    with refusing(f"{where} is no configuration of a causal language model; mend it"), _quiet():
+        return AutoConfig.for_model(**plain)
+
+
+def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model of this shape at its initial weights."""
+    what = f"no causal language model can be built from this configuration of type {config.model_type}"
+    with refusing(what), _quiet(), device:
+        return MODELS.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+
+
+def local(place: str) -> Path:
+    """The folder of a draft model, itself or by its hub id. Raises `SpecBenchError` if neither is to be had."""
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return folder_from_hub(place)
+    except SpecBenchError as error:
+        raise SpecBenchError(
+            f"no draft model at drafter.path={place}: no folder here, and not to be had from the hub; pass a folder"
+        ) from error
+
+
+# What is whole -------------------------------------------------------------------------------------------------------
+
+
+def _require_whole(model: Any, found: Mapping[str, Any], place: Path) -> None:
+    """Refuse a model that is not what its files hold. found: Transformers' report. place: the folder, or the one file."""
+    file = place / _main_file(place) if place.is_dir() else place
+    wrong = [f"{name} is {list(shape)}, not {list(asked)}" for name, shape, asked in sorted(found["mismatched_keys"])]
+    if wrong:
+        raise SpecBenchError(f"{file} does not fit the {CONFIG} beside it: {some(wrong)}; fetch the model again")
+    if missing := sorted(found["missing_keys"]):
+        raise SpecBenchError(f"{file} lacks tensors that the {CONFIG} beside it asks for: {some(missing)}; fetch it again")
+    if left := sorted(n for n in found["unexpected_keys"] if not COMPUTED.search(n)):
+        raise SpecBenchError(
+            f"{file} holds tensors that the {CONFIG} beside it has no place for: {some(left)}; fetch the model again"
+        )
+    if found["error_msgs"]:
+        raise SpecBenchError(f"{file} was not read whole: {some(' '.join(e.split()) for e in found['error_msgs'])}")
+    named = model.state_dict(keep_vars=True).items()
+    if bad := [name for name, tensor in named if not tensor.is_meta and not finite(tensor)]:
+        said = str(model.dtype).removeprefix("torch.")
+        raise SpecBenchError(f"{file}, read as {said}, holds NaN or infinity in {some(bad)}; fetch it again")
+
+
+@contextmanager
+def _stumbling(folder: Path, what: str) -> Iterator[None]:
+    """`refusing` around a call that reads a folder, which names the damaged file if it is one that stands behind it."""
+    if not folder.is_dir():
+        raise SpecBenchError(f"{what} (there is no such folder)")
+    _look(path for path in _settings(folder) if path.stat().st_size <= SMALL)  # some are passed over in silence
+    try:
+        with refusing(what), _quiet():
+            yield
+    except SpecBenchError:
+        _look(_settings(folder))
+        for path in weight_files(folder):
+            with open_tensors(path):
+                pass
+        raise
+
+
+def _look(paths: Iterable[Path]) -> None:
+    """Refuse text that is not UTF-8, and JSON that is no object where Transformers takes it for one."""
+    for path in paths:
+        if path.name in OBJECTS:
+            read_json(path)
+        elif path.suffix in (".jinja", ".txt"):
+            read_text(path)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Transformers' warnings: what they say is refused, or no matter."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+# Which files, and what is in them ------------------------------------------------------------------------------------
+
+
+def _main_file(folder: Path) -> str:
+    """The weights, or the index of several such files. Raises `SpecBenchError` if there are none."""
+    names = (name for whole in WHOLE for name in (whole, f"{whole}.index.json"))
+    if (name := next((n for n in names if (folder / n).is_file()), None)) is None:
+        raise SpecBenchError(f"{folder} holds no weights ({' or '.join(WHOLE)}, or an index of several); fetch them")
+    return name
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that Transformers reads a model's tensors from. Raises `SpecBenchError` if one is not there."""
+    name = _main_file(folder)
+    if not name.endswith(".index.json"):
+        return [folder / name]
+    index: Index = read_json(folder / name, Index)
+    files = [folder / part for part in sorted(set(index["weight_map"].values()))]
+    if missing := [path for path in files if not path.is_file()]:
+        raise SpecBenchError(f"{missing[0]} is missing, which {name} names; fetch it again")
+    return files
+
+
+def _settings(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.suffix in SETTINGS and p.is_file())
+
+
+def contents_of(folder: Path) -> dict[str, str]:
+    """SHA-256, by name, of everything in a folder that decides what a model and its tokenizer do."""
+    return contents.of_files([*_settings(folder), *weight_files(folder)])
+
+
+def fingerprint_of(folder: Path) -> str:
+    """`fingerprint` of a folder's tensors, read once for the same files."""
+    files = weight_files(folder)
+
+    def read() -> str:
+        with ExitStack() as stack:
+            opened = [stack.enter_context(open_tensors(path)) for path in files]
+            return fingerprint((name, read()) for tensors in opened for name, read in tensors.items())
+
+    hashes = sorted(contents.of_file(path) for path in files)
+    return contents.remembered(f"fingerprint {' '.join(hashes)}", "1", read)
+
+
+def fingerprint_in_memory(model: Any) -> str:
+    """`fingerprint` of a model that no folder stands behind, by the names that its files would have."""
+    return fingerprint(revert_weight_conversion(model, model.state_dict()).items())
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Which model this is: names, shapes and values of all its tensors, 16 hexadecimal digits.
+
+    Alike in float32 and bfloat16, in one file or several, with or without the decoder's prefix, constants that could be
+    computed, or a second copy of tied embeddings.
+    """
+    found: dict[str, tuple[list[int], str]] = {}
+    for name, tensor in tensors:
+        plain = tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else None).contiguous()
+        data = hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().data)
+        found[name.removeprefix("model.")] = list(tensor.shape), data.hexdigest()
+    head = found.pop("lm_head.weight", None)
+    if head is not None and head not in found.values():
+        found["lm_head.weight"] = head
+    lines = [[name, *found[name]] for name in sorted(found) if not COMPUTED.search(name)]
+    return contents.of(lines)[:16]
