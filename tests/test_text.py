@@ -16,7 +16,7 @@ from test_files import no_figures  # noqa: F401
 from test_records import random_row
 from test_report import settings
 
-from specbench import errors, metrics, sweep
+from specbench import door, metrics, sweep
 from specbench.errors import SpecBenchError, one_line, visible
 from specbench.metrics import RATES, Totals, contrast, interval, macro
 from specbench.records import Cell, CellFailure, Failure, Row
@@ -54,7 +54,7 @@ def test_control_characters_are_shown_once():
 
 
 def test_what_a_door_complains_of_moves_no_cursor(capsys):
-    @errors.spoken
+    @door.spoken
     def job():
         raise SpecBenchError("drafter=\x1b]0;owned\x07")
 
