@@ -8,6 +8,7 @@ from conftest import ARCHITECTURES, DRAFTERS, TRAINED, make, tiny
 from scipy.stats import chi2
 
 from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.grow import Dynamic
 from specbench.engine.interface import Step, Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check
@@ -203,6 +204,8 @@ def test_sampled_output_follows_the_target(drafter):
     """Continuations of three tokens against the exact product of the target's conditionals, by chi-square."""
     target, sampler, runs = tiny(), Sampler(1.0, top_k=3), 300
     made = make(drafter, target)
+    if isinstance(made.growth, Dynamic):  # three tokens end above its deeper levels
+        made.growth = Dynamic(2, made.growth.top_k, made.growth.nodes)
     expected = {(): 1.0}
     with torch.inference_mode():
         for _ in range(3):

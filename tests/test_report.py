@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import ROOT
+from doors import call
 from test_records import SETTINGS, random_row
 
 from specbench import metrics, trace
@@ -209,9 +210,7 @@ def test_rows_of_another_make_are_one_clear_line_and_nothing_is_written(tmp_path
     fill(tmp_path)
     path = next(tmp_path.rglob("rows.jsonl"))
     path.write_text(spoil(path.read_text()))
-    done = subprocess.run(
-        [sys.executable, "-m", "specbench.report", f"results={tmp_path}"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = call(tmp_path, "report", f"results={tmp_path}")
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and said in lines[0]
     assert not (tmp_path / "README.md").exists() and not (tmp_path / "report.html").exists()
@@ -226,7 +225,7 @@ def test_rows_of_another_make_are_one_clear_line_and_nothing_is_written(tmp_path
     ],
 )
 def test_bad_questions_are_one_clear_line(tmp_path, arguments, said):
-    done = subprocess.run([sys.executable, "-m", "specbench.report", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = call(tmp_path, "report", *arguments)
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and said in lines[0]
 
