@@ -77,9 +77,10 @@ class Routed(TrainedDrafter):
         """Log-probabilities where the level's groups are, -inf elsewhere. [F, D] or [D] -> [F, V] or [V]"""
         flat = states.reshape(-1, states.shape[-1])
         share = self.router(flat).float().log_softmax(-1)  # [F, N]
-        wanted = share.topk(min(self.active, self.groups), dim=-1).indices.unique().tolist()
+        chosen = share.topk(min(self.active, self.groups), dim=-1).indices.flatten()
+        wanted = torch.zeros_like(share[0], dtype=torch.bool).index_fill(0, chosen, True).tolist()  # the level's one read
         logits = share.new_full((flat.shape[0], self.head.weight.shape[0]), -torch.inf)
-        for group in wanted:
+        for group in (g for g, asked in enumerate(wanted) if asked):
             rows = slice(group * self.size, (group + 1) * self.size)
             within = F.linear(flat, self.head.weight[rows]).float().log_softmax(-1)
             logits[:, rows] = share[:, group : group + 1] + within

@@ -1,6 +1,8 @@
 """Tiny random targets and every drafter that `conf/drafter/` declares, bound to them; a home folder for the doors."""
 
+import copy
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from transformers import (
 
 from specbench.engine import weights
 from specbench.engine.target import Target
+
+torch.set_num_threads(1)  # tiny tensors are not worth waking another thread; `test_real` takes all
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml"))
@@ -60,10 +64,20 @@ def tiny(architecture: str = "llama", seed: int = 0, spread: float = 0.4) -> Tar
     return Target(model)
 
 
-def configuration(drafter: str, *overrides: str) -> Any:
-    """The composed run configuration of a drafter."""
+def composed(door: str, *overrides: str) -> Any:
+    """A door's configuration. Hydra takes 0.1 s for one, and tests ask for the same few a thousand times."""
+    return copy.deepcopy(_composed(door, *overrides))
+
+
+@cache
+def _composed(door: str, *overrides: str) -> Any:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("run", [f"drafter={drafter}", *overrides])
+        return compose(door, list(overrides))
+
+
+def configuration(drafter: str, *overrides: str) -> Any:
+    """The run configuration of a drafter."""
+    return composed("run", f"drafter={drafter}", *overrides)
 
 
 # Of the configured drafters those whose weights for the default target lie in the repository.

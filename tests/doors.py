@@ -4,42 +4,57 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from conftest import ROOT
+from forked import FIXED, Door
 
 from specbench.records import read_cell
 
 
-def command(home, door, *arguments):
+def arguments_of(home, door, *arguments):
+    if door == "report":
+        return list(arguments)  # needs no model
     common = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32"]
     if door == "run":
         common += [f"results={home / 'results'}", f"data.root={home}", "decode.max_new_tokens=12", "threads=1"]
     sweep = [a for a in arguments if a == "-m"]  # Hydra wants it in front
-    return [sys.executable, "-m", f"specbench.{door}", *sweep, *common, *(a for a in arguments if a != "-m")]
+    return [*sweep, *common, *(a for a in arguments if a != "-m")]
 
 
-def environment(home):
-    return {**os.environ, "SPECBENCH_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def environment(home, **more):
+    return {**os.environ, "SPECBENCH_CACHE": str(home / "cache"), **FIXED, **more}
 
 
-def run(home, door, *arguments, ok=True):
-    done = subprocess.run(
-        command(home, door, *arguments), cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300
-    )
+def start(home, door, *arguments, **more):
+    """A door that runs beside the test; `more` is added to its environment."""
+    output = Path(tempfile.mkdtemp(dir=home))
+    return Door(f"specbench.{door}", arguments_of(home, door, *arguments), ROOT, environment(home, **more), output)
+
+
+def call(home, door, *arguments, **more):
+    """Exit code, stdout and stderr of a door, whatever came of it."""
+    return start(home, door, *arguments, **more).completed()
+
+
+def run(home, door, *arguments, ok=True, **more):
+    """The stdout of a door that must succeed, or the one line with which it must refuse."""
+    done = call(home, door, *arguments, **more)
     if ok:
         assert done.returncode == 0, done.stderr[-3000:]
-    else:
-        lines = [x for x in done.stderr.splitlines() if x.startswith("specbench: ")]
-        assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
-        assert len(lines) == 1, done.stderr[-3000:]
-        return lines[0]
-    return done.stdout
+        return done.stdout
+    lines = [x for x in done.stderr.splitlines() if x.startswith("specbench: ")]
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert len(lines) == 1, done.stderr[-3000:]
+    return lines[0]
 
 
-def start(home, door, *arguments):
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command(home, door, *arguments), cwd=ROOT, env=environment(home), **quiet)
+def typed(home, door, *arguments):
+    """The same typed at a shell: a new interpreter, which takes seconds to import what it needs. Once a door is enough."""
+    command = [sys.executable, "-m", f"specbench.{door}", *arguments_of(home, door, *arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300)
 
 
 def weight(home, name):
@@ -52,14 +67,22 @@ def rows_of(home, drafter):
     return read_cell(found[0])
 
 
-def kill_after_rows(process, results, lines):
-    """SIGKILL a run once its first cell has more than so many lines; that cell's path and content."""
+def wait_for_rows(process, results, lines):
+    """Until a run's first cell has more than so many lines, or the run is over; that cell's path."""
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    found = []
+    while time.monotonic() < deadline and process.poll() is None:
         found = list(results.rglob("rows.jsonl"))
         if found and found[0].read_bytes().count(b"\n") > lines:
             break
         time.sleep(0.01)
+    assert found, process.completed().stderr[-3000:]
+    return found[0]
+
+
+def kill_after_rows(process, results, lines):
+    """SIGKILL a run once its first cell has more than so many lines; that cell's path and content."""
+    path = wait_for_rows(process, results, lines)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return found[0], found[0].read_bytes()
+    return path, path.read_bytes()

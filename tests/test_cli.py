@@ -3,20 +3,20 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 from conftest import ROOT
-from doors import command, environment, kill_after_rows, rows_of, run, start, weight
+from doors import call, kill_after_rows, rows_of, run, start, typed, wait_for_rows, weight
 
 from specbench.records import read_cell
 
 
 def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
-    out = run(home, "run", "drafter=eagle2", "data.limit=5", weight(home, "eagle2"))
+    first = typed(home, "run", "drafter=eagle2", "data.limit=5", weight(home, "eagle2"))
+    assert first.returncode == 0, first.stderr[-3000:]
+    out = first.stdout
     assert "eagle2" in out and "none" in out and "identical 10/10" in out
     header, rows = rows_of(home, "eagle2")
     assert header["hardware"]["cores"] and header["versions"]["torch"] and header["commit"]
@@ -26,25 +26,29 @@ def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
     again = run(home, "run", "drafter=eagle2", "data.limit=5", weight(home, "eagle2"))
     assert again == out
     assert rows_of(home, "eagle2")[1] == rows
-    table = subprocess.run(
-        [sys.executable, "-m", "specbench.report", f"results={home / 'results'}", "format=markdown"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    table = call(home, "report", f"results={home / 'results'}", "format=markdown")
     assert "| eagle2 |" in table.stdout, table.stderr
+
+
+def test_a_refusal_and_a_report_can_be_typed_too(home):
+    refused = typed(home, "run", "drafter=none", "rerun=perhaps")
+    assert refused.returncode == 2 and refused.stderr == "specbench: rerun=perhaps: use missing, failed or all\n"
+    table = typed(home, "report", f"results={ROOT / 'tests' / 'golden' / 'rows'}", "format=markdown")
+    assert table.returncode == 0 and "| eagle2" in table.stdout, table.stderr
+
+
+def test_a_head_is_exported_to_a_new_folder_only(home, tmp_path):
+    out = tmp_path / "head"
+    asked = "drafter=eagle2", weight(home, "eagle2"), "format=sglang", f"out={out}"
+    done = typed(home, "export", *asked)
+    assert done.returncode == 0 and f"tensors in {out}" in done.stdout, done.stderr
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert "is there already" in run(home, "export", *asked, ok=False)
 
 
 def test_a_sweep_reports_a_failed_cell_and_runs_the_others(home):
     results = home / "sweep"
-    done = subprocess.run(
-        command(home, "run", "-m", "drafter=vanilla,eagle2", "data.limit=1", f"results={results}", weight(home, "eagle2")),
-        cwd=ROOT,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = call(home, "run", "-m", "drafter=vanilla,eagle2", "data.limit=1", f"results={results}", weight(home, "eagle2"))
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "1 cells failed, named above" in done.stderr.splitlines()[-1]
     assert "vanilla" in done.stderr and "do not fit" in done.stderr
@@ -53,15 +57,8 @@ def test_a_sweep_reports_a_failed_cell_and_runs_the_others(home):
 
 def test_run_survives_kill_9_and_repeats_and_loses_nothing(home):
     results = home / "killed"
-    arguments = ["drafter=eagle2", f"results={results}", "decode.max_new_tokens=100", weight(home, "eagle2")]
-    process = subprocess.Popen(
-        command(home, "run", *arguments),
-        cwd=ROOT,
-        env=environment(home),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    path, before = kill_after_rows(process, results, 5)
+    arguments = ["drafter=eagle2", f"results={results}", "decode.max_new_tokens=50", weight(home, "eagle2")]
+    path, before = kill_after_rows(start(home, "run", *arguments), results, 5)
     whole = before[: before.rfind(b"\n") + 1]
     assert 5 < whole.count(b"\n") < 1 + 12 * 2 * 2, "killed too late to show anything"
     run(home, "run", *arguments)
@@ -70,6 +67,17 @@ def test_run_survives_kill_9_and_repeats_and_loses_nothing(home):
     _, rows = read_cell(path)
     keys = [r.key for r in rows]
     assert len(keys) == len(set(keys)) == 12 * 2 * 2
+
+
+def test_an_interrupted_run_says_how_to_go_on(home, tmp_path):
+    arguments = ["drafter=none", f"results={tmp_path}", "decode.max_new_tokens=50"]
+    process = start(home, "run", *arguments)
+    wait_for_rows(process, tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    done = process.completed()
+    assert done.returncode == 2 and done.stderr.endswith("specbench: interrupted; run the same command again to continue\n")
+    run(home, "run", *arguments)
+    assert len(read_cell(next(tmp_path.rglob("rows.jsonl")))[1]) == 12 * 2
 
 
 BAD = {
@@ -86,7 +94,7 @@ BAD = {
     "a GPU where none is": (["model.device=cuda:7"], "model.device=cpu"),
     "a dtype that is none": (["model.dtype=floaty"], "floaty"),
     "negative temperature": (["sampler.temperature=-1"], "temperature"),
-    "odd rerun": (["rerun=perhaps"], "missing, failed or all"),
+    "odd rerun": (["rerun=perhaps"], "must be 'missing', 'failed' or 'all'"),
     "no prompt left": (["data.limit=0"], "leaves no prompt"),
     "a tree that is none": (["drafter=vanilla", "tree.gamma=0"], "gamma"),
 }
@@ -147,7 +155,8 @@ def train(home, name, *more):
 
 
 def test_training_writes_weights_that_run_uses(home):
-    run(home, "train", *train(home, "plain"))
+    done = typed(home, "train", *train(home, "plain"))
+    assert done.returncode == 0, done.stderr[-3000:]
     provenance = json.loads((home / "out" / "plain" / "provenance.json").read_text())
     assert provenance["tokens_seen"] > 0 and provenance["steps"] > 20 and provenance["history"][-1]["chain_tau"] >= 1
     out = run(
@@ -204,9 +213,7 @@ def test_a_gpus_recipes_train_every_drafter_at_toy_size(home):
         assert said["steps"] == 5 and said["recipe"]["settings"]["precision"] == "bf16"
         assert said["data"]["unique_tokens"] > 3 * 52 * 20, "four draws of 52 conversations"
         assert len(said["held_out"]["answers"]) == 2 and said["held_out"]["chain_tau"] >= 1
-    table = subprocess.run(
-        [sys.executable, "-m", "specbench.report", f"training={home / 'out'}"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
+    table = call(home, "report", f"training={home / 'out'}").stdout
     assert all(f"| gpu-{d} |" in table for d in drafters)
 
 

@@ -1,7 +1,9 @@
 """Every drafter found in conf/drafter/: wiring, training forward = decoding forward, falling loss, weights."""
 
+import copy
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -33,17 +35,25 @@ def batch_of(target, rows=8, length=24, seed=0):
     return Batch(tokens, states, everywhere, everywhere.clone(), hidden=hidden, kv=kv)
 
 
-def trained(drafter, target, steps=120, shift=0, seed=1):
-    """A drafter after a short training; `shift` displaces the tokens it is shown."""
-    made = make(drafter, target, seed=seed)
-    batch = batch_of(target)
+def trained(drafter, target, shift=0):
+    """A drafter of the tiny target after a short training; `shift` displaces the tokens it is shown."""
+    weights, losses = _training(drafter, shift)
+    made = make(drafter, target)
+    made.load_state_dict(weights)
+    return made, losses
+
+
+@cache
+def _training(drafter, shift):
+    """What came of it, for every test that asks: state and losses."""
+    target = tiny()
+    made, batch = make(drafter, target), batch_of(target)
     if hasattr(made, "base"):  # a second stage on top of a finished first one
-        first, _ = trained(made.base.name, target, steps, shift, seed)
-        made.base.load_state_dict(first.state_dict())
+        made.base.load_state_dict(_training(made.base.name, shift)[0])
     if shift:
         batch.tokens = batch.tokens.roll(shift, 1)
-    losses = optimise(made, batch, steps)
-    return made, losses
+    losses = optimise(made, batch, 60)
+    return copy.deepcopy(made.state_dict()), losses
 
 
 def optimise(made, batch, steps):
@@ -134,7 +144,7 @@ class Recorder:
 def test_training_forward_equals_decoding_forward(drafter):
     """Teacher-forced agreement, counted by the loss, is the first-token acceptance, counted by drafting."""
     target = tiny()
-    made, _ = trained(drafter, target, steps=30)
+    made, _ = trained(drafter, target)
     batch = batch_of(target, rows=4, seed=5)
     if hasattr(made, "noise"):
         made.noise = 0.0
@@ -181,7 +191,7 @@ def test_shifting_tokens_by_one_visibly_hurts(drafter):
 @pytest.mark.parametrize("drafter", TRAINED)
 def test_replay_counts_what_decoding_counts(drafter):
     target = tiny()
-    made, _ = trained(drafter, target, steps=60)
+    made, _ = trained(drafter, target)
     begin = len(PROMPT)
     tokens, steps = generate(target, made, cap=33)
     found = replay(target, made, [Answer(PROMPT + tokens, begin)])

@@ -4,8 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from conftest import DRAFTERS, ROOT, configuration
-from hydra import compose, initialize_config_dir
+from conftest import DRAFTERS, ROOT, composed, configuration
 from hydra.utils import instantiate
 
 DOORS = {"specbench.run", "specbench.train", "specbench.export", "specbench.report"}
@@ -80,15 +79,12 @@ def test_every_drafter_composes_and_instantiates(drafter):
 @pytest.mark.parametrize(("group", "key"), [(g, g) for g in ("model", "dataset", "tree")])
 def test_every_choice_composes_and_instantiates(group, key):
     for choice in options(group):
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("run", [f"{group}={choice}"])
-        assert instantiate(config[key]) is not None
+        assert instantiate(composed("run", f"{group}={choice}")[key]) is not None
 
 
 @pytest.mark.parametrize("recipe", options("train"))
 def test_every_recipe_composes_and_instantiates(recipe):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", [f"train={recipe}"])
+    config = composed("train", f"train={recipe}")
     for part in ("settings", "corpus", "text"):
         assert instantiate(config.train[part]) is not None
 

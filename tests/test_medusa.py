@@ -47,7 +47,7 @@ def test_the_tree_expects_most_of_all_trees_of_its_size(seed, nodes):
 def test_calibration_is_the_acceptance_that_drafting_finds():
     """Accuracy of head k at rank r, counted by proposing a full product of two levels at every position."""
     target = tiny()
-    made, _ = trained("medusa", target, steps=60)
+    made, _ = trained("medusa", target)
     tokens = PROMPT + plain(target, PROMPT, 30)
     found = made.calibrate([known_states(target, Answer(tokens, len(PROMPT)))])
     with torch.inference_mode():
@@ -71,7 +71,7 @@ def test_the_tree_ships_with_the_weights(tmp_path):
     from specbench.engine import weights
 
     target = tiny()
-    made, _ = trained("medusa", target, steps=20)
+    made, _ = trained("medusa", target)
     accuracy = made.calibrate([known_states(target, Answer(PROMPT + plain(target, PROMPT, 30), len(PROMPT)))])
     provenance = {"target_fingerprint": target.fingerprint(), "calibration": accuracy}
     weights.save(made, tmp_path, provenance)

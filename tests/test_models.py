@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, make
+from conftest import ROOT, composed, make
 from doors import rows_of, run
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -26,8 +25,7 @@ PAPERS |= {f"qwen2.5-{size}" for size in ("3b", "7b", "14b")}
 
 
 def spec(model, *overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return instantiate(compose("run", [f"model={model}", *overrides]).model)
+    return instantiate(composed("run", f"model={model}", *overrides).model)
 
 
 def test_every_target_of_the_papers_has_a_configuration():

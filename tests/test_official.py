@@ -28,7 +28,7 @@ from specbench.engine.verify import Lossless, verify
 GOLDEN = Path(__file__).parent / "golden" / "official"
 RECORDS = {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("*/cycles.json"))}
 PROMPTS = [(method, n) for method, record in RECORDS.items() for n in range(len(record["prompts"]))]
-CLOSE = {"atol": 1e-5, "rtol": 1e-4}  # float32, summed in another order
+CLOSE = {"atol": 5e-5, "rtol": 1e-4}  # float32, summed in another order, on another processor
 
 
 def target_of(method: str) -> Target:

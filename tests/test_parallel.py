@@ -1,13 +1,14 @@
 """Several processes train what one does: same global batch, same loss, same weights; real launches on CPU with gloo."""
 
 import json
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ROOT
-from doors import command, environment, run
+from doors import arguments_of, environment, run, start
 from safetensors.torch import load_file
 from test_cli import train
 
@@ -19,18 +20,22 @@ PHASES = "train.settings.phases=[{share: 0.5, train: [fc]}, {share: 0.5, vocabul
 SHORT = ("train.settings.steps=6", "train.settings.validation_answers=1")
 
 
-def launch(home, *arguments):
-    _, dash_m, *rest = command(home, "train", *arguments)
-    done = subprocess.run(
-        [sys.executable, *LAUNCH, dash_m, *rest],
-        cwd=ROOT,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def typed(home, *arguments):
+    """By the launcher itself: three new interpreters."""
+    command = [sys.executable, *LAUNCH, "-m", "specbench.train", *arguments_of(home, "train", *arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done
+
+
+def launch(home, *arguments):
+    """Two forked processes in the environment that the launcher gives its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    both = [start(home, "train", *arguments, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(2)]
+    done = [process.completed() for process in both]
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr[-3000:] + done[1].stderr[-3000:]
 
 
 def outcome(home, name):
@@ -50,11 +55,11 @@ def outcome(home, name):
 def test_two_processes_train_what_one_does(home, name, options):
     seed = f"train.corpus.seed={len(name)}"  # a corpus of its own, written by both processes
     both = [
-        lambda: launch(home, *train(home, f"{name}-2"), *SHORT, *options, seed),
+        lambda: (typed if name == "stored" else launch)(home, *train(home, f"{name}-2"), *SHORT, *options, seed),
         lambda: run(home, "train", *train(home, f"{name}-1"), *SHORT, *[o for o in options if o not in SHARDED], seed),
     ]
-    for start in both[::-1] if SHARDED[0] in options else both:  # a target in parts writes no corpus
-        start()
+    for train_once in both[::-1] if SHARDED[0] in options else both:  # a target in parts writes no corpus
+        train_once()
     (one, said_one), (two, said_two) = outcome(home, f"{name}-1"), outcome(home, f"{name}-2")
     state = torch.load(home / "cache" / "training" / "tiny" / f"{name}-2" / "checkpoint.pt", weights_only=True)
     assert len(state["rng"]) == 2  # there really were two

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conftest import ROOT, tiny
+from conftest import composed, tiny
 from doors import run
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,8 +88,7 @@ def test_neither_half_goes_without_the_other(home):
 
 @pytest.mark.parametrize("model", ["llama2-7b", "llama3-8b", "qwen2.5-7b"])
 def test_shapes_of_the_papers_targets_have_their_parameters(model):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("run", [f"model={model}"]).model
+    config = composed("run", f"model={model}").model
     shape = OmegaConf.to_container(config.shape, resolve=True)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))

@@ -1,29 +1,37 @@
-"""The default model with the shipped drafters: greedy identity in float32, target text, sampling against vanilla."""
+"""The default model with the shipped drafters: greedy identity in float32, acceptance, sampling, the shipped corpus."""
 
 import json
+import os
+from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHIPPED, configuration
-from hydra import compose, initialize_config_dir
+from conftest import ROOT, SHIPPED, composed, configuration
 from hydra.utils import instantiate
-from scipy.stats import chi2_contingency
+from scipy.stats import chisquare
 
 from specbench.assets import sha256_of
 from specbench.bench import audit
 from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.grow import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.training.corpus import PACKED, PACKED_PROVENANCE, unpack
 
+SAMPLED = Sampler(0.8, top_k=4)
+TOKENS = 25  # of an answer: enough for a dozen cycles
+
 
 @pytest.fixture(scope="module")
 def real():
+    """The target in float32 with a short and a long prompt; large enough for all cores that torch would take."""
     config = configuration("none", "model.dtype=float32", "data.limit=3")
     target, chat = instantiate(config.model).load()
-    questions = instantiate(config.dataset).load()
-    return target, [chat.encode([{"role": "user", "content": q.turns[0]}]) for q in questions]
+    short, _, long = instantiate(config.dataset).load()
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)
+    yield target, [chat.encode([{"role": "user", "content": q.turns[0]}]) for q in (short, long)]
+    torch.set_num_threads(1)
 
 
 def bound(name, target):
@@ -32,50 +40,70 @@ def bound(name, target):
     return drafter
 
 
-def ids(target, drafter, prompt, cap, sampler=None, generator=None):
-    events = decode(target, drafter, prompt, Limits(cap, target.stop_ids), Lossless(), sampler or Sampler(), generator)
-    return [t for e in events for t in ([e.token] if isinstance(e, Prefill) else e.tokens)]
+def events(target, drafter, prompt, cap, sampler=None, generator=None):
+    return list(decode(target, drafter, prompt, Limits(cap, target.stop_ids), Lossless(), sampler or Sampler(), generator))
+
+
+def ids(found):
+    return [t for e in found for t in ([e.token] if isinstance(e, Prefill) else e.tokens)]
+
+
+@pytest.fixture(scope="module")
+def answers(real):
+    """The baseline's greedy answers."""
+    target, prompts = real
+    return [ids(events(target, bound("none", target), prompt, TOKENS)) for prompt in prompts]
 
 
 @pytest.mark.parametrize("drafter", SHIPPED)
-def test_greedy_output_is_identical_in_float32(real, drafter):
-    target, prompts = real
-    none, made = bound("none", target), bound(drafter, target)
-    for prompt in prompts:
-        expected = ids(target, none, prompt, 32)
-        assert audit(target, prompt, expected, ids(target, made, prompt, 32)) == {"verdict": "identical"}
-
-
-def test_baseline_equals_generate(real):
-    target, prompts = real
-    expected = target.model.generate(torch.tensor([prompts[0]]), max_new_tokens=24, do_sample=False)[0, len(prompts[0]) :]
-    assert ids(target, bound("none", target), prompts[0], 24) == expected.tolist()
-
-
-def test_drafters_beat_chance(real):
+def test_greedy_output_is_identical_in_float32_and_better_than_chance(real, answers, drafter):
     """The shipped weights were trained for this target, with this wiring: they must be accepted."""
     target, prompts = real
-    for name in SHIPPED:
-        made = bound(name, target)
-        cycles = sum(len(list(decode(target, made, p, Limits(33), Lossless(), Sampler()))) - 1 for p in prompts)
-        assert 32 * len(prompts) / cycles > 1.25, name
+    made, cycles = bound(drafter, target), 0
+    for prompt, expected in zip(prompts, answers, strict=True):
+        found = events(target, made, prompt, TOKENS)
+        assert audit(target, prompt, expected, ids(found)) == {"verdict": "identical"}
+        cycles += len(found) - 1
+    assert sum(len(a) - 1 for a in answers) / cycles > 1.25
 
 
-@pytest.mark.parametrize("drafter", ["vanilla", "eagle2_small"])
-def test_sampling_follows_the_targets_distribution(real, drafter):
-    """First two tokens of many short continuations, speculative against plain: a two-sample chi-square."""
+def test_baseline_equals_generate(real, answers):
     target, prompts = real
-    prompt, sampler, runs = prompts[0][-12:], Sampler(0.8, top_k=4), 260
-    counts = []
-    for name in ("none", drafter):
-        made, generator = bound(name, target), torch.Generator().manual_seed(7)
-        counts.append([tuple(ids(target, made, prompt, 3, sampler, generator)) for _ in range(runs)])
-    kinds = sorted({k for side in counts for k in side}, key=lambda k: -sum(side.count(k) for side in counts))
-    table = np.array([[side.count(k) for k in kinds[:12]] for side in counts])
-    table = np.column_stack([table, runs - table.sum(1)])
-    table = table[:, table.sum(0) > 8]
-    assert table.shape[1] > 2, "the test has no power if one continuation is certain"
-    assert chi2_contingency(table).pvalue > 1e-3
+    made = target.model.generate(torch.tensor([prompts[0]]), max_new_tokens=TOKENS, do_sample=False)
+    assert answers[0] == made[0, len(prompts[0]) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def continuations(real):
+    """A short prompt, and how likely each three tokens are to follow it: the product of the target's conditionals."""
+    target, prompts = real
+    prompt, likely = prompts[0][-12:], {(): 1.0}
+    with torch.inference_mode():
+        for _ in range(3):
+            p = SAMPLED.probabilities(target.model(torch.tensor([[*prompt, *path] for path in likely])).logits[:, -1])
+            likely = {
+                (*path, t): mass * float(row[t])
+                for (path, mass), row in zip(likely.items(), p, strict=True)
+                for t in row.nonzero()[:, 0].tolist()
+            }
+    assert not any(stop in path[:2] for path in likely for stop in target.stop_ids), "shorter ones would be another case"
+    return prompt, likely
+
+
+# Sampled candidates and deterministic ones, in trees as deep as three tokens can show.
+@pytest.mark.parametrize(("drafter", "growth"), [("vanilla", Chain(2)), ("eagle2_small", Dynamic(2, 4, 12))])
+def test_sampling_follows_the_targets_distribution(real, continuations, drafter, growth):
+    """Three tokens many times over against their exact distribution, by chi-square; rare ones share a bin."""
+    (target, _), (prompt, likely), runs = real, continuations, 150
+    made, generator = bound(drafter, target), torch.Generator().manual_seed(7)
+    made.growth = growth
+    found = Counter(tuple(ids(events(target, made, prompt, 3, SAMPLED, generator))) for _ in range(runs))
+    assert not found.keys() - likely.keys(), "an impossible continuation"
+    often = [path for path, p in likely.items() if p * runs >= 5]
+    observed, expected = [found[p] for p in often], [likely[p] * runs for p in often]
+    observed, expected = [*observed, runs - sum(observed)], [*expected, runs - sum(expected)]
+    assert len(often) > 4, "the test has no power if one continuation is certain"
+    assert chisquare(observed, expected).pvalue > 1e-3
 
 
 class Shaky:
@@ -113,8 +141,7 @@ def test_the_shipped_corpus_is_this_targets_and_small(real):
     """Ids of what the target wrote, whole and under the settings that training asks for, so that it is taken over."""
     target, folder = real[0], ROOT / "drafters" / "weights" / "smollm2-135m"
     said = json.loads((folder / PACKED_PROVENANCE).read_text())
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        settings = instantiate(compose("train", []).train.corpus)
+    settings = instantiate(composed("train").train.corpus)
     assert said["corpus"] == settings.digest(target.fingerprint()) and said["license"] and said["commit"]
     assert (folder / PACKED).stat().st_size <= 12e6 and sha256_of(folder / PACKED) == said["sha256"]
     texts = unpack(folder / PACKED)

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import ROOT
+from doors import call
 from test_records import SETTINGS, random_row
 
 from specbench import metrics, trace
@@ -196,12 +197,12 @@ def test_a_row_cut_off_by_a_crash_is_left_out_and_said(tmp_path):
     ("arguments", "said"),
     [
         (["results=nowhere"], "no rows under"),
-        (["format=latex"], "terminal or markdown"),
+        (["format=latex"], "format=latex: must be 'terminal'"),
         (["import=nowhere.jsonl", "format=eagle"], "cannot read nowhere.jsonl: no such file"),
     ],
 )
 def test_bad_questions_are_one_clear_line(tmp_path, arguments, said):
-    done = subprocess.run([sys.executable, "-m", "specbench.report", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = call(tmp_path, "report", *arguments)
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and said in lines[0]
 

@@ -1,12 +1,11 @@
 """Sweeps: complete cells stay, failed ones are visible and come again, a kill loses nothing, two at once do no harm."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, configuration
-from doors import command, environment, kill_after_rows, start
+from doors import call, kill_after_rows, start
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -17,14 +16,7 @@ EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml
 
 def sweep(home, results, *arguments, drafters="vanilla,eagle2", weights=None):
     folder = weights or home / "weights"
-    return subprocess.run(
-        command(home, "run", "-m", f"drafter={drafters}", *_common(folder, results), *arguments),
-        cwd=ROOT,
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    return call(home, "run", "-m", f"drafter={drafters}", *_common(folder, results), *arguments)
 
 
 def _common(weights, results):

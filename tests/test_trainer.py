@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DRAFTERS, ROOT, tiny
-from hydra import compose, initialize_config_dir
+from conftest import DRAFTERS, ROOT, composed, tiny
 from hydra.utils import instantiate
 from torch import nn
 from trials import options_of, trials
@@ -348,13 +347,8 @@ TRAININGS = sorted(p.stem for p in (ROOT / "conf" / "train").glob("*.yaml"))
 RECIPES = sorted(p.stem for p in (ROOT / "conf" / "recipe").glob("*.yaml"))
 
 
-def composed(*overrides: str) -> Any:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", list(overrides)).train
-
-
 def settings_of(*overrides: str) -> TrainSettings:
-    made: TrainSettings = instantiate(composed(*overrides).settings)
+    made: TrainSettings = instantiate(composed("train", *overrides).train.settings)
     return made
 
 
@@ -380,7 +374,7 @@ def test_a_recipe_is_chosen_by_training_and_drafter():
 
 
 def test_what_has_no_recipe_of_its_own_is_trained_like_eagle():
-    own, general = composed("train=paper", "drafter=eagle2"), composed("train=paper", "drafter=eagle2_token")
+    own, general = (composed("train", "train=paper", f"drafter={d}").train for d in ("eagle2", "eagle2_token"))
     assert own.settings == general.settings and own.batch == general.batch and own.answers_only == general.answers_only
 
 
@@ -428,8 +422,7 @@ def test_the_papers_numbers():
 
 @pytest.mark.parametrize("trial", trials(), ids=lambda t: f"{t.drafter}-{t.name}")
 def test_every_trial_is_something_the_door_takes(trial):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", options_of(trial, seed=1, steps=7))
+    config = composed("train", *options_of(trial, seed=1, steps=7))
     settings = instantiate(config.train.settings)
     assert (settings.steps, settings.seed) == (7, 1) and config.train.build is False
     made = instantiate(config.drafter, weights=None)
@@ -444,8 +437,7 @@ def test_every_trial_is_something_the_door_takes(trial):
 @pytest.mark.parametrize("scale", ["small", "paper", "gpu", "brief"])
 @pytest.mark.parametrize("drafter", ["vanilla", "eagle2", "medusa", "hass", "coral", "beagle", "moa"])
 def test_every_drafter_can_follow_its_recipe(scale, drafter):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", [f"train={scale}", f"drafter={drafter}"])
+    config = composed("train", f"train={scale}", f"drafter={drafter}")
     made = instantiate(config.drafter, weights=None)
     made.bind(tiny())
     check(made, instantiate(config.train.settings))

@@ -12,6 +12,7 @@ its ancestors and itself. Nothing here reads a value back to the host.
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
 import torch
@@ -60,6 +61,55 @@ class Growth(Protocol):
         """A tree below the root."""
 
 
+@dataclass(frozen=True)
+class _Level:
+    """F nodes of one level that have children, and these M children."""
+
+    expanded: Tensor  # [F] nodes
+    rows: Tensor  # [F] the row of each one's parent, -1 for the root
+    visible: Tensor  # [F, R + F] bool, see `Expandable.expand`
+    below: Tensor  # [M] nodes
+    places: Tensor  # [M] which of the F is each one's parent
+    ranks: Tensor  # [M]
+    wanted: int  # candidates below a node, at most
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A static tree without its tokens, on a device. Tensors as in `DraftTree`; levels from the root's down."""
+
+    parents: Tensor
+    depths: Tensor
+    ranks: Tensor
+    ancestors: Tensor
+    levels: list[_Level]
+
+    @classmethod
+    def of(cls, parents: list[int], depths: list[int], ranks: list[int], device: torch.device) -> "_Shape":
+        def put(values: list[int]) -> Tensor:
+            return torch.tensor(values, device=device)
+
+        ancestors = tree.ancestor_mask(put(parents), max(depths))
+        levels: list[_Level] = []
+        rows: dict[int, int] = {}  # of expanded nodes, in the order of expansion
+        for depth in range(max(depths)):
+            level = sorted({p for p, d in zip(parents, depths, strict=True) if d == depth + 1})
+            rows |= {node: len(rows) + i for i, node in enumerate(level) if depth}
+            below = [n for n, d in enumerate(depths) if d == depth + 1]
+            levels.append(
+                _Level(
+                    expanded=put(level),
+                    rows=put([rows.get(parents[n], -1) for n in level]),
+                    visible=ancestors[put(level)][:, put([*rows])] if depth else ancestors[:1, :0],
+                    below=put(below),
+                    places=put([level.index(parents[n]) for n in below]),
+                    ranks=put([ranks[n] for n in below]),
+                    wanted=max(ranks[n] for n in below) + 1,
+                )
+            )
+        return cls(put(parents), put(depths), put(ranks), ancestors, levels)
+
+
 class Static:
     """The same shape every cycle, given as rank paths: [[0], [1], [0, 0]] is two children and one grandchild.
 
@@ -78,35 +128,32 @@ class Static:
         self.candidates = candidates
         self.depths = tree.depths_of(self.parents)
         self.depth, self.nodes, self.width = max(self.depths), len(self.parents), max(self.ranks) + 1
-        inner = set(self.parents)
-        self._levels = [[n for n, d in enumerate(self.depths) if d == level and n in inner] for level in range(self.depth)]
-        self.rows = sum(map(len, self._levels[1:]))
-        self._row = {n: r for r, n in enumerate(n for level in self._levels[1:] for n in level)}
+        self.rows = len(set(self.parents[1:]) - {0})
+        self._shapes: dict[torch.device, _Shape] = {}
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         logits = drafter.root_logits()[None]
-        device = logits.device
-        parents, ranks = torch.tensor(self.parents, device=device), torch.tensor(self.ranks, device=device)
+        shape = self._shape(logits.device)
         sampled = self.candidates != "top" and not sampler.greedy
-        tokens = torch.full((self.nodes,), root, dtype=torch.long, device=device)
-        q = torch.zeros(self.nodes, logits.shape[-1], device=device) if sampled else None
-        ancestors = tree.ancestor_mask(parents, self.depth)
-        expanded: list[int] = []
-        for depth, level in enumerate(self._levels):
+        tokens = torch.full((self.nodes,), root, dtype=torch.long, device=logits.device)
+        q = torch.zeros(self.nodes, logits.shape[-1], device=logits.device) if sampled else None
+        for depth, level in enumerate(shape.levels):
             if depth:
-                expanded += level
-                rows = torch.tensor([self._row.get(self.parents[n], -1) for n in level], device=device)
-                logits = drafter.expand(tokens[level], rows, depth, ancestors[level][:, expanded])
-            below = [n for n, d in enumerate(self.depths) if d == depth + 1]
-            wanted = max(self.ranks[n] for n in below) + 1
-            choice, distribution = self._choose(logits, wanted, sampled, sampler, generator)  # [F, wanted]
-            place = torch.tensor([level.index(self.parents[n]) for n in below], device=device)
-            tokens[below] = choice[place, ranks[below]]
+                logits = drafter.expand(tokens[level.expanded], level.rows, depth, level.visible)
+            choice, distribution = self._choose(logits, level.wanted, sampled, sampler, generator)  # [F, wanted]
+            tokens[level.below] = choice[level.places, level.ranks]
             if q is not None and distribution is not None:
-                q[level] = distribution
-        depths = torch.tensor(self.depths, device=device)
+                q[level.expanded] = distribution
         with_replacement = self.candidates == "sample_with_replacement"
-        return DraftTree(tokens, parents, depths, ancestors, ranks, self.depth, self.width, q, with_replacement)
+        fixed = shape.parents, shape.depths, shape.ancestors, shape.ranks
+        return DraftTree(tokens, *fixed, self.depth, self.width, q, with_replacement)
+
+    def _shape(self, device: torch.device) -> "_Shape":
+        """What every tree has in common, put on a device once: copies from the host make it wait for the device."""
+        if device not in self._shapes:
+            with torch.inference_mode(False):  # of use outside of it too
+                self._shapes[device] = _Shape.of(self.parents, self.depths, self.ranks, device)
+        return self._shapes[device]
 
     def _choose(
         self, logits: Tensor, count: int, sampled: bool, sampler: Sampler, generator: torch.Generator | None

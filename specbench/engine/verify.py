@@ -173,11 +173,11 @@ def verify(
     taken, bonus = rule(tree, logits, sampler, generator)
     reached = ~(tree.ancestors & ~taken).any(-1)  # [N] every edge from the root down is taken
     # Among nodes reached the deepest wins; of equals (typical acceptance, repeated siblings) the first, i.e. likeliest.
-    last = (reached * (tree.depths + 1)).argmax()
-    on_path = tree.ancestors[last]
+    last = (reached * (tree.depths + 1)).argmax(0, keepdim=True)  # [1]: a single number would be read to index by it
+    on_path = tree.ancestors[last][0]
     finite = torch.isfinite(logits.amax(-1)).all()  # a row's maximum is NaN if anything in it is
     summary = torch.stack([on_path.long(), tree.tokens, tree.ranks])
-    scalars = torch.stack([bonus[last], finite.long(), tree.depths.max()])
+    scalars = torch.stack([bonus[last][0], finite.long(), tree.depths.max()])
     table = torch.cat([summary.flatten(), scalars]).tolist()  # the one device-to-host synchronisation of verification
 
     n = len(tree)
