@@ -7,9 +7,11 @@ import functools
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -56,10 +58,10 @@ def run_door(main: Callable[[], None], name: str | None = None) -> None:
     except SpecBenchError as error:
         sys.exit(_complain(told(error)))
     except Exception as error:
-        if HydraConfig.initialized():
-            sys.exit(_complain(told(error)))
-        # A few mistakes in a command line are not foreseen by the library that reads it.
-        sys.exit(_complain(f"{' '.join(sys.argv[1:])}: {one_line(error) or type(error).__name__}"))
+        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+        if os.path.dirname(hydra.__file__) in innermost:  # a mistake in the command line that its reader did not foresee
+            sys.exit(_complain(f"{' '.join(sys.argv[1:])}: {one_line(error) or type(error).__name__}"))
+        sys.exit(_complain(told(error)))
     if _lost:
         sys.exit(2)
 

@@ -96,5 +96,7 @@ def _become(module: str, arguments: list[str], folder: Path, environment: dict[s
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.argv = [module, *arguments]
+    package, _, name = module.rpartition(".")
+    delattr(sys.modules[package], name)
     sys.modules.pop(module)  # to be executed once more, as the main module
     runpy.run_module(module, run_name="__main__", alter_sys=True)

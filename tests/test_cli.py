@@ -32,7 +32,7 @@ def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
 
 def test_a_refusal_and_a_report_can_be_typed_too(home):
     refused = typed(home, "run", "drafter=none", "rerun=perhaps")
-    assert refused.returncode == 2 and refused.stderr == "specbench: rerun=perhaps: use missing, failed or all\n"
+    assert refused.returncode == 2 and refused.stderr == "specbench: rerun=perhaps: must be 'missing', 'failed' or 'all'\n"
     table = typed(home, "report", f"results={ROOT / 'tests' / 'golden' / 'rows'}", "format=markdown")
     assert table.returncode == 0 and "| eagle2" in table.stdout, table.stderr
 
@@ -95,7 +95,7 @@ BAD = {
     "a dtype that is none": (["model.dtype=floaty"], "floaty"),
     "negative temperature": (["sampler.temperature=-1"], "temperature"),
     "odd rerun": (["rerun=perhaps"], "must be 'missing', 'failed' or 'all'"),
-    "no prompt left": (["data.limit=0"], "leaves no prompt"),
+    "no prompt left": (["data.limit=0"], "data.limit=0: must be greater than or equal to 1"),
     "a tree that is none": (["drafter=vanilla", "tree.gamma=0"], "gamma"),
 }
 
@@ -262,11 +262,11 @@ def test_training_on_the_text_itself(home):
     ("arguments", "said"),
     [
         (["drafter=none"], "nothing to train"),
-        (["train.corpus.source=songs"], "answers or text"),
+        (["train.corpus.source=songs"], "must be 'answers' or 'text'"),
         (["train.text.path=/nowhere"], "no training text"),
-        (["train.settings.optimizer=sgd"], "adamw or muon"),
+        (["train.settings.optimizer=sgd"], "must be 'adamw' or 'muon'"),
         (["train.settings.phases=[{share: 0.5}]"], "do not sum to 1"),
-        (["train.settings.phases=[{share: 1.0, drafter: {colour: 3}}]"], "`colour` is no option"),
+        (["train.settings.phases=[{share: 1.0, drafter: {colour: 3}}]"], "phases[0].drafter.colour: no such option"),
     ],
 )
 def test_bad_training_input_is_one_clear_line(home, arguments, said):
