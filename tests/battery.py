@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,17 @@ class Count:
 
 
 COUNT = Count()
+
+
+@contextmanager
+def counting(what: object) -> Iterator[None]:
+    """Around one bad input that a test tries by other means."""
+    COUNT.tried += 1
+    try:
+        yield
+    except BaseException:
+        COUNT.failed.append(str(what))
+        raise
 
 
 def snapshot(*folders: Path) -> dict[str, tuple[int, int]]:

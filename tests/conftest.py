@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from battery import COUNT
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from transformers import (
@@ -101,6 +102,12 @@ def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
 @pytest.fixture(params=["llama", "gemma3"])
 def target(request: pytest.FixtureRequest) -> Target:
     return tiny(request.param)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many bad inputs were tried, and how many did not end as they should."""
+    if COUNT.tried:
+        terminalreporter.write_line(f"bad inputs: {COUNT.tried} tried, {len(COUNT.failed)} failed")
 
 
 WORDS = ["<pad>", "<end>", *(f"w{i}" for i in range(59))]

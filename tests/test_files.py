@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from battery import counting
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given
@@ -31,12 +32,13 @@ FAILURE = asdict(Failure("eagle2", "q", 0, "boom"))
 
 def refusal(read, *arguments) -> str | None:
     """What is said against a file, one line; None where it is read."""
-    try:
-        read(*arguments)
-    except SpecBenchError as error:
-        said = str(error)
-        assert said and len(said.splitlines()) == 1, said
-        return said
+    with counting(arguments):
+        try:
+            read(*arguments)
+        except SpecBenchError as error:
+            said = str(error)
+            assert said and len(said.splitlines()) == 1, said
+            return said
     return None
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from battery import counting
 from conftest import configuration, make, tiny
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
@@ -44,12 +45,13 @@ def model(home, tmp_path):
 
 def refused(call, *words):
     """One line that names all this."""
-    with pytest.raises(SpecBenchError) as error:
-        call()
-    said = str(error.value)
-    assert "\n" not in said and len(said) < 900, said
-    for word in words:
-        assert str(word) in said, said
+    with counting(words):
+        with pytest.raises(SpecBenchError) as error:
+            call()
+        said = str(error.value)
+        assert "\n" not in said and len(said) < 900, said
+        for word in words:
+            assert str(word) in said, said
 
 
 def load(folder, **options):
