@@ -91,6 +91,7 @@ def _become(module: str, arguments: list[str], folder: Path, environment: dict[s
         own = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(own, descriptor)
         os.close(own)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -1,4 +1,24 @@
-"""What only a GPU can show; skipped where none is, because there is nothing to look at."""
+"""What only a GPU can show; skipped where none is, because there is nothing to look at.
+
+`test_device` checks on `meta` that no tensor stays on the CPU and that a cycle waits for the device twice. Nothing records
+a run of the tests below; the first one has to show:
+
+    kernels     attention with boolean masks and grouped heads gives the baseline's ids in float32; sampling runs in
+                bfloat16
+    waits       the profiler counts what `test_device` counts
+    compiled    CUDA graphs (`reduce-overhead`) say what eager passes say, though every replay overwrites the last one's
+                outputs, and cached rows that a drafter taps are views of what the next pass writes
+    writing     dialogues written many at a time are those written on the CPU
+    training    half precision: finite gradients; that no loss scale is needed
+
+and beyond these tests, by hand on one machine or two GPUs:
+
+    clock       draft, target, verification and rest of a row add up to its decode time (`measure.Clock` synchronises)
+    memory      `measure.PeakMemory` against nvidia-smi; an allocation too large is one failed row, and the next one runs
+    halves      real targets in bfloat16 differ from the baseline at numerical ties only (the table says so)
+    several     model.device_map=auto over two GPUs; train.shard_target over NCCL; two processes train what one does
+    speed-up    the papers' settings (`make bench MODEL=…`), which a CPU says nothing about
+"""
 
 import pytest
 import torch
@@ -43,9 +63,10 @@ def test_sampling_runs_on_a_gpu(drafter):
     assert len(ids(events(target, make(drafter, target), Sampler(1.0)))) == 32
 
 
-@pytest.mark.parametrize("drafter", [d for d in TRAINED if "router" not in d])  # a router reads its groups back each level
+@pytest.mark.parametrize("drafter", TRAINED)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_cycle_waits_for_the_device_twice_at_most(drafter, temperature):
+    """A router once more at each level, for its groups."""
     target = on_gpu()
     made = make(drafter, target)
     events(target, made, Sampler(temperature))  # warm
@@ -55,7 +76,8 @@ def test_a_cycle_waits_for_the_device_twice_at_most(drafter, temperature):
         found = events(target, made, Sampler(temperature))
         torch.cuda.synchronize()
     waits = sum(e.count for e in p.key_averages() if e.key in WAITS)
-    assert waits <= 2 * (len(found) - 1) + 6, waits  # the prefill and the end have a few of their own
+    levels = made.growth.depth if hasattr(made, "router") else 0
+    assert waits <= (2 + levels) * (len(found) - 1) + 6, waits  # the prefill and the end have a few of their own
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle2", "beagle"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, configuration
-from doors import call, kill_after_rows, start
+from doors import call, kill_after_rows, start, typed
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -14,9 +14,9 @@ from specbench.records import Failure, read_cell
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
-def sweep(home, results, *arguments, drafters="vanilla,eagle2", weights=None):
+def sweep(home, results, *arguments, drafters="vanilla,eagle2", weights=None, by=call):
     folder = weights or home / "weights"
-    return call(home, "run", "-m", f"drafter={drafters}", *_common(folder, results), *arguments)
+    return by(home, "run", "-m", f"drafter={drafters}", *_common(folder, results), *arguments)
 
 
 def _common(weights, results):
@@ -94,7 +94,8 @@ def test_launchers_work_in_their_local_modes(home, tmp_path, launcher):
         "submitit_local": ["hydra.launcher.timeout_min=5", f"hydra.launcher.submitit_folder={tmp_path / 'log'}"],
         "ray": ["+hydra.launcher.ray.init.num_cpus=2", "+hydra.launcher.ray.init.include_dashboard=false"],
     }[launcher]
-    done = sweep(home, tmp_path / "results", f"hydra/launcher={launcher}", *arguments)
+    # A launcher pickles the job by value with all it refers to: only a new interpreter has what a user's has, and no more.
+    done = sweep(home, tmp_path / "results", f"hydra/launcher={launcher}", *arguments, by=typed)
     assert done.returncode == 0, done.stderr[-3000:]
     for drafter in ("eagle2", "vanilla"):
         assert len(rows(tmp_path / "results", drafter)[1]) == 8
