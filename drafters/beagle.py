@@ -41,8 +41,8 @@ from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
-from specbench.engine.options import Count, Name, Text, Weight
 from specbench.engine.target import Target
+from specbench.options import Count, Name, Text, Weight
 
 
 class Beagle(TrainedDrafter):

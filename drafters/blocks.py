@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, Taps
-from specbench.engine.options import Name, Text
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
+from specbench.options import Name, Text
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 

@@ -32,7 +32,7 @@ from drafters.hass import Hass
 from drafters.teacher import Teacher
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch
-from specbench.engine.options import Count, Name, Positive, Text, Weight
+from specbench.options import Count, Name, Positive, Text, Weight
 
 
 class Coral(Hass):

@@ -49,10 +49,10 @@ from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
-from specbench.engine.options import Name, Text, Weight
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
+from specbench.options import Name, Text, Weight
 
 OWN_TOKENS = 24  # of the target's own text, enough to see which half of fc is which, and how large states are
 Inputs = Literal["shifted", "unshifted", "feature", "token"]

@@ -23,7 +23,7 @@ from drafters.eagle import Eagle, following
 from drafters.teacher import Teacher
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch
-from specbench.engine.options import Count, Name, Text, Weight
+from specbench.options import Count, Name, Text, Weight
 
 
 class Hass(Eagle):

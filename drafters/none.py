@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
-from specbench.engine.options import Name
 from specbench.engine.tree import root_only
+from specbench.options import Name
 
 
 class NoDrafter:

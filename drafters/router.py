@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from drafters.blocks import TrainedDrafter, chooser
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, NoShortcut, TargetStates
-from specbench.engine.options import Count, Name, Text
 from specbench.engine.target import Target
+from specbench.options import Count, Name, Text
 
 
 class Routed(TrainedDrafter):

@@ -32,11 +32,11 @@ from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
-from specbench.engine.options import Count, Name, Text, Weight
 from specbench.engine.pretrained import contents_of, local, read_model, read_tokenizer
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.weights import Checkpoint
 from specbench.errors import SpecBenchError
+from specbench.options import Count, Name, Text, Weight
 
 
 class Vanilla(TrainedDrafter):

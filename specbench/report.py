@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from specbench import schema
 from specbench.door import CONF, run_door, spoken
-from specbench.engine.options import Name, Text
 from specbench.errors import SpecBenchError, visible
+from specbench.options import Name, Text
 from specbench.records import by_error
 from specbench.reporting import cells, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources

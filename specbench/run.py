@@ -26,7 +26,6 @@ from specbench.datasets import PromptSet, Question
 from specbench.door import CONF, run_door, spoken, sweeping
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Drafter
-from specbench.engine.options import Count, Natural, Text
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Alphas, Rule
 from specbench.engine.weights import PROJECT
@@ -34,6 +33,7 @@ from specbench.errors import SpecBenchError, one_line, visible
 from specbench.faults import told
 from specbench.metrics import BASELINE
 from specbench.models import ModelSpec
+from specbench.options import Count, Natural, Text
 from specbench.records import Cell, CellFailure, has_failed, held, identity
 from specbench.reporting import cells, tables
 

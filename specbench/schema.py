@@ -1,7 +1,7 @@
 """Holds a configuration to what the classes that take it declare, before anything is loaded.
 
 Every option is declared once: as an annotated parameter of the class that a node's `_target_` names, or as a field of the
-door's own dataclass. Types and ranges are those annotations (`specbench/engine/options.py`); nothing is converted, so that
+door's own dataclass. Types and ranges are those annotations (`specbench/options.py`); nothing is converted, so that
 `"3"` is no number. Whatever is wrong ends in one line: the option, its value, what is allowed.
 """
 
@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from specbench.errors import SpecBenchError
+from specbench.errors import SpecBenchError, visible
 
 INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
 _RULES = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
@@ -55,7 +55,7 @@ def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> 
         if name in INSTANTIATION and place:
             continue
         if name not in declared:
-            raise SpecBenchError(f"{_join(place, name)}: no such option{nearest(name, declared)}")
+            raise SpecBenchError(f"{_join(place, visible(str(name)))}: no such option{nearest(name, declared)}")
     for name, option in declared.items():  # in the order of declaration: what a message names comes first
         if name in node:
             _value(node[name], option, _join(place, name))
@@ -211,4 +211,5 @@ def _join(place: str, name: Any) -> str:
 
 def _shown(value: Any) -> str:
     shown = "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+    shown = visible(shown)
     return shown if len(shown) <= 60 else shown[:57] + "…"

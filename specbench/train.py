@@ -27,10 +27,10 @@ from specbench.door import CONF, run_door, spoken
 from specbench.engine import weights
 from specbench.engine.grow import Chain, Growth
 from specbench.engine.interface import Drafter, NoShortcut, Taps
-from specbench.engine.options import Count, Name, Text
 from specbench.engine.target import Target, pick_device
 from specbench.errors import SpecBenchError
 from specbench.models import ModelSpec
+from specbench.options import Count, Name, Text
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import Answer, Corpus, Shards, held_out
 from specbench.training.plan import Rows, plan

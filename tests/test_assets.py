@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from specbench import assets, datasets
-from specbench.assets import Wheel, atomic_path, cached, file_from_wheel, model_folder, sha256_of
+from specbench import assets, datasets, models
+from specbench.assets import Wheel, atomic_path, cached, file_from_wheel, sha256_of
 from specbench.datasets import Chat, Conversations, PromptSet, whole_records
 from specbench.errors import SpecBenchError
+from specbench.models import model_folder
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +103,8 @@ def test_the_wheel_stands_in_for_a_hub_out_of_reach(index, monkeypatch):
     def offline(hub, revision):
         raise SpecBenchError("no network")
 
-    monkeypatch.setattr(assets, "folder_from_hub", offline)
-    monkeypatch.setattr(assets, "_convert_gguf", lambda file, folder: folder.mkdir())
+    monkeypatch.setattr(models, "folder_from_hub", offline)
+    monkeypatch.setattr(models, "_convert_gguf", lambda file, folder: folder.mkdir())
     found = model_folder("m", None, "hub/id", None, wheel)
     assert found == model_folder("m", None, None, None, wheel) and found.is_dir()
     with pytest.raises(SpecBenchError, match="no network"):

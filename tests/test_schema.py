@@ -21,9 +21,9 @@ import specbench.run
 import specbench.train
 from specbench import schema
 from specbench.datasets import Conversations, PromptSet
-from specbench.engine.options import Count
 from specbench.errors import SpecBenchError
 from specbench.models import ModelSpec
+from specbench.options import Count
 
 DOORS: dict[str, Any] = {
     "run": specbench.run,

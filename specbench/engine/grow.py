@@ -21,9 +21,9 @@ from torch import Tensor
 
 from specbench.engine import tree
 from specbench.engine.interface import DraftTree
-from specbench.engine.options import Count, Natural
 from specbench.engine.sampling import Sampler, draw, draw_without_replacement, top
 from specbench.errors import SpecBenchError
+from specbench.options import Count, Natural
 
 Paths = Sequence[Annotated[Sequence[Natural], Field(min_length=1)]]
 Candidates = Literal["top", "sample", "sample_with_replacement"]

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from specbench.engine.options import Natural, Weight
+from specbench.options import Natural, Weight
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from pydantic import Field
 from torch import Tensor
 
 from specbench.engine.interface import DraftTree, Verdict
-from specbench.engine.options import Seed, Share, Weight
 from specbench.engine.sampling import Sampler, draw
 from specbench.errors import SpecBenchError
+from specbench.options import Seed, Share, Weight
 
 Alphas = Annotated[Sequence[Share], Field(min_length=1)]  # probability of acceptance by depth
 

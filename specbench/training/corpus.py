@@ -28,10 +28,10 @@ from typing_extensions import TypedDict
 
 from specbench.assets import atomic_path, sha256_of
 from specbench.datasets import Chat, Message
-from specbench.engine.options import Count, Seed, Weight
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError, refusing
 from specbench.files import parse, read_bytes, read_json
+from specbench.options import Count, Seed, Weight
 from specbench.progress import progress
 from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, rows_of, write, writing
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specbench.engine.options import Count, Natural, Positive, Seed, Share, Text, Weight
 from specbench.errors import SpecBenchError
+from specbench.options import Count, Natural, Positive, Seed, Share, Text, Weight
 
 Decay = Literal["constant", "linear", "cosine"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
