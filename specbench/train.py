@@ -157,6 +157,7 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
         drafter.taps,
         shards.settings.tokens,
         rows.tokens,
+        shards.settings.reading,
     )
     answers = held_out(shards.folder, settings.validation_answers)
 
@@ -193,6 +194,7 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
         "recipe": {k: v for k, v in recipe.items() if k not in ("name", "out")},  # where it was written is no recipe
         "tokens_seen": trainer.tokens,
         "steps": trainer.step,
+        "precision": trainer.accelerator.mixed_precision,
         "hours": round(trainer.seconds / 3600, 3),
         "machine": measure.hardware(target.device),
         "versions": measure.versions(),

@@ -38,7 +38,8 @@ from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, rows
 PACKED, PACKED_PROVENANCE = "corpus.safetensors.xz", "corpus.json"
 MOST_CHARACTERS = 12  # a token: no longer text is ever encoded
 LEAST = 32  # tokens that an answer must have room for, or its question is not asked
-HOW = ("tokens", "draws", "states", "shard", "rows", "precision")  # how far, where and how it is written, not what
+# how far, where and how it is written, not what it is
+HOW = ("tokens", "draws", "states", "shard", "rows", "precision", "reading")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class CorpusSettings:
         tokens: stop once this many are there; None for all conversations.
         states: store the target's states. shard: sequences a file of them.
         rows: dialogues written side by side. precision: see `writer.write`.
+        reading: precision of the passes that read states, see `precision.wide`.
     """
 
     source: Literal["answers", "text"] = "answers"
@@ -76,6 +78,7 @@ class CorpusSettings:
     shard: Count = 96
     rows: Count = 128
     precision: Precision = "target"
+    reading: Literal["auto", "target"] = "target"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings a list

@@ -28,6 +28,7 @@ from specbench.engine.target import Target
 from specbench.errors import SpecBenchError, refusing
 from specbench.progress import progress
 from specbench.training.corpus import Text, Writer
+from specbench.training.precision import wide
 
 VALIDATION = "validation"
 READ_TOKENS = 4096  # of a pass that reads states
@@ -47,7 +48,7 @@ class Sequence:
 
 
 @torch.no_grad()
-def read(target: Target, texts: list[Text], states: bool = True) -> list[Sequence]:
+def read(target: Target, texts: list[Text], states: bool = True, precision: str = "target") -> list[Sequence]:
     """Texts with the target's states, in the given order; neighbours in length share a right-padded pass."""
     found: dict[int, Tensor] = {}
     waiting = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
@@ -58,7 +59,8 @@ def read(target: Target, texts: list[Text], states: bool = True) -> list[Sequenc
         padded = [texts[i].tokens + [0] * (longest - len(texts[i].tokens)) for i in part]
         tokens = torch.tensor(padded, device=target.device)
         positions = torch.arange(longest, device=target.device).expand_as(tokens)
-        last = target.run(tokens, positions, None, None)  # causal: padding on the right is seen by no real token
+        with wide(precision, target.device, target.hidden_size):
+            last = target.run(tokens, positions, None, None)  # causal: padding on the right is seen by no real token
         found |= {i: last[row, : len(texts[i].tokens)].to("cpu", torch.bfloat16) for row, i in enumerate(part)}
     sequences = []
     for i, text in enumerate(texts):
@@ -90,7 +92,8 @@ class Shards:
         seconds = 0.0
         for _ in range(2):  # the first one warms up
             begin = time.perf_counter()
-            states = self.target.run(tokens, torch.arange(length, device=tokens.device).expand_as(tokens), None, None)
+            with wide(self.settings.reading, self.target.device, self.target.hidden_size):
+                states = self.target.run(tokens, torch.arange(length, device=tokens.device).expand_as(tokens), None, None)
             float(states.sum())  # waits for the device
             seconds = time.perf_counter() - begin
         return seconds / tokens.numel()
@@ -107,7 +110,7 @@ class Shards:
             for turn, (name, texts) in enumerate(shards.items()):
                 path = self.folder / f"{name}.safetensors"
                 if turn % processes == process and not self._there(path, texts):
-                    save_shard(path, read(self.target, texts, self.settings.states))
+                    save_shard(path, read(self.target, texts, self.settings.states, self.settings.reading))
                 done += sum(len(t.tokens) for t in texts)
                 reached(done)
         return self.folder
@@ -174,6 +177,7 @@ class Corpus:
             gives each a row of its own, padded behind it.
         taps: layers wanted beside the last state; needs `online`.
         limit: use this many tokens' worth of shards at most.
+        reading: precision of what `online` computes, see `precision.wide`.
 
     Raises:
         SpecBenchError: no shards, or no states in them and no target to compute them.
@@ -189,9 +193,10 @@ class Corpus:
         taps: Taps | None = None,
         limit: int | None = None,
         row_tokens: int | None = None,
+        reading: str = "target",
     ):
         self.batch, self.answers_only, self.seed, self.online = batch, answers_only, seed, online
-        self.taps, self.row_tokens = taps or Taps(), row_tokens
+        self.taps, self.row_tokens, self.reading = taps or Taps(), row_tokens, reading
         self.sequences: list[Span] = []
         self.shards: list[str] = []
         self.tokens = 0
@@ -256,7 +261,11 @@ class Corpus:
             if batch.starts is not None:
                 causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
                 mask = batch.within(causal)[:, None]
-            read_states, batch.hidden, batch.kv = self.online.tapped(batch.tokens, self.taps, batch.positions, mask)
+            with wide(self.reading, self.online.device, self.online.hidden_size):
+                read_states, hidden, kv = self.online.tapped(batch.tokens, self.taps, batch.positions, mask)
+            own = self.online.dtype  # whatever the products were in
+            batch.hidden = {layer: h.to(own) for layer, h in hidden.items()}
+            batch.kv = {layer: (k.to(own), v.to(own)) for layer, (k, v) in kv.items()}
             batch.states = read_states.to(dtype)
         return batch
 

@@ -16,6 +16,7 @@ from specbench.engine.interface import Batch
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
 from specbench.training.features import Shards
+from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings
 from specbench.training.trainer import check
 
@@ -126,6 +127,7 @@ def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, bat
     seconds, progress = 0.0, 0.0
     options = {name: getattr(drafter, name) for name in drafter.phased}
     drafter.train()
+    half = mixed(settings.precision, target.device, target.hidden_size) != "no"
     with torch.random.fork_rng():
         tokens = torch.randint(target.vocab_size, (batch, length), device=target.device)
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
@@ -139,7 +141,8 @@ def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, bat
             count = settings.vocabulary_in(phase)
             if count is not None:
                 made.vocabulary = torch.arange(min(count, target.vocab_size), device=target.device)
-            loss = drafter.loss(made)["loss"]
+            with torch.autocast(target.device.type, torch.bfloat16, enabled=half):
+                loss = drafter.loss(made)["loss"]
             loss.backward()
             float(loss.detach())  # waits for the device
             drafter.zero_grad(set_to_none=True)

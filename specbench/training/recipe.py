@@ -134,7 +134,8 @@ class TrainSettings:
         warmup, warmup_steps, plateau, decay, floor: see `Schedule`.
         clip: of the gradient, None for none. clip_by: its `norm`, or each entry's `value`.
         accumulate: batches a step.
-        precision: `no`, `bf16` or `fp16` (Accelerate's mixed precision, over weights in float32), `auto`: bf16 on a GPU.
+        precision: `no`, `bf16` or `fp16` (Accelerate's mixed precision, over weights in float32), `auto`: bf16 on a
+            GPU, and on a processor that multiplies it faster (`precision.mixed`).
         vocabulary: confine the classification loss to this many frequent ids; None for all. Phases may say otherwise.
         sampled: of these confine it to so many a batch: those in its own text, and others drawn anew; None for all of them.
         phases: see `Phase`; none is one phase that changes nothing.

@@ -27,6 +27,7 @@ from specbench.engine.tensors import unpickled
 from specbench.errors import SpecBenchError, refusing
 from specbench.training import parameters
 from specbench.training.features import Corpus, Row
+from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings, describe, phase_at, rates
 
 
@@ -106,7 +107,7 @@ class Trainer:
         self.named = trainable(drafter)
         self.parameters = [p for _, p in self.named]
         device = self.parameters[0].device
-        precision = {"cpu": "no"}.get(device.type, "bf16") if settings.precision == "auto" else settings.precision
+        precision = mixed(settings.precision, device, max(p.shape[-1] for p in self.parameters))
         self.dtype = self.parameters[0].dtype  # in which the drafter is used
         if precision != "no":  # in half precision an update smaller than a 256th of a weight would be lost
             self._cast(torch.float32)
