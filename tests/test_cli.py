@@ -1,6 +1,7 @@
 """The command lines, run for real on a tiny model: rows, resume after kill -9, bad input, training and its resume."""
 
 import json
+import random
 import shutil
 import signal
 import time
@@ -186,6 +187,37 @@ def test_training_survives_kill_9_bit_for_bit(home):
         assert (home / "out" / name / "model.safetensors").is_file()
     whole, killed = ((home / "out" / n / "model.safetensors").read_bytes() for n in ("whole", "killed"))
     assert whole == killed
+
+
+def kill_often(begin, times, longest):
+    """Start a door again and again, each time killed at another moment; whether any was killed before its end."""
+    moments = random.Random(7)
+    cut_short = 0
+    for _ in range(times):
+        process = begin()
+        time.sleep(moments.uniform(0.2, longest))
+        cut_short += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return cut_short
+
+
+def test_a_run_killed_at_fifteen_moments_loses_and_doubles_nothing(home, tmp_path):
+    arguments = ["drafter=eagle2", f"results={tmp_path}", "decode.max_new_tokens=100", weight(home, "eagle2")]
+    assert kill_often(lambda: start(home, "run", *arguments), 15, 2.5) >= 5
+    run(home, "run", *arguments)
+    (path,) = tmp_path.rglob("rows.jsonl")
+    assert all(line.endswith(b"\n") for line in path.read_bytes().splitlines(keepends=True))
+    keys = [r.key for r in read_cell(path)[1]]
+    assert len(keys) == len(set(keys)) == 12 * 2 * 2
+
+
+def test_a_training_killed_at_fifteen_moments_ends_with_the_same_weights(home):
+    run(home, "train", *train(home, "once"))
+    assert kill_often(lambda: start(home, "train", *train(home, "often")), 15, 3.0) >= 5
+    run(home, "train", *train(home, "often"))
+    once, often = ((home / "out" / n / "model.safetensors").read_bytes() for n in ("once", "often"))
+    assert once == often
 
 
 def test_a_sweep_trains_every_drafter_by_its_own_recipe(home):
