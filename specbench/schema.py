@@ -136,14 +136,9 @@ def _said(error: ValidationError, value: Any) -> str:
     place = _within(value, deepest["loc"])
     for step in place:
         value = value[step]
-    wanted = [e["msg"].replace("Input should", "must", 1) for e in errors if _within_start(value, e, place)]
-    return f"{''.join(f'[{step}]' if isinstance(step, int) else f'.{step}' for step in place)}={_shown(value)}: " + (
-        " or ".join(dict.fromkeys(wanted)) or deepest["msg"]
-    )
-
-
-def _within_start(value: Any, error: Any, place: tuple[Any, ...]) -> bool:
-    return tuple(error["loc"][: len(place)]) == place
+    allowed = [e["msg"].replace("Input should", "must", 1) for e in errors if e["loc"][: len(place)] == place]
+    where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    return f"{where}={_shown(value)}: {' or '.join(dict.fromkeys(allowed))}"
 
 
 def _within(value: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -20,8 +20,8 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-from specbench import measure, schema
-from specbench.assets import atomic_path, cache_root, require_writable, sha256_of
+from specbench import contents, measure, schema
+from specbench.assets import atomic_path, cache_root, require_writable
 from specbench.datasets import Conversations
 from specbench.door import CONF, run_door, spoken
 from specbench.engine import weights
@@ -179,13 +179,23 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     found = acceptance(target, drafter, answers)
     if not processes.is_main_process:
         return
+    provenance = _provenance(config, trainer, corpus, target, found) | {"history": history, "calibration": calibration}
+    out = Path(config.train.out)
+    with atomic_path(out / weights.WEIGHTS) as temporary:
+        weights.save(drafter, temporary.parent, provenance)
+        (temporary.parent / weights.PROVENANCE).replace(out / weights.PROVENANCE)
+    print(f"weights in {out}")
+
+
+def _provenance(config: DictConfig, trainer: Trainer, corpus: Corpus, target: Target, found: Acceptance) -> dict[str, Any]:
+    """Where the weights come from: what was trained on what, by which recipe, how long, where, and how good it became."""
     recipe = OmegaConf.to_container(config.train, resolve=True)
     assert isinstance(recipe, dict)
-    provenance = {
+    return {
         "drafter": OmegaConf.to_container(config.drafter, resolve=True),
         "target": config.model.name,
         "target_fingerprint": target.fingerprint(),
-        "parameters": own,
+        "parameters": sum(p.numel() for p in trainer.parameters),
         "data": {
             **OmegaConf.to_container(config.train.corpus, resolve=True),  # type: ignore[dict-item]
             "unique_tokens": corpus.tokens,
@@ -199,19 +209,12 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
         "machine": measure.hardware(target.device),
         "versions": measure.versions(),
         "commit": measure.commit(),
-        "history": history,
         "held_out": {
             "chain_tau": round(found.tau, 4),
             "n_alpha": [round(a, 4) for a in found.alphas],
             "answers": found.answers,  # (tokens emitted, cycles) of each
         },
-        "calibration": calibration,
     }
-    out = Path(config.train.out)
-    with atomic_path(out / weights.WEIGHTS) as temporary:
-        weights.save(drafter, temporary.parent, provenance)
-        (temporary.parent / weights.PROVENANCE).replace(out / weights.PROVENANCE)
-    print(f"weights in {out}")
 
 
 def _shaping(config: DictConfig, target: Target) -> dict[str, Any]:
@@ -219,7 +222,7 @@ def _shaping(config: DictConfig, target: Target) -> dict[str, Any]:
     drafter: Any = OmegaConf.to_container(config.drafter, resolve=True)
     start = None
     if config.train.start is not None:
-        start = sha256_of(weights.PROJECT / config.train.start / weights.WEIGHTS)
+        start = contents.of_file(weights.PROJECT / config.train.start / weights.WEIGHTS)
     own = {k: v for k, v in drafter.items() if k not in ("name", "weights")}
     return {"drafter": own, "target": target.fingerprint(), "start": start}
 
