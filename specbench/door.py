@@ -37,10 +37,11 @@ def spoken(job: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             sys.exit(_complain("interrupted; run the same command again to continue"))
         except Exception as error:
-            code = _complain(told(error))
+            line = told(error)  # once: it may write a traceback down
+            code = _complain(line)
             if not sweeping():
                 sys.exit(code)
-            _lost.append(told(error))
+            _lost.append(line)
 
     return wrapped
 

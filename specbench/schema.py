@@ -27,8 +27,8 @@ INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of 
 _RULES = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
-def check(config: DictConfig, door: type) -> dict[str, Any]:
-    """Hold a composed configuration to a door's dataclass; returns it as plain values, interpolations resolved.
+def check(config: DictConfig, door: type) -> None:
+    """Hold a composed configuration, interpolations resolved, to a door's dataclass.
 
     Raises:
         SpecBenchError: an unknown, missing or unfit option.
@@ -40,7 +40,6 @@ def check(config: DictConfig, door: type) -> dict[str, Any]:
         raise SpecBenchError(f"{place}: {str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
     hold(plain, (door,))
-    return {str(name): value for name, value in plain.items()}
 
 
 def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> None:
