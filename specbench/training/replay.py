@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specbench.engine.interface import Batch, Drafter, Taps
+from specbench.engine.decode import Limits, decode
+from specbench.engine.interface import Batch, Drafter, Step, Taps
+from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
-from specbench.engine.tree import paths_of
+from specbench.engine.verify import Lossless
 from specbench.training.features import Answer
 
 MOST = 64  # tokens of an answer that are replayed
@@ -103,7 +105,7 @@ def _walk(result: Acceptance, accepted: list[int], begin: int, end: int, steps: 
         ahead = end - root - 1
         drafted, found = steps, accepted[root]
         if found == ahead:  # the answer ends inside the draft: what lay beyond was never put to the test
-            drafted, found = found, found - 1
+            drafted = found = found - 1
         result.add(found, min(drafted, ahead))
         root += found + 1
 
@@ -130,28 +132,14 @@ def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) ->
 @torch.no_grad()
 def replay(target: Target, drafter: Drafter, answers: list[Answer], most: int = MOST) -> Acceptance:
     """Replay the first `most` tokens of each answer. One target pass each, then drafting only."""
-    result, sampler = Acceptance(), Sampler()
+    result = Acceptance()
     for answer in answers:
         result.begin()
-        tokens = answer.ids[: answer.begin + most]
-        target.reset(len(tokens), drafter.taps)
-        drafter.reset(len(tokens) + drafter.nodes)
-        everything = target.prefill(torch.tensor(tokens, device=target.device))
-        known, root_at = 0, answer.begin  # states handed over so far; where the root stands
-        while root_at + 1 < len(tokens):
-            drafter.observe(everything.select(torch.arange(known, root_at, device=target.device)), tokens[root_at])
-            known = root_at
-            tree = drafter.propose(tokens[root_at], sampler, None)
-            parents, drafts = tree.parents.tolist(), tree.tokens.tolist()
-            ahead = tokens[root_at + 1 :]
-            matches = (_matched([drafts[n] for n in path[1:]], ahead) for path in paths_of(parents))
-            accepted = max(matches)
-            drafted = int(tree.depths.max())
-            if accepted == len(ahead):  # the answer ends inside the draft: what lay beyond was never put to the test
-                drafted = accepted
-                accepted -= 1
-            result.add(accepted, min(drafted, len(ahead)))
-            root_at += accepted + 1
+        prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + most]
+        known: Any = Known(target, prompt, said, drafter.taps)
+        for event in decode(known, drafter, prompt, Limits(len(said)), Lossless(), Sampler()):
+            if isinstance(event, Step):
+                result.add(event.accepted, event.drafted)
     return result
 
 
@@ -163,12 +151,3 @@ def known_states(target: Target, answer: Answer) -> tuple[Tensor, Tensor, int]:
         return tokens, answer.states.to(target.device, target.dtype), answer.begin
     target.reset(len(answer.ids))
     return tokens, target.prefill(tokens).last, answer.begin
-
-
-def _matched(draft: list[int], truth: list[int]) -> int:
-    count = 0
-    for guess, token in zip(draft, truth, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count
