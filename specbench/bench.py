@@ -1,11 +1,11 @@
-"""One cell: a drafter and the baseline decode the same prompts in turn, and every generation becomes a row.
+"""One cell: some drafters and the baseline decode the same prompts in turn, and every generation becomes a row.
 
 Knows the engine, prompts and rows; no configuration and no concrete drafter.
 """
 
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,16 +14,19 @@ from torch import nn
 from specbench.datasets import Chat, Message, Question
 from specbench.engine.cache import KVCache
 from specbench.engine.decode import Limits, Prefill, decode
-from specbench.engine.interface import Drafter
+from specbench.engine.interface import Drafter, Taps
+from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
+from specbench.errors import SpecBenchError
 from specbench.faults import told
-from specbench.measure import Clock, PeakMemory
+from specbench.measure import Clock, Others
 from specbench.metrics import BASELINE
 from specbench.options import Count, Natural, Seed
 from specbench.progress import progress
 from specbench.records import Cell, Failure, Row
+from specbench.trace import Watched
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,51 @@ class RunSettings:
     warmup: Natural = 1
 
 
+@dataclass(frozen=True)
+class Contender:
+    """What decodes, under which name, by which rule of acceptance."""
+
+    label: str
+    drafter: Drafter
+    rule: Rule
+
+
 class Bench:
-    """Decodes a list of questions with some drafters, prompt by prompt in turn, into one cell."""
+    """Decodes questions with some contenders, generation by generation in turn, into one cell.
+
+    Args:
+        replay: the baseline decodes; the others draft against its answers without target passes, see `Known`.
+    """
 
     def __init__(
-        self, target: Target, chat: Chat, drafters: list[Drafter], rule: Rule, sampler: Sampler, settings: RunSettings
+        self,
+        target: Target,
+        chat: Chat,
+        contenders: Sequence[Contender],
+        sampler: Sampler,
+        settings: RunSettings,
+        replay: bool = False,
     ):
-        self.target, self.chat, self.drafters = target, chat, drafters
-        self.rule, self.sampler, self.settings = rule, sampler, settings
-        self.clock, self.memory = Clock(target.device), PeakMemory(target.device)
+        self.target, self.chat, self.contenders = target, chat, contenders
+        self.sampler, self.settings, self.replay = sampler, settings, replay
+        self.clock, self.others = Clock(target.device), Others()
+        if replay and target.dtype != torch.float32:
+            kind = str(target.dtype).removeprefix("torch.")
+            raise SpecBenchError(
+                f"replay=true needs model.dtype=float32: in {kind} answers part at ties; or set replay=false"
+            )
+        taps = [c.drafter.taps.resolve(target.layers) for c in contenders]
+        self.taps = Taps(tuple({i for t in taps for i in t.hidden}), tuple({i for t in taps for i in t.kv}))
 
     def run(self, questions: list[Question], cell: Cell) -> int:
         """Decode what the cell lacks; returns how many generations failed."""
-        keys = [(d.name, q.id, t) for q in questions for t in range(len(q.turns)) for d in self.drafters]
+        keys = [(c.label, q.id, t) for q in questions for t in range(len(q.turns)) for c in self.contenders]
         if all(cell.done(k) for k in keys):
             return 0
         self._warm_up(questions[0])
-        with progress(" ".join(d.name for d in self.drafters), len(keys), "generations") as reached:
+        names = [c.label for c in self.contenders]
+        title = " ".join(names) if len(names) < 4 else f"{len(names)} drafters"
+        with progress(title, len(keys), "generations") as reached:
             reached(sum(map(cell.done, keys)))
             for question in questions:
                 self._question(question, cell, lambda: reached(sum(map(cell.done, keys))))
@@ -73,12 +104,18 @@ class Bench:
             history.append({"role": "user", "content": text})
             prompt = self.chat.encode(history)
             reference: Row | None = None
-            for drafter in self.drafters:
-                row = cell.rows.get((drafter.name, question.id, turn))
+            known: Known | None = None  # one for all that draft against this answer
+            for contender in self.contenders:
+                row = cell.rows.get((contender.label, question.id, turn))
                 if not isinstance(row, Row):
-                    row = self._generate(drafter, question, turn, prompt, reference)
+                    begun = Row(contender.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
+                    if self.replay and reference is not None:
+                        known = known or Known(self.target, prompt, reference.tokens, self.taps)
+                        row = self._guarded(begun, self._replayed, contender, known, prompt)
+                    else:
+                        row = self._guarded(begun, self._decoded, contender, prompt, reference)
                     cell.write(row)
-                if isinstance(row, Row) and (drafter.name == BASELINE or reference is None):
+                if isinstance(row, Row) and (contender.label == BASELINE or reference is None):
                     reference = row
                 advance()
             if reference is None:
@@ -86,30 +123,24 @@ class Bench:
             answer = [t for t in reference.tokens if t not in self.target.stop_ids]
             history.append({"role": "assistant", "content": self.chat.tokenizer.decode(answer).strip()})
 
-    def _generate(
-        self, drafter: Drafter, question: Question, turn: int, prompt: list[int], reference: Row | None
-    ) -> Row | Failure:
+    def _guarded(self, row: Row, make: Callable[..., None], *arguments: Any) -> Row | Failure:
+        """A row, filled; or what went wrong: the other generations are worth having."""
         try:
-            row = Row(drafter.name, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
-            self.memory.start()
-            self._decode(drafter, prompt, row)
-            row.peak = self.memory.read() | {"kv": cached_bytes(self.target, drafter)}
-            if self.sampler.greedy and reference is not None and not self.rule.lossy:
-                row.audit = audit(self.target, prompt, reference.tokens, row.tokens)
-            if self.rule.simulated:
-                row.audit = {"verdict": "simulated acceptance"}
+            make(row, *arguments)
             return row
-        except Exception as error:  # whatever it is, the other generations are worth having
-            return Failure(drafter.name, question.id, turn, told(error))
+        except Exception as error:
+            return Failure(row.drafter, row.question, row.turn, told(error))
 
-    def _decode(self, drafter: Drafter, prompt: list[int], row: Row) -> None:
-        """Fill a row with one generation."""
+    def _decoded(self, row: Row, contender: Contender, prompt: list[int], reference: Row | None) -> None:
+        """Fill a row with one generation, timed."""
         generator = None
         if not self.sampler.greedy:
             own = zlib.crc32(f"{self.settings.seed} {row.question} {row.turn}".encode())
             generator = torch.Generator(self.target.device).manual_seed(own)
         limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
-        events = decode(self.target, drafter, prompt, limits, self.rule, self.sampler, generator, self.clock)
+        rule = contender.rule
+        self.others.start()
+        events = decode(self.target, contender.drafter, prompt, limits, rule, self.sampler, generator, self.clock)
         begin = self.clock()
         for event in events:
             if isinstance(event, Prefill):
@@ -119,13 +150,32 @@ class Bench:
             else:
                 row.add(event)
         row.decode_s = self.clock() - begin
+        row.others = self.others.read()
+        if self.sampler.greedy and reference is not None and not rule.lossy:
+            row.audit = audit(self.target, prompt, reference.tokens, row.tokens)
+        if rule.simulated:
+            row.audit = {"verdict": "simulated acceptance"}
+
+    def _replayed(self, row: Row, contender: Contender, known: Known, prompt: list[int]) -> None:
+        """Fill a row with the cycles that a drafter would have had on the way to a known answer."""
+        watched = Watched(contender.drafter)
+        limits = Limits(len(known.text) - known.begin, self.target.stop_ids)
+        row.replayed = True
+        events = decode(known, watched, prompt, limits, contender.rule, self.sampler)  # type: ignore[arg-type]
+        for event in events:
+            if isinstance(event, Prefill):
+                row.tokens.append(event.token)
+            else:
+                row.add(replace(event, draft_s=0.0, target_s=0.0, verify_s=0.0, rest_s=0.0))
+                watched.count(event)
+        row.confidence = watched.bins()
 
     def _warm_up(self, question: Question) -> None:
         """First calls pay for kernels and memory that later ones find ready; they are not rows."""
         prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]  # any ids do; few always fit
         limits = Limits(16, self.target.stop_ids)
-        for drafter in self.drafters * self.settings.warmup:
-            for _ in decode(self.target, drafter, prompt, limits, self.rule, self.sampler):
+        for contender in list(self.contenders) * (0 if self.replay else self.settings.warmup):
+            for _ in decode(self.target, contender.drafter, prompt, limits, contender.rule, self.sampler):
                 pass
 
 

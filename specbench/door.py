@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from specbench import measure, schema
 from specbench.errors import SpecBenchError, one_line, visible
@@ -65,6 +65,14 @@ def run_door(main: Callable[[], None], name: str | None = None) -> None:
         sys.exit(_complain(told(error)))
     if _lost:
         sys.exit(2)
+
+
+def composed(name: str, overrides: list[str]) -> DictConfig:
+    """The configuration of a door as if these overrides had been typed behind it, from within a job or outside of one."""
+    if GlobalHydra.instance().is_initialized():
+        return compose(name, overrides)
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return compose(name, overrides)
 
 
 def sweeping() -> bool:

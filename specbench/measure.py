@@ -27,6 +27,32 @@ class Clock:
         return time.perf_counter()
 
 
+class Others:
+    """How many cores other processes kept busy, on average since `start`: what makes a timing worthless."""
+
+    def start(self) -> None:
+        self.begin = self._now()
+
+    def read(self) -> float | None:
+        """Cores; None where the kernel does not tell (`/proc/stat`)."""
+        if self.begin is None or (now := self._now()) is None:
+            return None
+        seconds, busy, own = (b - a for a, b in zip(self.begin, now, strict=True))
+        return round(max(0.0, busy - own) / seconds, 2) if seconds > 0 else None
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds on the clock, of all processors' work, of this process's and its dead children's."""
+        try:
+            ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+            idle = ticks[3] + ticks[4]
+            own = os.times()
+            busy = (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
+            return time.perf_counter(), busy, own.user + own.system + own.children_user + own.children_system
+        except (OSError, ValueError, IndexError):  # not Linux
+            return None
+
+
 class PeakMemory:
     """Peak memory since `start`. On a GPU the allocator's peak and the driver's view; else the peak resident set.
 

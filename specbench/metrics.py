@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from specbench.records import Row
-from specbench.shapes import Header
+from specbench.shapes import Arm, Header
 
 BASELINE = "none"
 
@@ -116,7 +116,7 @@ class Totals:
 
     Attributes:
         questions: Q names, sorted.
-        sums: name -> [Q], or [Q, DEPTHS] by depth. `peak` is a maximum, in bytes.
+        sums: name -> [Q], or [Q, DEPTHS] by depth.
     """
 
     questions: tuple[str, ...]
@@ -127,7 +127,7 @@ class Totals:
         """Add rows up; of the baseline only what was asked of both."""
         questions = tuple(sorted({r.question for r in rows}))
         place = {q: i for i, q in enumerate(questions)}
-        names = ("tokens", "cycles", "seconds", "draft", "target", "audited", "identical", "peak")
+        names = ("tokens", "cycles", "seconds", "draft", "target", "audited", "identical")
         sums: dict[str, np.ndarray] = {n: np.zeros(len(questions)) for n in names}
         sums |= {f"base_{n}": np.zeros(len(questions)) for n in names}
         sums |= {n: np.zeros((len(questions), DEPTHS)) for n in ("tried", "passed")}
@@ -142,7 +142,6 @@ class Totals:
             if row.audit is not None:
                 sums[prefix + "audited"][at] += 1
                 sums[prefix + "identical"][at] += row.audit["verdict"] == "identical"
-            sums[prefix + "peak"][at] = max(sums[prefix + "peak"][at], *peak_bytes(row))
             if not prefix:
                 accepted, drafted = np.array(row.accepted, int), np.array(row.drafted, int)
                 for depth in range(1, min(drafted.max(initial=0), DEPTHS) + 1):
@@ -159,13 +158,12 @@ class Totals:
 
     def pooled(self) -> Sums:
         """Sums over all questions: numbers, or [DEPTHS]."""
-        return {n: s.max(0, initial=0) if n.endswith("peak") else s.sum(0) for n, s in self.sums.items()}
+        return {n: s.sum(0) for n, s in self.sums.items()}
 
     def resampled(self) -> Sums:
         """The same over every bootstrap sample of questions: [S] or [S, DEPTHS]."""
-        sample = draws(len(self.questions))
         times = resamples(len(self.questions))
-        return {n: s[sample].max(1) if n.endswith("peak") else times @ s for n, s in self.sums.items()}
+        return {n: times @ s for n, s in self.sums.items()}
 
 
 def _alpha(depth: int) -> "Rate":
@@ -188,7 +186,6 @@ RATES: dict[str, Rate] = {
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps behind the first
     "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],
     "identical": lambda s: s["identical"] / s["audited"],  # greedy answers that are the baseline's, id by id
-    "memory": lambda s: s["peak"] / 2**20,
 }
 SAMPLES = 2000
 
@@ -273,6 +270,8 @@ def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = F
     """One phrase over all audits of greedy rows; of sampled ones, what the verification rule promises."""
     if any(r.audit and r.audit["verdict"] == "simulated acceptance" for r in rows):
         return "SIMULATED acceptance"
+    if any(r.replayed for r in rows):
+        return "replayed"
     if lossy:
         return "LOSSY verification rule"
     if sampled:
@@ -287,14 +286,20 @@ def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = F
     return f"identical {len(audits) - ties}/{len(audits)}" + (f", {ties} numerical ties" if ties else "")
 
 
-def summarise(header: Header, drafter: str, rows: Sequence[Row], baseline: Sequence[Row]) -> Summary:
-    """Everything the table shows about one drafter. header: of its cell, for parameter counts and the rule."""
-    parameters = header["parameters"]
+def summarise(
+    header: Header,
+    arm: Arm,
+    name: str,
+    rows: Sequence[Row],
+    baseline: Sequence[Row],
+    measured: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
+) -> Summary:
+    """Everything the table shows about one drafter. header, arm: of its cell, for parameter counts and the rule."""
     value, totals = tau(rows), Totals.of(rows, baseline)
-    draft, passes = (0, 0) if drafter == BASELINE else (parameters["drafter"], header["draft_passes"])
     sampled = header["config"]["sampler"]["temperature"] > 0
+    peaks = [values["peak"] for values in (measured or {}).get("memory", ())]
     return Summary(
-        drafter=drafter,
+        drafter=name,
         prompts=len(rows),
         tokens=sum(len(r.tokens) for r in rows),
         speed=speed(rows),
@@ -307,13 +312,10 @@ def summarise(header: Header, drafter: str, rows: Sequence[Row], baseline: Seque
         nodes=float(np.mean([float(n) for r in rows for n in r.nodes] or [float("nan")])),
         split=time_split(rows),
         predicted=predicted_speed_up(rows),
-        predicted_by_parameters=predicted_by_parameters(value, passes, draft, parameters["target"]),
-        peak_bytes=max((max(peak_bytes(r)) for r in rows), default=0),
-        lossless=lossless_verdict(rows, sampled, drafter != BASELINE and header["lossy"]),
+        predicted_by_parameters=predicted_by_parameters(
+            value, arm["passes"], arm["parameters"], header["target"]["parameters"]
+        ),
+        peak_bytes=int(np.median(peaks)) if peaks else 0,
+        lossless=lossless_verdict(rows, sampled, arm["lossy"]),
         totals=totals,
     )
-
-
-def peak_bytes(row: Row) -> list[int]:
-    """Peaks of a generation, one by source."""
-    return [v for v in row.peak.values() if isinstance(v, int) and not isinstance(v, bool)] or [0]

@@ -1,4 +1,4 @@
-"""Rows on disk: one JSONL file a cell (drafter x dataset x settings), a header first, then one row a prompt.
+"""Rows on disk: one JSONL file a cell (drafters x dataset x settings), a header first, then one row a generation.
 
 A row is written whole and flushed before the next prompt starts, so a killed run loses at most the prompt it was at.
 Knows nothing of drafters or datasets.
@@ -22,17 +22,20 @@ from specbench.assets import atomic_path
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
 from specbench.files import parse_lines, read_bytes, read_json
-from specbench.shapes import SCHEMA, Header, Measure, Natural, Seconds
+from specbench.shapes import SCHEMA, Header, Measure, Natural, Seconds, upgraded
 
 VERDICTS = ("identical", "numerical tie", "bug", "simulated acceptance")  # of an audit
+
+
+Bin = tuple[Natural, Natural, Annotated[float, AllowInfNan()]]  # nodes, those accepted, sum of the drafter's probabilities
 
 
 @dataclass
 class Row:
     """One generation: a drafter (or the baseline, `none`) on one turn of one question.
 
-    `tokens` are the emitted ids; the first came from the prefill, the others from the cycles. The four lists under
-    "cycles" have one entry a cycle; seconds are sums over the cycles. `peak` is in bytes.
+    `tokens` are the emitted ids; the first came from the prefill, the others from the cycles. The four lists have one
+    entry a cycle; seconds are sums over the cycles, and 0 where the row is `replayed`: such a row holds no speeds.
     """
 
     drafter: str
@@ -51,8 +54,11 @@ class Row:
     target_s: Seconds = 0.0
     verify_s: Seconds = 0.0
     rest_s: Measure = 0.0  # what no phase claims
-    peak: dict[str, bool | Natural] = field(default_factory=dict)
+    peak: dict[str, bool | Natural] = field(default_factory=dict)  # bytes by source; of older rows alone
     audit: dict[str, Any] | None = None
+    others: Seconds | None = None  # cores that other processes kept busy meanwhile
+    replayed: bool = False
+    confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.known`
     kind: Literal["prompt"] = "prompt"
 
     def add(self, step: Step) -> None:
@@ -85,6 +91,21 @@ class Failure:
     @property
     def key(self) -> tuple[str, str, int]:
         return self.drafter, self.question, self.turn
+
+
+@dataclass
+class Measurement:
+    """What was measured of one drafter beside its generations: `memory` or another quantity, so many times over."""
+
+    drafter: str
+    what: str
+    repetition: Natural
+    values: dict[str, Measure]
+    kind: Literal["measurement"] = "measurement"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.drafter, self.what, self.repetition
 
 
 @dataclass
@@ -143,13 +164,15 @@ class Cell:
     def __init__(self, folder: Path, settings: dict[str, Any], fresh: bool = False):
         self.path = folder / "rows.jsonl"
         self.rows: dict[tuple[str, str, int], Row | Failure] = {}
+        self.measured: dict[tuple[str, str, int], Measurement] = {}
         if fresh and self.path.exists():
             os.replace(self.path, self.path.with_suffix(f".{int(time.time())}.jsonl.old"))
         if self.path.exists():
             _drop_cut_line(self.path)
         if self.path.exists() and self.path.stat().st_size:
-            _, rows = read_cell(self.path)
-            self.rows = {row.key: row for row in rows}
+            _, records = read_cell(self.path)
+            self.rows = {r.key: r for r in records if not isinstance(r, Measurement)}
+            self.measured = {r.key: r for r in records if isinstance(r, Measurement)}
         else:
             folder.mkdir(parents=True, exist_ok=True)
             stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -159,10 +182,13 @@ class Cell:
         """Is there a good row for this generation?"""
         return isinstance(self.rows.get(key), Row)
 
-    def write(self, row: Row | Failure) -> None:
-        """Append one row and wait until it is on disk."""
-        self._append(asdict(row))
-        self.rows[row.key] = row
+    def write(self, record: Row | Failure | Measurement) -> None:
+        """Append one record and wait until it is on disk."""
+        self._append(asdict(record))
+        if isinstance(record, Measurement):
+            self.measured[record.key] = record
+        else:
+            self.rows[record.key] = record
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps(record) + "\n"
@@ -204,13 +230,13 @@ def _drop_cut_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
-def read_cell(path: Path) -> tuple[Header, list[Row | Failure]]:
-    """Header and rows of one file; a last line that was cut off is ignored.
+def read_cell(path: Path) -> tuple[Header, list[Row | Failure | Measurement]]:
+    """Header and records of one file; a last line that was cut off is ignored.
 
     Raises:
         SpecBenchError: no header, another schema, or a line that is damaged or no row; it names the line.
     """
-    lines = parse_lines(read_bytes(path), Line, path, cut=True)
+    lines = parse_lines(upgraded(read_bytes(path)), Line, path, cut=True)
     _, header = next(lines, (0, None))
     if header is None:
         raise SpecBenchError(f"{path} is empty: its run ended before the first row; run it again or remove the file")
@@ -218,20 +244,22 @@ def read_cell(path: Path) -> tuple[Header, list[Row | Failure]]:
         raise SpecBenchError(f"{path} does not start with a header; move it away")
     rows = []
     for number, row in lines:
-        if said := _contradiction(row):
+        if said := _contradiction(row, header["arms"]):
             raise SpecBenchError(f"{path} line {number}: {said}; remove that line to keep the rest")
         rows.append(row)
     return header, rows  # type: ignore[return-value]
 
 
-Line = Annotated[Header | Row | Failure, Discriminator("kind")]
+Line = Annotated[Header | Row | Failure | Measurement, Discriminator("kind")]
 
 
-def _contradiction(row: Any) -> str | None:
+def _contradiction(row: Any, arms: Iterable[str]) -> str | None:
     """What a row says against itself, if anything: each of its values may be right, and yet not all of them."""
     if isinstance(row, dict):
         return "a second header"
-    if isinstance(row, Failure):
+    if row.drafter not in arms:
+        return f"{row.drafter} is none of the header's drafters, {', '.join(arms)}"
+    if not isinstance(row, Row):
         return None
     if len({len(row.nodes), len(row.drafted), len(row.accepted), len(row.ranks)}) > 1:
         return "nodes, drafted, accepted and ranks have one entry a cycle, so as many each"
@@ -251,7 +279,8 @@ def has_failed(paths: Iterable[Path], config: dict[str, Any]) -> bool:
         if b"\n" not in read_bytes(path):
             continue
         header, rows = read_cell(path)
-        latest = {row.key: row for row in rows}
-        if header["config"] == config and any(isinstance(row, Failure) for row in latest.values()):
+        latest = {row.key: row for row in rows if not isinstance(row, Measurement)}
+        said = [{**header["config"], **{k: v for k, v in arm.items() if k in config}} for arm in header["arms"].values()]
+        if config in said and any(isinstance(row, Failure) for row in latest.values()):
             return True
     return False

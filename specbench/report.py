@@ -29,7 +29,7 @@ class Options:
 
     results: Text
     format: Literal["terminal", "markdown", "spec-bench", "eagle", "hass"]
-    claims: list[Name] | None
+    studies: list[Name] | None
     training: Text | None
     import_: Text | None
     baseline: Text | None
@@ -59,7 +59,7 @@ def main(config: DictConfig) -> None:
         found = cells.find(results)
         print(tables.markdown(found.entries, found.problems) + "\n" + tables.training_markdown(found.entries), end="")
         return
-    report = Report(Sources(results, chosen=config.claims))
+    report = Report(Sources(results, chosen=config.studies))
     for problem in report.problems:
         print(f"LEFT OUT {visible(problem)}")
     tables.show(report.main)

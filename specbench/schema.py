@@ -125,7 +125,10 @@ def _value(value: Any, option: Option, place: str) -> None:
 
 @functools.cache
 def _adapter(owner: type, name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(options(owner)[name].annotation, config=_RULES)
+    annotation = options(owner)[name].annotation
+    if hasattr(annotation, "__pydantic_config__"):  # a shape of files, which has rules of its own
+        return TypeAdapter(annotation)
+    return TypeAdapter(annotation, config=_RULES)
 
 
 def _said(error: ValidationError, value: Any) -> str:

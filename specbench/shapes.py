@@ -4,6 +4,7 @@ Everything a table or figure relies on is declared, with its range; an `OPEN` sh
 Rows and failures are declared where they are written, in `specbench/records.py`.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval, MinLen
@@ -12,7 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from specbench.files import OPEN
 
-SCHEMA = 1  # of rows
+SCHEMA = 2  # of rows
 
 Natural = Annotated[int, Interval(ge=0, lt=2**53)]  # what a double holds exactly
 Count = Annotated[int, Interval(ge=1, lt=2**53)]
@@ -109,28 +110,37 @@ class Sampling(TypedDict):
 
 @with_config(OPEN)
 class Config(TypedDict):
-    """The run's configuration, as far as a report needs it."""
+    """What all arms of a cell have in common, as far as a report needs it."""
 
-    drafter: Named
     model: Named
     dataset: Named
     sampler: Sampling
+    decode: NotRequired[dict[str, Any]]
+    threads: NotRequired[int | None]
     backend: NotRequired[str]
 
 
 @with_config(OPEN)
-class Of(TypedDict):
-    """Something of target and drafter each: parameters, or bytes of them."""
+class Arm(TypedDict):
+    """One drafter of a cell, with its tree and weights. of: the arm that it is a seed of."""
 
-    target: Count
-    drafter: Natural
+    drafter: Named
+    parameters: Natural  # that a draft pass multiplies, the shared LM head included
+    passes: Natural  # draft passes a cycle
+    lossy: bool
+    weights: Provenance
+    bytes: NotRequired[Natural]  # of its own parameters
+    of: NotRequired[str]
+    seed: NotRequired[Natural]
 
 
 @with_config(OPEN)
-class Precision(TypedDict):
-    """Of the target."""
+class Of(TypedDict):
+    """The target of a cell. parameters: that a pass multiplies, likewise."""
 
     dtype: str
+    parameters: Count
+    bytes: NotRequired[Count]
 
 
 @with_config(OPEN)
@@ -146,21 +156,43 @@ def _ours(schema: int) -> int:
     return schema
 
 
+def upgraded(data: bytes) -> bytes:
+    """The lines of a cell; a header of schema 1, of one drafter and the baseline beside it, as one of this schema."""
+    first, newline, rest = data.partition(b"\n")
+    if b'"schema": 1,' not in first[:80]:
+        return data
+    try:
+        header = json.loads(first)
+        config, parameters, held = header["config"], header["parameters"], header.get("bytes", {})
+        name = config["drafter"]["name"]
+        arms = {"none": {"drafter": {"name": "none"}, "parameters": 0, "passes": 0, "lossy": False, "weights": {}}}
+        if name != "none":
+            arms[name] = {"drafter": config["drafter"], "parameters": parameters["drafter"], "weights": header["weights"]}
+            arms[name] |= {"passes": header["draft_passes"], "lossy": header["lossy"]}
+            arms[name] |= {"bytes": held["drafter"]} if held else {}
+        target = header["target"] | {"parameters": parameters["target"]} | ({"bytes": held["target"]} if held else {})
+        header = {k: v for k, v in header.items() if k != "bytes"} | {"schema": SCHEMA, "arms": arms, "target": target}
+        return json.dumps(header).encode() + newline + rest
+    except (ValueError, KeyError, TypeError):
+        return data  # damaged, as its own shape then says
+
+
 @with_config(OPEN)
 class Header(TypedDict):
-    """The first line of `rows.jsonl`: everything that can change a row. bytes, simulated: not in the oldest rows."""
+    """The first line of `rows.jsonl`: everything that can change a row.
+
+    study: that the cell is of. replay: its drafters drafted against known answers, without target passes.
+    """
 
     kind: Literal["header"]
     schema: Annotated[int, AfterValidator(_ours)]
     config: Config
-    target: Precision
-    parameters: Of
-    draft_passes: Natural
-    lossy: bool
-    weights: Provenance
+    target: Of
+    arms: Annotated[dict[str, Arm], MinLen(1)]
     versions: Versions
     hardware: Machine
-    bytes: NotRequired[Of]
+    study: NotRequired[str | None]
+    replay: NotRequired[bool]
     simulated: NotRequired[bool]
 
 

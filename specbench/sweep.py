@@ -43,7 +43,7 @@ class Sweep(Callback):
             if self.done:
                 remaining = (int(os.environ[CELLS]) - number + 1) * self.seconds / self.done
                 left = f", about {remaining / 60:.0f} min left"
-            what = f"{config.drafter.name} on {config.dataset.name}"
+            what = config.study.title if "study" in config else f"{config.drafter.name} on {config.dataset.name}"
             print(f"cell {number}/{os.environ[CELLS]}: {visible(what)}{left}", file=sys.stderr, flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:

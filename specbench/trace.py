@@ -1,6 +1,6 @@
 """A trace: everything that happened in the cycles of one generation, for the report's viewer. Never timed, never a row.
 
-The loop is not touched: two proxies stand before target and drafter and remember the last tree and its logits.
+The loop is not touched: proxies stand before target and drafter and remember the last tree and its logits.
 """
 
 import json
@@ -34,6 +34,43 @@ class _Drafter(_Proxy):
     def propose(self, *arguments: Any) -> DraftTree:
         self.tree = self.inner.propose(*arguments)
         return self.tree
+
+
+BINS = 10  # of a drafter's probability for a token: [0, 0.1), …, [0.9, 1]
+
+
+class Watched(_Drafter):
+    """A drafter that is asked how sure it was, beside whether it was right: of every child of an accepted node."""
+
+    def __init__(self, inner: Any):
+        super().__init__(inner)
+        self.tried, self.right, self.sure = [0] * BINS, [0] * BINS, [0.0] * BINS
+
+    def count(self, step: Step) -> None:
+        """A cycle of the last tree, accepted down to a node that the answer then contradicts."""
+        if self.tree.confidence is None:
+            return
+        paths = [1.0, *self.tree.confidence().tolist()]  # of each node from the root on
+        tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
+        reached: int | None = 0
+        for said in step.tokens:
+            if reached is None:
+                break
+            here, reached = reached, None
+            for node in (n for n in range(1, len(tokens)) if parents[n] == here):
+                sure = min(1.0, paths[node] / paths[here]) if paths[here] > 0 else 0.0
+                bin_ = min(BINS - 1, int(sure * BINS))
+                self.tried[bin_] += 1
+                self.sure[bin_] += sure
+                if tokens[node] == said:
+                    self.right[bin_] += 1
+                    reached = node
+
+    def bins(self) -> list[tuple[int, int, float]]:
+        """Nodes, those that the answer followed, and the sum of their probabilities; empty if the drafter gives none."""
+        if not any(self.tried):
+            return []
+        return [(n, right, round(sure, 4)) for n, right, sure in zip(self.tried, self.right, self.sure, strict=True)]
 
 
 class _Target(_Proxy):

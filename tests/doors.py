@@ -18,10 +18,10 @@ def arguments_of(home, door, *arguments):
     if door == "report":
         return list(arguments)  # needs no model
     common = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32"]
-    if door == "run":
-        common += [f"results={home / 'results'}", f"data.root={home}", "decode.max_new_tokens=12", "threads=1"]
-    sweep = [a for a in arguments if a == "-m"]  # Hydra wants it in front
-    return [*sweep, *common, *(a for a in arguments if a != "-m")]
+    if door in ("run", "study"):
+        common += [f"results={home / 'results'}", f"data.root={home}", "decode.max_new_tokens=12", "threads=1", "memory=0"]
+    flags = [a for a in arguments if a.startswith("-")]  # Hydra wants them in front
+    return [*flags, *common, *(a for a in arguments if a not in flags)]
 
 
 def environment(home, **more):

@@ -14,18 +14,18 @@ from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from test_records import SETTINGS, random_row
+from test_records import SETTINGS, arm, random_row
 from test_report import fill
 
 from specbench import files, report
 from specbench.errors import SpecBenchError
 from specbench.metrics import BASELINE
-from specbench.records import Cell, CellFailure, Failure, has_failed, read_cell
+from specbench.records import Cell, CellFailure, Failure, Measurement, has_failed, read_cell
 from specbench.reporting import bundle, cells, claims, published, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
 from specbench.shapes import Provenance, Trace
 
-HEADER = {"kind": "header", "schema": 1, **SETTINGS}
+HEADER = {"kind": "header", "schema": 2, **SETTINGS}
 ROW = asdict(random_row(np.random.default_rng(0))[0])
 FAILURE = asdict(Failure("eagle2", "q", 0, "boom"))
 
@@ -98,7 +98,8 @@ def test_everything_committed_is_read():
     for path in rows:
         written = [json.loads(line) for line in path.read_text().split("\n") if line]
         header, found = read_cell(path)
-        assert header["config"] == written[0]["config"] and [asdict(r) for r in found] == written[1:], path
+        assert header["config"] == written[0]["config"], path
+        assert [asdict(r) | line for r, line in zip(found, written[1:], strict=True)] == [asdict(r) for r in found], path
     weights = list(ROOT.glob("drafters/weights/**/provenance.json"))
     assert weights and all(files.read_json(p, Provenance)["history"] for p in weights)
     traces = list(ROOT.glob("results/**/trace.json"))
@@ -141,14 +142,16 @@ def test_a_resumed_cell_is_read_the_same_way(tmp_path):
 
 
 def test_whether_generations_failed_is_asked_of_whole_files_with_this_configuration(tmp_path):
-    empty, cut, other = tmp_path / "a", tmp_path / "b", write(tmp_path / "c", HEADER | {"lossy": True}, ROW)
+    empty, cut, other = tmp_path / "a", tmp_path / "b", write(tmp_path / "c", HEADER | {"replay": True}, ROW)
     empty.write_bytes(b"")
     cut.write_bytes(b'{"kind": "hea')
     failed = write(tmp_path / "d", HEADER, FAILURE | {"question": "lost"})
     mended = write(tmp_path / "e", HEADER, FAILURE, ROW)
-    assert has_failed([empty, cut, other, failed], SETTINGS["config"])
-    assert not has_failed([empty, cut, other, mended], SETTINGS["config"])
-    assert not has_failed([failed], {**SETTINGS["config"], "more": 1})
+    config = {**SETTINGS["config"], "drafter": {"name": "eagle2"}}
+    assert has_failed([empty, cut, other, failed], config)
+    assert not has_failed([empty, cut, other, mended], config)
+    assert not has_failed([failed], {**config, "more": 1})
+    assert not has_failed([failed], {**config, "drafter": {"name": "hass"}})
 
 
 json_values = st.recursive(
@@ -182,7 +185,13 @@ TRAINED = {
     "parameters": 9, "tokens_seen": 9, "steps": 9, "hours": 0.1, "data": {"unique_tokens": 9},
     "machine": {"device": "toaster", "cores": 1}, "history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}],
 }  # fmt: skip
-RECORDS = [HEADER | {"weights": TRAINED, "bytes": {"target": 5, "drafter": 5}}, ROW | {"peak": {"kv": 1}}, FAILURE]
+OWN = arm(weights=TRAINED, bytes=5)
+RECORDS = [
+    HEADER | {"arms": {"none": arm("none", bytes=0), "eagle2": OWN}, "target": HEADER["target"] | {"bytes": 5}},
+    ROW | {"confidence": [[3, 1, 0.5]]},
+    FAILURE,
+    asdict(Measurement("eagle2", "memory", 0, {"peak": 9.0, "kv": 1.0})),
+]
 PLACES = [(i, at) for i, record in enumerate(RECORDS) for at in places(record)]
 
 

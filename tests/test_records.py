@@ -15,21 +15,27 @@ from specbench.records import Cell, Failure, Row, identity, read_cell
 from specbench.reporting import tables
 from specbench.reporting.cells import Entry
 
-SETTINGS = {
-    "config": {
-        "drafter": {"name": "eagle2"},
-        "model": {"name": "m"},
-        "dataset": {"name": "d"},
-        "sampler": {"temperature": 0.0},
-    },
-    "target": {"dtype": "float32"},
-    "parameters": {"target": 100, "drafter": 10},
-    "draft_passes": 6,
-    "lossy": False,
-    "weights": {},
-    "versions": {"torch": "2"},
-    "hardware": {"device": "toaster", "cores": 1},
-}
+
+def arm(name="eagle2", **more):
+    """A drafter's part of a header."""
+    known = {"drafter": {"name": name}, "parameters": 10, "passes": 6, "lossy": False, "weights": {}}
+    return known | ({"parameters": 0, "passes": 0} if name == "none" else {}) | more
+
+
+def settings(*drafters, dataset="d", **more):
+    """A header such as the doors write, of some drafters beside the baseline."""
+    config = {"model": {"name": "m"}, "dataset": {"name": dataset}, "sampler": {"temperature": 0.0}}
+    return {
+        "config": config,
+        "target": {"dtype": "float32", "parameters": 100},
+        "arms": {name: arm(name) for name in ("none", *drafters)},
+        "versions": {"torch": "2"},
+        "hardware": {"device": "toaster", "cores": 1},
+        **more,
+    }
+
+
+SETTINGS = settings("eagle2")
 
 
 def random_row(rng, drafter="eagle2", question="q", turn=0):
@@ -100,7 +106,7 @@ def test_rows_come_back_as_written(tmp_path):
     cell.write(row)
     cell.write(Failure("eagle2", "other", 1, "boom"))
     header, rows = read_cell(tmp_path / "rows.jsonl")
-    assert header["parameters"] == SETTINGS["parameters"]
+    assert header["arms"] == SETTINGS["arms"]
     assert rows[0] == row
     again = Cell(tmp_path, SETTINGS)
     assert again.done(row.key) and not again.done(("eagle2", "other", 1))
@@ -143,7 +149,7 @@ def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch):
         ("", "is empty"),
         ('{"kind": "hea', "is empty"),
         ('{"kind": "error", "drafter": "x", "question": "q", "turn": 0, "error": "boom"}\n', "start with a header"),
-        ('{"kind": "header", "schema": 0}\n', "line 1: header.schema: 0, while this code reads row schema 1"),
+        ('{"kind": "header", "schema": 0}\n', "line 1: header.schema: 0, while this code reads row schema 2"),
         ("HEADER\nnonsense\n", "line 2: not JSON"),
         ("HEADER\nHEADER\n", "line 2: a second header"),
         ('HEADER\n{"kind": "prompt", "what": 1}\n', "line 2: prompt.drafter: field required"),
@@ -151,14 +157,14 @@ def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch):
 )
 def test_damaged_files_are_named(tmp_path, content, match):
     path = tmp_path / "rows.jsonl"
-    path.write_text(content.replace("HEADER", json.dumps({"kind": "header", "schema": 1, **SETTINGS})))
+    path.write_text(content.replace("HEADER", json.dumps({"kind": "header", "schema": 2, **SETTINGS})))
     with pytest.raises(SpecBenchError, match=match):
         read_cell(path)
 
 
 def test_identity_sees_every_setting():
     assert identity(SETTINGS) == identity(json.loads(json.dumps(SETTINGS)))
-    assert identity(SETTINGS) != identity({**SETTINGS, "lossy": True})
+    assert identity(SETTINGS) != identity({**SETTINGS, "replay": True})
 
 
 def test_training_table_joins_shared_weights_and_adds_up_stages():
@@ -167,12 +173,10 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
         return stage | {"history": [{"chain_tau": 1.5}], "machine": {"device": "toaster", "cores": 1}} | more
 
     def entry(drafter, provenance):
-        rng = np.random.default_rng(0)
-        header = {**SETTINGS, "config": {**SETTINGS["config"], "drafter": {"name": drafter}}}
-        summary = metrics.summarise(header, drafter, [random_row(rng, drafter)[0]], [])
-        return Entry(
-            "", "m", "d", 0.0, "toaster", "float32", summary, 0, 1000, 100, 6, False, [], {}, provenance, Path("rows.jsonl")
-        )
+        own, header = arm(drafter, parameters=1000, weights=provenance), settings(drafter)
+        rows = [random_row(np.random.default_rng(0), drafter)[0]]
+        summary = metrics.summarise(header, own, drafter, rows, [])
+        return Entry("", summary, 0, rows, header, own, 1, {}, Path("rows.jsonl"))
 
     first, second = weights(), weights(parameters=7)
     routed = weights(parameters=3, base=second)

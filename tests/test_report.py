@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT
 from doors import call
-from test_records import SETTINGS, random_row
+from test_records import random_row, settings
 
 from specbench import metrics, trace
 from specbench.errors import SpecBenchError
@@ -26,18 +26,12 @@ GOLDEN = ROOT / "tests" / "golden"  # two cells of `make bench`, cut to two ques
 HOSTILE = '<img src=x onerror="document.title=\'owned\'"></script><script>document.title="owned"</script>&amp;'
 
 
-def settings(drafter="eagle2", dataset="d"):
-    """A header such as the run door writes."""
-    config = {**SETTINGS["config"], "drafter": {"name": drafter}, "dataset": {"name": dataset}}
-    return {**SETTINGS, "config": config}
-
-
 def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=0):
     """Random but consistent cells; returns all rows."""
     rng = np.random.default_rng(seed)
     made = []
     for drafter in drafters:
-        cell = Cell(folder / "m" / dataset / f"{drafter}-1", settings(drafter, dataset))
+        cell = Cell(folder / "m" / dataset / f"{drafter}-1", settings(drafter, dataset=dataset))
         for q in range(questions):
             for who in ("none", drafter):
                 row, _ = random_row(rng, who, str(q))
@@ -210,7 +204,7 @@ def test_bad_questions_are_one_clear_line(tmp_path, arguments, said):
 def test_two_cells_about_one_thing_are_both_shown_and_the_larger_one_counts(tmp_path):
     fill(tmp_path, ("eagle2",), dataset="mtbench")
     rng = np.random.default_rng(9)
-    again = Cell(tmp_path / "m" / "mtbench" / "eagle2-2", settings("eagle2", "mtbench"))
+    again = Cell(tmp_path / "m" / "mtbench" / "eagle2-2", settings("eagle2", dataset="mtbench"))
     for q in range(2):
         for who in ("none", "eagle2"):
             again.write(random_row(rng, who, str(q))[0])
@@ -223,7 +217,7 @@ def test_two_cells_about_one_thing_are_both_shown_and_the_larger_one_counts(tmp_
 
 def test_failures_stand_first(tmp_path):
     fill(tmp_path, ("eagle2",))
-    cell = Cell(tmp_path / "m" / "d" / "eagle2-1", settings())
+    cell = Cell(tmp_path / "m" / "d" / "eagle2-1", settings("eagle2"))
     cell.write(Failure("eagle2", "lost", 0, "boom"))
     path = CellFailure.path(tmp_path / "m" / "d", "moa", {})
     CellFailure("m", "d", "moa", 0.0, "no weights").write(path)
@@ -239,7 +233,7 @@ def test_failures_stand_first(tmp_path):
 def test_ten_thousand_rows_take_less_than_a_minute_and_a_gigabyte(tmp_path):
     rng = np.random.default_rng(0)
     for d in range(10):
-        cell = Cell(tmp_path / "m" / "mtbench" / f"d{d}-1", settings(f"d{d}", "mtbench"))
+        cell = Cell(tmp_path / "m" / "mtbench" / f"d{d}-1", settings(f"d{d}", dataset="mtbench"))
         lines = []
         for q in range(500):
             for who in ("none", f"d{d}"):

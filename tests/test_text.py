@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from test_files import no_figures  # noqa: F401
-from test_records import random_row
-from test_report import settings
+from test_records import SETTINGS, arm, random_row, settings
 
 from specbench import door, metrics, sweep
 from specbench.errors import SpecBenchError, one_line, visible
@@ -134,7 +133,7 @@ def fill(folder, names, dataset="mtbench", model="m"):
     """Cells whose drafter, dataset, model, category, question and error are hostile."""
     rng = np.random.default_rng(0)
     for i, name in enumerate(names):
-        header = settings(name, dataset)
+        header = settings(name, dataset=dataset)
         header["config"] = {**header["config"], "model": {"name": model}}
         cell = Cell(folder / "m" / "mtbench" / f"x-{i}", header)
         for q in range(2):
@@ -232,7 +231,7 @@ def one_token(who, question):
 def test_without_cycles_every_number_is_absent():
     rows, base = [one_token("eagle2", str(i)) for i in range(3)], [one_token("none", str(i)) for i in range(3)]
     for mine in (rows, []):
-        summary = metrics.summarise(settings(), "eagle2", mine, base)
+        summary = metrics.summarise(SETTINGS, arm(), "eagle2", mine, base)
         assert summary.speed_up is None and summary.tau_interval is None and summary.alphas == ()
         for value in (summary.tau, summary.tau_macro, summary.speed, summary.predicted, summary.nodes):
             assert np.isnan(value)
@@ -252,7 +251,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
         "zeros-chain": 5,
     }  # of nine numbers; the last one has cycles and no clock
     for name in absent:
-        cell = Cell(tmp_path / "m" / "mtbench" / f"z-{name}", settings(name, "mtbench"))
+        cell = Cell(tmp_path / "m" / "mtbench" / f"z-{name}", settings(name, dataset="mtbench"))
         for q, who in itertools.product(("0", "1"), ("none", name)):
             zeros = random_row(np.random.default_rng(0), who, q)[0]
             zeros.decode_s = zeros.draft_s = zeros.target_s = zeros.verify_s = zeros.rest_s = 0.0
@@ -278,7 +277,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
 
 
 def test_a_folder_of_nothing_but_cells_without_cycles_is_reported(tmp_path, no_figures):  # noqa: F811
-    cell = Cell(tmp_path / "m" / "mtbench" / "z-1", settings("eagle2", "mtbench"))
+    cell = Cell(tmp_path / "m" / "mtbench" / "z-1", settings("eagle2", dataset="mtbench"))
     for who in ("none", "eagle2"):
         cell.write(one_token(who, "q"))
     found = Report(Sources(tmp_path))

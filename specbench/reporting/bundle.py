@@ -4,7 +4,6 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from specbench import studies
 from specbench.errors import SpecBenchError
 from specbench.files import read_json, readable
 from specbench.measure import ROOT
 from specbench.reporting import cells, claims, figures, published, tables, text, trainings
 from specbench.reporting.cells import Entry
 from specbench.shapes import Benchmarks, Drafters, Trace
+from specbench.studies import Study
 
 BENCHMARKS: dict[str, Any] = {"benchmarks.json": Benchmarks, "drafters.json": Drafters}
 
@@ -32,13 +33,13 @@ class Sources:
     """Where a report's ingredients lie.
 
     Attributes:
-        results: folder of rows; the report is written into it. published: the papers' numbers. claims: lists of claims.
-        weights: trained drafters, for learning curves. chosen: names of lists of claims; None for all.
+        results: folder of rows; the report is written into it. published: the papers' numbers. studies: their folder.
+        weights: trained drafters, for learning curves. chosen: names of studies; None for all.
     """
 
     results: Path
     published: Path = ROOT / "results" / "published"
-    claims: Path = ROOT / "results" / "claims"
+    studies: Path = studies.FOLDER
     weights: Path = ROOT / "drafters" / "weights"
     chosen: Sequence[str] | None = None
 
@@ -68,10 +69,10 @@ class Report:
         self.weights = _weights(sources.weights, self.main, self.problems)
         self.files = {name: self._measured(name, shape) for name, shape in BENCHMARKS.items()}
         self.traces = self._traces()
-        listed = claims_listed(sources.claims, sources.chosen, self.problems)
-        judged = [e for e in self.main if _where(e) == most] + [e for e in self.studies if e.model == most[0]]
-        known = lru_cache(lambda dataset: claims.evidence(judged, dataset))
-        self.verdicts = claims.ledger(listed, known, self.files)
+        listed = chosen(sources.studies, sources.chosen, self.problems)
+        judged = [e for e in self.entries if e.model == most[0]]
+        cuda = any(str(e.header["target"].get("device")).startswith("cuda") for e in self.entries)
+        self.verdicts = [v for name, study in listed.items() for v in claims.judge_study(name, study, judged, cuda)]
         measured = published.Measured.of(named)
         self.papers = published.tables(published.load(sources.published, self.problems), measured)
 
@@ -226,19 +227,19 @@ def _embedded(traces: list[dict[str, Any]]) -> Any:
     return Markup(text) if traces else ""
 
 
-def claims_listed(folder: Path, chosen: Sequence[str] | None = None, problems: list[str] | None = None) -> list[Any]:
-    """All claims of a folder, or those of the chosen lists. Raises `SpecBenchError` for a list that is not there.
+def chosen(folder: Path, names: Sequence[str] | None = None, problems: list[str] | None = None) -> dict[str, Study]:
+    """All studies of a folder, or the named ones. Raises `SpecBenchError` for one that is not there.
 
     problems: see `specbench.files.readable`.
     """
-    files = sorted(folder.glob("*.yaml"))
-    chosen = [chosen] if isinstance(chosen, str) else chosen
-    unknown = sorted(set(chosen or ()) - {f.stem for f in files})
-    if unknown or not files:
-        there = ", ".join(f.stem for f in files) or "none"
-        raise SpecBenchError(f"no claims {', '.join(unknown) or 'at all'} in {folder}; there are {there}")
-    files = [f for f in files if not chosen or f.stem in chosen]
-    return [claim for _, listed in readable(files, claims.read, problems) for claim in listed]
+    names = [names] if isinstance(names, str) else names
+    there = [path.stem for path in sorted(folder.glob("*.yaml"))]
+    unknown = sorted(set(names or ()) - set(there))
+    if unknown or not there:
+        raise SpecBenchError(
+            f"no study {', '.join(unknown) or 'at all'} in {folder}; there are {', '.join(there) or 'none'}"
+        )
+    return {name: study for name, study in studies.load(folder, problems).items() if not names or name in names}
 
 
 def _write_table(path: Path, frame: pd.DataFrame, paper: published.PaperTable | None = None) -> None:

@@ -8,34 +8,74 @@ from typing import Any
 from specbench.errors import SpecBenchError
 from specbench.files import read_bytes, readable
 from specbench.metrics import BASELINE, Summary, Totals, summarise
-from specbench.records import CellFailure, Failure, Row, read_cell
-from specbench.shapes import Header
+from specbench.records import CellFailure, Failure, Measurement, Row, read_cell
+from specbench.shapes import Arm, Header
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One drafter of one cell."""
+    """One drafter of one cell; of an arm that was trained several times, all of its seeds together."""
 
     collection: str  # the folder under the results folder; "" for rows right under it
-    model: str
-    dataset: str
-    temperature: float
-    machine: str
-    dtype: str
     summary: Summary
     failed: int  # generations
-    parameters: int  # that one draft pass multiplies, the shared LM head included
-    target_parameters: int  # that a target pass multiplies, likewise
-    passes: int  # draft passes a cycle
-    lossy: bool  # verified by a rule that does not keep the target's distribution
-    peaks: list[dict[str, Any]]  # of memory, one a generation, by source
-    held: Mapping[str, Any]  # bytes of parameters by owner, empty in rows older than this measure
-    weights: Mapping[str, Any]  # provenance, empty where the drafter brings no weights of ours
+    rows: Sequence[Row]
+    header: Header
+    arm: Arm  # its part of the header; of several seeds the first one's
+    seeds: int
+    measured: Mapping[str, Sequence[Mapping[str, float]]]  # what was measured beside, repetition by repetition
     path: Path
 
     @property
     def name(self) -> str:
         return self.summary.drafter
+
+    @property
+    def model(self) -> str:
+        simulated = ", random weights, SIMULATED acceptance" if self.header.get("simulated") else ""
+        return self.header["config"]["model"]["name"] + simulated
+
+    @property
+    def study(self) -> str | None:
+        return self.header.get("study")
+
+    @property
+    def dataset(self) -> str:
+        return self.header["config"]["dataset"]["name"]
+
+    @property
+    def temperature(self) -> float:
+        return self.header["config"]["sampler"]["temperature"]
+
+    @property
+    def replayed(self) -> bool:
+        """Acceptance alone, without speeds?"""
+        return self.header.get("replay", False)
+
+    @property
+    def machine(self) -> str:
+        hardware = self.header["hardware"]
+        return f"{hardware['device']}, {hardware['cores']} cores, torch {self.header['versions']['torch']}"
+
+    @property
+    def dtype(self) -> str:
+        compiled = " compiled" if self.header["config"].get("backend") == "compile" else ""
+        return self.header["target"]["dtype"] + compiled
+
+    @property
+    def parameters(self) -> int:
+        """That one draft pass multiplies, the shared LM head included."""
+        return self.arm["parameters"]
+
+    @property
+    def lossy(self) -> bool:
+        """Verified by a rule that does not keep the target's distribution?"""
+        return self.arm["lossy"]
+
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """Provenance; empty where the drafter brings no weights of ours."""
+        return self.arm["weights"]
 
     @property
     def totals(self) -> Totals:
@@ -46,7 +86,8 @@ class Entry:
         """What a table of comparable entries says on top."""
         mode = "greedy" if self.temperature == 0 else f"T={self.temperature}"
         where = f"{self.collection}: " if self.collection else ""
-        return f"{where}{self.model}, {self.dataset}, {mode}, {self.dtype}, {self.machine}"
+        replayed = ", replayed" if self.replayed else ""
+        return f"{where}{self.model}, {self.dataset}, {mode}, {self.dtype}{replayed}, {self.machine}"
 
 
 @dataclass(frozen=True)
@@ -83,47 +124,27 @@ def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str]
     for path, (header, records) in readable(paths, read_cell, problems):
         if problems is not None and not read_bytes(path).endswith(b"\n"):
             problems.append(f"{path}: the last row was cut off by a crash and is left out")
-        latest: dict[tuple[str, str, int], Row | Failure] = {r.key: r for r in records}
+        measured = [r for r in records if isinstance(r, Measurement)]
+        latest = {r.key: r for r in records if not isinstance(r, Measurement)}
         rows = [r for r in latest.values() if isinstance(r, Row)]
-        own = header["config"]["drafter"]["name"]
         baseline = [r for r in rows if r.drafter == BASELINE]
-        for drafter in dict.fromkeys([BASELINE, own]):
-            mine = [r for r in rows if r.drafter == drafter]
-            failed = sum(isinstance(r, Failure) and r.drafter == drafter for r in latest.values())
+        pooled: dict[str, list[str]] = {}
+        for label, arm in header["arms"].items():
+            pooled.setdefault(arm.get("of", label), []).append(label)
+        for name, labels in pooled.items():
+            mine = [r for r in rows if r.drafter in labels]
+            failed = sum(isinstance(r, Failure) and r.drafter in labels for r in latest.values())
             if mine or failed:
-                entries.append(_entry(header, drafter, mine, baseline, failed, path, root))
+                beside: dict[str, list[Mapping[str, float]]] = {}
+                for m in measured:
+                    if m.drafter in labels:
+                        beside.setdefault(m.what, []).append(m.values)
+                arm = header["arms"][labels[0]]
+                summary = summarise(header, arm, name, mine, baseline, beside)
+                above = path.relative_to(root).parts[:-4] if root is not None and path.is_relative_to(root) else ()
+                # <collection>/<model>/<dataset>/<cell>/rows.jsonl
+                entries.append(Entry("/".join(above), summary, failed, mine, header, arm, len(labels), beside, path))
     return entries
-
-
-def _entry(
-    header: Header,
-    drafter: str,
-    rows: Sequence[Row],
-    baseline: Sequence[Row],
-    failed: int,
-    path: Path,
-    root: Path | None,
-) -> Entry:
-    config, hardware = header["config"], header["hardware"]
-    above = path.relative_to(root).parts[:-4] if root is not None and path.is_relative_to(root) else ()
-    return Entry(
-        collection="/".join(above),  # <collection>/<model>/<dataset>/<cell>/rows.jsonl
-        model=config["model"]["name"] + (", random weights, SIMULATED acceptance" if header.get("simulated") else ""),
-        dataset=config["dataset"]["name"],
-        temperature=config["sampler"]["temperature"],
-        machine=f"{hardware['device']}, {hardware['cores']} cores, torch {header['versions']['torch']}",
-        dtype=header["target"]["dtype"] + (" compiled" if config.get("backend") == "compile" else ""),
-        summary=summarise(header, drafter, rows, baseline),
-        failed=failed,
-        parameters=header["parameters"]["drafter"],
-        target_parameters=header["parameters"]["target"],
-        passes=header["draft_passes"],
-        lossy=header["lossy"],
-        peaks=[r.peak for r in rows],
-        held=header.get("bytes", {}),
-        weights=header["weights"] if drafter != BASELINE else {},
-        path=path,
-    )
 
 
 def groups(entries: Iterable[Entry]) -> dict[str, list[Entry]]:

@@ -1,146 +1,154 @@
-"""The ledger of claims: what papers say, as plain data, against what rows say. Knows rows and metrics, no drafter.
+"""The ledger of claims: what papers say, against what the rows of their studies say. Knows rows and metrics, no drafter.
 
-A claim is a list of tests; a test compares one metric of a drafter with the same or another metric of a drafter,
+A claim is a list of tests (`specbench/studies.py`); a test compares a metric of one arm with that of another,
 
-    {metric: tau, of: hass, over: eagle2, is: more}          tau(hass) - tau(eagle2) > 0
-    {metric: speed_up, of: beagle, over: eagle2, within: 0.05}   the ratio lies in 1 +- 0.05
-    {metric: tau, of: medusa, than: 2.0, is: more}           tau(medusa) > 2, a number instead of another drafter
+    {metric: tau, of: hass, over: eagle2, is: more}               tau(hass) - tau(eagle2) > 0
+    {metric: speed_up, of: beagle, over: eagle2, within: 0.05}    the ratio lies in 1 +- 0.05
+    {metric: tau, of: medusa, than: 2.0, is: more}                tau(medusa) > 2, a number instead of another arm
+    {metric: tau, of: eagle2, at: {temperature: 1}, over_at: {}, is: less}     one arm in two cells
+    {measured: memory.peak, of: beagle, over: eagle2, is: less}   what was measured beside the rows, five times or more
 
-or two measured numbers of a benchmark file (`file`, dotted keys in `of` and `over`; no interval there). Differences are
-taken of tau and acceptances, ratios of everything else. The 95% interval resamples questions, for both drafters the same.
+Differences are taken of tau and acceptances, ratios of everything else. The 95% interval resamples questions, for both
+arms the same, or repetitions. Only what was measured alike is compared: see `unlike`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from annotated_types import Gt, MinLen
-from pydantic import AfterValidator
-from typing_extensions import NotRequired, TypedDict
 
-from specbench.errors import SpecBenchError
-from specbench.files import read_yaml
-from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval
+from specbench.metrics import BASELINE, RATES, SAMPLES, Interval, Rate, contrast, interval
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import markdown_table
+from specbench.studies import Study, unmet
 
-REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_RUN = "reproduced", "not reproduced", "inconclusive", "not run here"
+REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
+NOT_TESTABLE, NOT_RUN = "not testable here", "not run"
+VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTABLE, NOT_RUN)
+TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "identical")  # what replayed rows do not hold
+FEWEST = 5  # repetitions of a measurement, for an interval
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """A claim with what was found. said: the effects in words, and why there is no verdict where there is none."""
+
+    study: str
+    claim: Mapping[str, Any]
+    effects: tuple[Interval | None, ...]
+    verdict: str
+    said: str
+
+
+def unlike(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[str]:
+    """In what two entries differ that may not differ in one comparison, unless a study is about it."""
+    aspects = {
+        "study": lambda e: e.study,
+        "target": lambda e: (e.header["target"].get("fingerprint"), e.model),
+        "machine": lambda e: (e.header["hardware"], e.header["versions"], e.header["target"].get("device")),
+        "threads": lambda e: e.header["config"].get("threads"),
+        "code": lambda e: (e.header.get("commit"), e.header.get("source")),
+        "dtype": lambda e: e.dtype,
+        "length": lambda e: e.header["config"].get("decode"),
+        "dataset": lambda e: e.dataset,
+        "prompts": lambda e: (e.header.get("prompts"), sorted({(r.question, r.turn) for r in e.rows})),
+        "temperature": lambda e: e.header["config"]["sampler"],
+        "replay": lambda e: e.replayed,
+        "tree": _tree,
+    }
+    free = {*varies, *(["prompts"] if "dataset" in varies else [])}
+    trees = _tree(a) is not None and _tree(b) is not None  # a drafter without a tree to choose has the one it has
+    return [n for n, of in aspects.items() if n not in free and of(a) != of(b) and (n != "tree" or trees)]
+
+
+def _tree(e: Entry) -> Any:
+    return e.arm["drafter"].get("growth")
+
+
+def rate(e: Entry, metric: str) -> Rate:
+    """A metric of one entry, as a function of sums over its rows."""
+    target = e.header["target"]["parameters"]
+    if metric == "parameters":
+        return lambda s: np.full_like(s["cycles"], e.parameters)
+    if metric == "draft_cost_by_parameters":
+        return lambda s: np.full_like(s["cycles"], e.parameters / target)
+    if metric == "draft_cost":  # seconds of a draft pass over seconds of a target pass for one token
+        passes = max(e.arm["passes"], 1)
+        return lambda s: s["draft"] / s["cycles"] / passes / (s["base_target"] / s["base_cycles"])
+    return RATES[metric]
+
+
 class Evidence:
-    """Greedy rows of one drafter on one dataset, added up with the baseline's beside them."""
+    """The entries of one study on one target: what its claims are judged on.
 
-    totals: Totals
-    generations: int
-    parameters: int  # that a draft pass multiplies
-    target_parameters: int = 1
-    passes: int = 1  # draft passes a cycle
-
-    def rate(self, metric: str) -> Rate:
-        """A metric of this drafter. Raises `SpecBenchError` for an unknown one."""
-        if metric in RATES:
-            return RATES[metric]
-        if metric == "parameters":
-            return lambda s: np.full_like(s["cycles"], self.parameters)
-        if metric == "draft_cost_by_parameters":
-            return lambda s: np.full_like(s["cycles"], self.parameters / self.target_parameters)
-        if metric == "draft_cost":  # seconds of a draft pass over seconds of a target pass for one token
-            per_cycle = max(self.passes, 1)
-            return lambda s: s["draft"] / s["cycles"] / per_cycle / (s["base_target"] / s["base_cycles"])
-        raise SpecBenchError(f"unknown metric {metric} in a claim; there are {', '.join(METRICS)}")
-
-
-METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters")
-
-
-# "is" is a keyword, hence the call. Only a benchmark file has no metric, only an interval around no effect no direction.
-Test = TypedDict(
-    "Test",
-    {
-        "metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
-        "of": str,
-        "over": NotRequired[str],
-        "over_metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
-        "than": NotRequired[Annotated[float, Gt(0)]],
-        "is": NotRequired[Literal["more", "less"]],
-        "by": NotRequired[float],
-        "within": NotRequired[Annotated[float, Gt(0)]],
-        "file": NotRequired[str],
-    },
-)
-
-
-def _complete(test: Test) -> Test:
-    if ("metric" in test) == ("file" in test) or ("file" in test and "over" not in test):
-        raise ValueError("a test compares a metric, or two numbers of a file: `of` and `over`")
-    if ("is" in test) == ("within" in test):
-        raise ValueError("a test expects a direction (`is`) or an interval (`within`)")
-    return test
-
-
-class Claim(TypedDict):
-    """What a paper says, and the tests of it."""
-
-    says: str
-    source: str
-    needs: str
-    published: str
-    dataset: NotRequired[str]
-    tests: Annotated[list[Annotated[Test, AfterValidator(_complete)]], MinLen(1)]
-    run: str
-
-
-def read(path: Path) -> list[Claim]:
-    """A list of claims. Raises `SpecBenchError`."""
-    claims: list[Claim] = read_yaml(path, list[Claim])
-    return claims
-
-
-def evidence(entries: Iterable[Entry], dataset: str) -> dict[str, Evidence]:
-    """Greedy cells on a dataset, by the drafter's name; of several with one name the one with most generations.
-
-    A study's cell stands for a drafter only under a name of its own, `<drafter>-<variant>`; any of them can be named
-    with its study, as in `data-comparison/text:eagle2`.
+    Where a cell was measured several times (by other code, on another machine), the one with most generations counts.
     """
-    found: dict[str, Evidence] = {}
-    for e in entries:
-        if e.dataset != dataset or e.temperature != 0 or e.lossy or e.name == BASELINE:
-            continue
-        plain = "/" not in e.collection or "-" in e.name
-        for name in (f"{e.collection}:{e.name}", *([e.name] if plain else [])):
-            if e.summary.prompts > (found[name].generations if name in found else 0):
-                found[name] = Evidence(e.totals, e.summary.prompts, e.parameters, e.target_parameters, e.passes)
-    return found
+
+    def __init__(self, study: Study, entries: Iterable[Entry]):
+        self.study = study
+        self.entries = [e for e in entries if e.name == BASELINE or e.name in study["arms"]]
+
+    def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
+        """An arm's entry in one of the study's cells; of acceptances the replayed one, which holds more questions."""
+        at = at or {}
+        dataset = at.get("dataset", self._first)
+        fit = [
+            e
+            for e in self.entries
+            if e.name == arm and e.dataset == dataset and e.temperature == at.get("temperature", 0)
+            and not e.lossy and not (timed and e.replayed)
+        ]  # fmt: skip
+        return max(fit, key=lambda e: (e.replayed, e.summary.prompts), default=None)
+
+    @property
+    def _first(self) -> str | None:
+        said = next((o for o in self.study["cells"][0] if o.startswith("dataset=")), "dataset=mtbench")
+        return said.partition("=")[2]
 
 
-def compare(
-    test: Mapping[str, Any], known: Mapping[str, Evidence], files: Mapping[str, Mapping[str, Any]]
-) -> Interval | None:
-    """The effect that a test is about, None where its rows are missing. Raises `SpecBenchError` for an unknown metric.
-
-    files: benchmark files by name, those that are there.
-    """
-    if "file" in test:
-        data = files.get(test["file"], {})
-        above, below = _lookup(data, test["of"]), _lookup(data, test["over"])
-        if above is None or not below:
-            return None
-        return Interval(above / below, above / below, above / below)
-    second = test.get("over_metric", test["metric"])
-    for name in (test["metric"], second):
-        if name not in METRICS:
-            raise SpecBenchError(f"unknown metric {name} in a claim; there are {', '.join(METRICS)}")
-    ours, theirs = known.get(test["of"]), known.get(test.get("over", test["of"]))
-    if ours is None or theirs is None:
-        return None
-    rate = ours.rate(test["metric"])
+def compare(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, str]:
+    """The effect that a test is about; None, and why, where there is none."""
+    if "measured" in test:
+        return _compare_measured(test, known)
+    metric, second = test["metric"], test.get("over_metric", test["metric"])
+    timed = metric in TIMED or second in TIMED
+    ours = known.find(test["of"], test.get("at"), timed)
+    if ours is None:
+        return None, f"no rows of {test['of']}"
     if "than" in test:
-        found = interval(rate, ours.totals)
-        return found and _against(found, test["than"], _subtracted(test))
-    return contrast(rate, ours.totals, theirs.totals, ratio=not _subtracted(test), other=theirs.rate(second))
+        found = interval(rate(ours, metric), ours.totals)
+        return (found and _against(found, test["than"], _subtracted(test))), "" if found else "no number"
+    theirs = known.find(test.get("over", test["of"]), test.get("over_at", test.get("at")), timed)
+    if theirs is None:
+        return None, f"no rows of {test.get('over', test['of'])}"
+    if differ := unlike(ours, theirs, known.study.get("varies", [])):
+        return None, f"rows that differ in {', '.join(differ)} are not compared"
+    found = contrast(
+        rate(ours, metric), ours.totals, theirs.totals, ratio=not _subtracted(test), other=rate(theirs, second)
+    )
+    return found, "" if found else "no questions in common"
+
+
+def _compare_measured(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, str]:
+    """A ratio of medians over repetitions, with a bootstrap over these."""
+    what, _, name = test["measured"].partition(".")
+    sides = []
+    for side in ("of", "over"):
+        entry = next((e for e in known.entries if e.name == test.get(side, test["of"]) and e.measured.get(what)), None)
+        if entry is None:
+            return None, f"no measurement of {test.get(side, test['of'])}"
+        values = [v[name] for v in entry.measured[what] if name in v]
+        if len(values) < FEWEST:
+            return None, f"{len(values)} repetitions, where {FEWEST} make an interval"
+        sides.append((entry, np.array(values)))
+    (ours, a), (theirs, b) = sides
+    if differ := unlike(ours, theirs, known.study.get("varies", [])):
+        return None, f"rows that differ in {', '.join(differ)} are not compared"
+    draw = np.random.default_rng(0)
+    samples = [np.median(draw.choice(x, (SAMPLES, len(x))), axis=1) for x in (a, b)]
+    low, high = np.percentile(samples[0] / samples[1], [2.5, 97.5])
+    return Interval(float(np.median(a) / np.median(b)), float(low), float(high)), ""
 
 
 def _against(found: Interval, number: float, subtracted: bool) -> Interval:
@@ -150,16 +158,7 @@ def _against(found: Interval, number: float, subtracted: bool) -> Interval:
 
 def _subtracted(test: Mapping[str, Any]) -> bool:
     """Is the effect a difference? Otherwise it is a ratio."""
-    return "file" not in test and (test["metric"] == "tau" or "alpha" in test["metric"])
-
-
-def _lookup(data: Any, key: str) -> float | None:
-    """The number under a dotted key; None where it was not measured."""
-    for part in key.split("."):
-        if not isinstance(data, Mapping) or part not in data:
-            return None
-        data = data[part]
-    return float(data) if isinstance(data, (int, float)) and np.isfinite(data) else None
+    return "metric" in test and (test["metric"] == "tau" or "alpha" in test["metric"])
 
 
 def judge(test: Mapping[str, Any], effect: Interval | None) -> str:
@@ -179,42 +178,53 @@ def judge(test: Mapping[str, Any], effect: Interval | None) -> str:
     return REPRODUCED if above else NOT_REPRODUCED if below else INCONCLUSIVE
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A claim with what was found."""
+def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = False) -> list[Verdict]:
+    """Every claim of a study, on entries of one target. A claim is reproduced if all its tests are, and not if one is not.
 
-    claim: Mapping[str, Any]
-    effects: tuple[Interval | None, ...]
-    verdict: str
-
-
-def ledger(
-    claims: Sequence[Mapping[str, Any]],
-    known: Callable[[str], Mapping[str, Evidence]],
-    files: Mapping[str, Mapping[str, Any]],
-) -> list[Verdict]:
-    """Judge every claim on its `dataset` (MT-bench unless it names one).
-
-    It is reproduced if all its tests are, and not if one is not. known: evidence by dataset. files: see `compare`.
+    Args:
+        entries: of any study; those of others do not count. cuda: is there a GPU at all, where nothing was run?
     """
+    known = Evidence(study, [e for e in entries if e.study == name])
+    header: Any = known.entries[0].header if known.entries else None
     found = []
-    for claim in claims:
-        rows = known(claim.get("dataset", "mtbench"))
-        effects = tuple(compare(test, rows, files) for test in claim["tests"])
+    for claim in study.get("claims", []):
+        results = [compare(test, known) for test in claim["tests"]]
+        effects = tuple(effect for effect, _ in results)
+        needs = {**study.get("needs", {}), **claim.get("needs", {})}
+        absent = unmet(needs, header, cuda)
         verdicts = {judge(test, effect) for test, effect in zip(claim["tests"], effects, strict=True)}
-        whole = next(v for v in (NOT_RUN, NOT_REPRODUCED, INCONCLUSIVE, REPRODUCED) if v in verdicts)
-        found.append(Verdict(claim, effects, whole))
+        order = (NOT_RUN, NOT_REPRODUCED, INCONCLUSIVE, REPRODUCED)
+        verdict = NOT_TESTABLE if absent else next(v for v in order if v in verdicts)
+        said = "; ".join(_said(test, *result) for test, result in zip(claim["tests"], results, strict=True))
+        if absent:
+            shown = f". Measured nevertheless: {said}" if any(effects) else ""
+            said = f"needs {', '.join(absent)}{shown}"
+        elif not known.entries:
+            said = f"python -m specbench.study study={name}"
+        elif _trained_once(known, claim):
+            said += " (one seed)"
+        found.append(Verdict(name, claim, effects, verdict, said))
     return found
 
 
-COLUMNS = ("claim", "source", "needs", "published", "measured", "verdict")
+def _trained_once(known: Evidence, claim: Mapping[str, Any]) -> bool:
+    """Does an arm of this claim rest on a single training made for the study?"""
+    named = {test[side] for test in claim["tests"] for side in ("of", "over") if side in test}
+    return any(e.name in named and "of" in e.arm and e.seeds < 2 for e in known.entries)
+
+
+COLUMNS = ("claim", "source", "published", "measured", "verdict")
 
 
 def cells(v: Verdict) -> list[str]:
-    """One line of the ledger, in the order of `COLUMNS`; the measured effect of each test with its interval."""
-    measured = "; ".join(map(_effect, v.claim["tests"], v.effects))
-    verdict = f"{v.verdict}: {v.claim['run']}" if v.verdict == NOT_RUN else v.verdict
-    return [v.claim["says"], v.claim["source"], v.claim["needs"], v.claim["published"], measured, verdict]
+    """One line of the ledger, in the order of `COLUMNS`."""
+    return [v.claim["says"], v.claim["source"], v.claim["published"], v.said, v.verdict]
+
+
+def tally(verdicts: Sequence[Verdict]) -> str:
+    """How many claims became what."""
+    counts = {kind: sum(v.verdict == kind for v in verdicts) for kind in VERDICTS}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
@@ -222,18 +232,39 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     return markdown_table(COLUMNS, map(cells, verdicts)) + "\n"
 
 
-def _effect(test: Mapping[str, Any], effect: Interval | None) -> str:
-    name = f"{test.get('metric', test.get('file'))} of {test['of']}"
+METRIC_WORDS = {
+    "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "draft_ms": "drafting a cycle", "alpha": "acceptance",
+    "late_alpha": "acceptance behind the first step", "identical": "identical answers", "parameters": "parameters",
+    "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
+}  # fmt: skip
+
+
+def words(metric: str) -> str:
+    """A metric as a reader calls it."""
+    if metric[:5] == "alpha" and metric[5:]:
+        return f"acceptance of step {int(metric[5:]) + 1}"
+    return METRIC_WORDS.get(metric, metric.replace(".", ": ").replace("_", " "))
+
+
+def _said(test: Mapping[str, Any], effect: Interval | None, why: str) -> str:
+    """An effect for readers: `tau of hass over eagle2: +0.05 [0.00, 0.11]`."""
+    metric = test.get("metric") or test["measured"]
+    name = f"{words(metric)} of {test['of']}{_where(test.get('at'))}"
     if test.get("over", test["of"]) != test["of"]:
-        name += f" against {test['over']}"
+        name += f" over {test['over']}"
+    if "over_at" in test:
+        name += f" over{_where(test['over_at']) or ' greedy'}"
     if "than" in test:
-        name += f" against {test['than']}"
+        name += f" over {test['than']:g}"
     if test.get("over_metric"):
-        name += f" against {test['over_metric']}"
+        name += f" over {words(test['over_metric'])}"
     if effect is None:
-        return f"{name}: -"
-    if "file" in test:
-        return f"{name}: x{effect.value:.2f}"
+        return f"{name}: {why}"
     if _subtracted(test):
         return f"{name}: {effect.value:+.2f} [{effect.low:+.2f}, {effect.high:+.2f}]"
     return f"{name}: x{effect.value:.2f} [{effect.low:.2f}, {effect.high:.2f}]"
+
+
+def _where(at: Mapping[str, Any] | None) -> str:
+    parts = [f"T={at['temperature']:g}" if "temperature" in at else "", str(at.get("dataset", ""))] if at else []
+    return "".join(f" at {part}" for part in parts if part)

@@ -143,13 +143,13 @@ class Measured:
                 continue
             best[key] = e.summary.prompts
             tokens[e.model, e.name] = e.weights.get("tokens_seen", 0)
-            rates = {m: interval(RATES[m], e.totals) for m in ("tau", "speed_up", "tokens_per_s", "memory", "alpha")}
+            rates = {m: interval(RATES[m], e.totals) for m in ("tau", "speed_up", "tokens_per_s", "alpha")}
             rates |= {f"{i}-alpha": interval(RATES[f"alpha{i}"], e.totals) for i in range(5) if e.name.endswith("-chain")}
             if e.name == BASELINE:
                 rates["speed_up"] = None
             values = {m: v.value for m, v in rates.items() if v is not None}
-            if "memory" in values:
-                values["memory_gb"] = values["memory"] * 2**20 / 1e9
+            if e.summary.peak_bytes:
+                values["memory_gb"] = e.summary.peak_bytes / 2**30  # GB in the papers' tables are GiB
             numbers |= {(*key, m): v for m, v in values.items()}
         return cls(numbers, tokens)
 

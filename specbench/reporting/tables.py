@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -125,26 +125,24 @@ def alphas(entry: Entry) -> list[str]:
     return [entry.name, shown(entry.summary.tau_interval), *steps]
 
 
-MEMORY = ("drafter", "target's weights", "drafter's weights", "KV caches", "everything else", "peak", "of the process")
+MEMORY = ("drafter", "target's weights", "drafter's weights", "KV caches", "everything else", "peak", "processes")
 
 
 def memory_lines(group: Sequence[Entry]) -> list[list[str]]:
-    """Where the peak of decoding goes, in MiB; on a CPU the peak is the process's, Python and libraries in it."""
+    """Where the peak of decoding goes, in MiB, each drafter in processes of its own; the median of those.
+
+    On a CPU the peak is the process's, Python and libraries in it.
+    """
     lines = []
     for e in group:
-        largest = max(e.peaks, key=peak_of, default={})
-        if not e.held or "kv" not in largest:
+        found = e.measured.get("memory", [])
+        if not found or "bytes" not in e.arm:
             continue
-        peak, process = peak_of(largest), largest.get("driver") or largest.get("resident") or 0
-        target, drafter = e.held["target"], 0 if e.name == BASELINE else e.held["drafter"]
-        parts = (target, drafter, largest["kv"], peak - target - drafter - largest["kv"], peak, process)
-        lines.append([e.name, *(f"{part / 2**20:,.0f}" for part in parts)])
+        middle = sorted(found, key=lambda values: values["peak"])[len(found) // 2]
+        target, drafter = e.header["target"]["bytes"], 0 if e.name == BASELINE else e.arm["bytes"]
+        parts = (target, drafter, middle["kv"], middle["peak"] - target - drafter - middle["kv"], middle["peak"])
+        lines.append([e.name, *(f"{part / 2**20:,.0f}" for part in parts), str(len(found))])
     return lines
-
-
-def peak_of(peaks: Mapping[str, int]) -> int:
-    """The allocator's peak where there is one, else the process's."""
-    return peaks.get("allocator") or peaks.get("resident") or 0
 
 
 def training_cells(drafters: str, entry: Entry) -> list[str]:

@@ -1,0 +1,58 @@
+"""What can only be measured in a process of its own: peak memory, which no process gives back.
+
+`call` runs a function of this package in a fresh interpreter, one at a time, and hands back what it returns.
+"""
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from specbench import arms, measure
+from specbench.bench import cached_bytes
+from specbench.engine.decode import Limits, decode
+from specbench.engine.sampling import Sampler
+from specbench.errors import SpecBenchError
+
+
+def call(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Raises whatever the function raises, and `SpecBenchError` if its process is killed."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(work, *arguments).result()
+        except BrokenProcessPool as error:
+            raise SpecBenchError("a process was killed while it measured; is there enough memory?") from error
+
+
+def memory(config: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, float]:
+    """Bytes that this process holds once target and drafter are loaded, and at most while it decodes one prompt.
+
+    Args:
+        config: of a run, as plain values. prompt: ids; so many `tokens` are decoded after it.
+
+    Returns:
+        loaded, peak: of the allocator on a GPU, else of the process. driver: as the GPU's driver sees it. kv: of the caches.
+    """
+    settled = OmegaConf.create(config)
+    torch.set_num_threads(settled.threads or torch.get_num_threads())
+    target, _ = arms.load(settled)
+    contender = arms.build(settled, target).contender
+    gc.collect()
+    peak = measure.PeakMemory(target.device)
+    peak.start()
+    loaded = _bytes(peak)
+    peak.start()
+    for _ in decode(target, contender.drafter, prompt, Limits(tokens, target.stop_ids), contender.rule, Sampler()):
+        pass
+    found: dict[str, float] = {"loaded": loaded, "peak": _bytes(peak), "kv": cached_bytes(target, contender.drafter)}
+    return found | ({"driver": peak.read()["driver"]} if target.device.type == "cuda" else {})
+
+
+def _bytes(peak: measure.PeakMemory) -> int:
+    found = peak.read()
+    return int(found["allocator"] if "allocator" in found else found["resident"])

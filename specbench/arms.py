@@ -1,0 +1,262 @@
+"""One side of a comparison: a drafter from its configuration, bound to the target, with its rule of acceptance.
+
+What every door that decodes does with a run configuration: settle it, build the drafter, say in a header what it was.
+"""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field
+
+from specbench import checkpoints, contents, measure
+from specbench.bench import Contender, RunSettings
+from specbench.datasets import Chat, PromptSet, Question
+from specbench.door import sweeping
+from specbench.engine.grow import Growth
+from specbench.engine.interface import Drafter
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.verify import Alphas, Rule
+from specbench.engine.weights import PROJECT
+from specbench.errors import SpecBenchError, one_line
+from specbench.models import ModelSpec
+from specbench.options import Count, Natural, Text
+from specbench.records import Cell, CellFailure, Row
+
+OWN = ("drafter", "tree", "verify", "checkpoint")  # what drafters of one cell may differ in
+ASIDE = ("baseline", "results", "rerun", "show", "trace", "memory")  # what cannot change a row
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where prompts come from: a folder with `<dataset>.jsonl` instead of wheel and hub; so many of them."""
+
+    root: Text | None
+    limit: Count | None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `conf/run.yaml` and its groups may say; what each means stands there."""
+
+    threads: Annotated[int, Field(ge=1, le=4096)] | None
+    results: Text
+    rerun: Literal["missing", "failed", "all"]
+    show: bool
+    trace: Natural
+    memory: Natural
+    replay: bool
+    backend: Literal["eager", "compile"]
+    checkpoint: Text | None
+    alpha: Alphas | None
+    data: Data
+    decode: RunSettings
+    sampler: Sampler
+    verify: Rule
+    model: ModelSpec
+    tree: Growth
+    baseline: Drafter
+    drafter: Drafter
+    dataset: PromptSet
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A drafter that is ready, and what a header says of it.
+
+    Attributes:
+        contender: what decodes. config: its run configuration, settled. said: its part of the header.
+    """
+
+    contender: Contender
+    config: DictConfig
+    said: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return self.contender.label
+
+
+_absent: dict[str, str] = {}  # targets that this process could not load, and why
+
+
+def load(config: DictConfig) -> tuple[Target, Chat]:
+    """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell."""
+    wanted = str(config.model)
+    if wanted in _absent:
+        raise SpecBenchError(_absent[wanted])
+    spec: ModelSpec = instantiate(config.model)
+    try:
+        target, chat = spec.load()
+    except SpecBenchError as error:
+        if sweeping():
+            print(f"specbench: {one_line(error)}", file=sys.stderr)
+        _absent[wanted] = one_line(error)
+        raise
+    if config.backend == "compile":
+        if target.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+            raise SpecBenchError("backend=compile needs a C++ compiler on a CPU; install g++ or leave it out")
+        torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
+        target.compile()
+    return target, chat
+
+
+def lost(error: str) -> bool:
+    """Was this said of a target already?"""
+    return error in _absent.values()
+
+
+def settle(config: DictConfig) -> None:
+    """Write into a run configuration what follows from the rest of it, so that headers say it."""
+    own, published = config.drafter.get("weights"), config.model.get("published") or {}
+    if config.replay and (config.sampler.temperature > 0 or config.model.get("weights") == "random"):
+        raise SpecBenchError(
+            "replay=true follows the target's own greedy answers; set sampler.temperature=0, or replay=false"
+        )
+    if config.model.get("weights") == "random":
+        _assume(config)
+    elif config.alpha is not None:
+        raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
+    elif config.checkpoint is None and own and not (PROJECT / own).exists():
+        config.checkpoint = published.get(config.drafter.name)
+
+
+def _assume(config: DictConfig) -> None:
+    """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
+    if config.alpha is None:
+        raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
+    parts: list[Any] = [config.drafter, config.drafter.get("base") or {}]
+    for part in parts:
+        if "weights" in part:
+            part.weights = None
+    config.verify = {
+        "_target_": "specbench.engine.verify.Simulated",
+        "alpha": list(config.alpha),
+        "seed": config.decode.seed,
+    }
+
+
+def build(config: DictConfig, target: Target, label: str | None = None, **more: Any) -> Arm:
+    """A drafter as its run configuration says, bound to the target. more: goes into its part of the header."""
+    drafter: Any = instantiate(config.drafter)
+    rule: Rule = instantiate(config.verify)
+    if config.checkpoint is not None:
+        if not hasattr(drafter, "official"):
+            raise SpecBenchError(f"drafter={config.drafter.name} takes no checkpoint; leave checkpoint out")
+        drafter.checkpoint = checkpoints.read(config.checkpoint)
+    drafter.bind(target)
+    if config.backend == "compile" and hasattr(drafter, "compile_network"):
+        drafter.compile_network()
+    settings = plain(config)
+    own = {key: settings[key] for key in OWN}
+    own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration
+    said = own | {
+        "parameters": drafter.active_parameters,
+        "bytes": _bytes(drafter, trained_only=True),
+        "passes": drafter.passes,
+        "lossy": rule.lossy,
+        "weights": getattr(drafter, "provenance", {}),
+        "contents": getattr(drafter, "contents", {}),
+    }
+    return Arm(Contender(label or drafter.name, drafter, rule), config, said | more)
+
+
+def baseline(config: DictConfig, target: Target) -> Arm:
+    """Plain decoding, against which every arm is held."""
+    alone = config.copy()
+    alone.drafter, alone.checkpoint = config.baseline, None
+    return build(alone, target)
+
+
+def header(
+    config: DictConfig, target: Target, arms: Iterable[Arm], questions: list[Question], study: str | None = None
+) -> dict[str, Any]:
+    """Everything that can change a row of these arms: the header of their cell, and its identity."""
+    arms = list(arms)
+    return {
+        "study": study,
+        "config": {key: value for key, value in plain(config).items() if key not in OWN},
+        "replay": config.replay,
+        "arms": {arm.label: dict(arm.said) for arm in arms},
+        "target": {
+            "fingerprint": target.fingerprint(),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "parameters": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),
+            "bytes": _bytes(target.model),
+            "vocabulary": target.vocab_size,
+            "contents": target.contents(),
+        },
+        "prompts": contents.of([asdict(question) for question in questions]),
+        "simulated": any(arm.contender.rule.simulated for arm in arms),
+        "commit": measure.commit(),
+        "source": measure.source_digest(),
+        "versions": measure.versions(),
+        "hardware": measure.hardware(target.device),
+    }
+
+
+def _bytes(model: Any, trained_only: bool = False) -> int:
+    """Of a model's parameters; of a drafter's only its own, since the rest is the target's."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else []
+    return sum(p.nbytes for p in parameters if p.requires_grad or not trained_only)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration without what cannot change a row."""
+    said: Any = OmegaConf.to_container(config, resolve=True)
+    return {key: value for key, value in said.items() if key not in ASIDE}
+
+
+def folder(config: DictConfig) -> Path:
+    """Where cells of this target and these prompts lie."""
+    return Path(config.results) / config.model.name / config.dataset.name
+
+
+def names(config: DictConfig) -> list[str]:
+    """Of model, dataset and drafter, whatever a configuration calls them."""
+    return [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]
+
+
+def failure_path(config: DictConfig, drafter: str | None = None, below: Path | None = None) -> Path:
+    """Where the failure of this configuration is written down, also where it is not fit to run.
+
+    Args:
+        drafter: by another name than its own. below: a folder instead of that of its cells.
+    """
+    model, dataset, own = (re.sub(r"[^\w.+=@-]", "_", name) for name in names(config))
+    results = OmegaConf.select(config, "results") or "results/local"
+    said = OmegaConf.to_yaml(config, resolve=False)
+    try:
+        settings = plain(config)
+    except OmegaConfBaseException:  # an interpolation into nothing
+        settings = {"unresolved": said}
+    return CellFailure.path(below or Path(str(results)) / model / dataset, drafter or own, settings)
+
+
+def failure(config: DictConfig, said: str, drafter: str | None = None) -> CellFailure:
+    """What stands there."""
+    model, dataset, own = names(config)
+    heat = OmegaConf.select(config, "sampler.temperature")
+    return CellFailure(model, dataset, drafter or own, heat if isinstance(heat, (int, float)) else str(heat), said)
+
+
+def require_lossless(cell: Cell) -> None:
+    """Raises `SpecBenchError` if a greedy answer is not the baseline's, and no numerical tie explains it."""
+    rows = [r for r in cell.rows.values() if isinstance(r, Row)]
+    wrong = [r for r in rows if r.audit and r.audit["verdict"] == "bug"]
+    if wrong:
+        first = wrong[0]
+        raise SpecBenchError(
+            f"{len(wrong)} greedy answers differ from the baseline's beyond a numerical tie, first {first.drafter}'s to "
+            f"question {first.question} turn {first.turn}: verification or a cache is wrong; rows in {cell.path}"
+        )

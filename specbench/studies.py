@@ -1,0 +1,199 @@
+"""What a study is: one table or figure of a paper as an experiment, written down in `conf/study/<name>.yaml`.
+
+A study owns its arms, how they are trained and decode, what it needs, the published numbers that it stands beside, and
+the claims that it can judge. Its arms decode the same prompts in turn in one process beside one baseline, and a claim
+compares arms of its own study alone. Read by the door (`specbench.study`) and by reports, which need no model.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt, MinLen
+from pydantic import AfterValidator, StringConstraints, with_config
+from typing_extensions import NotRequired, TypedDict
+
+from specbench.errors import SpecBenchError
+from specbench.files import STRICT, read_yaml, readable
+from specbench.measure import ROOT
+from specbench.metrics import RATES
+from specbench.options import Name, Natural, Text
+
+FOLDER = ROOT / "conf" / "study"
+OF_ARMS = ("parameters", "draft_cost", "draft_cost_by_parameters")  # what is no sum over rows
+METRICS = (*RATES, *OF_ARMS)
+
+Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as typed behind a door
+Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
+Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
+
+
+class Arm(TypedDict):
+    """One side of a study.
+
+    run: what `specbench.run` would be told. train: what `specbench.train` would be told beside the drafter's options in
+    `run`; without it the weights are those that lie there. weights: the arm whose training this one uses. seeds: of training.
+    """
+
+    run: Annotated[list[Override], MinLen(1)]
+    train: NotRequired[list[Override]]
+    weights: NotRequired[Name]
+    seeds: NotRequired[Annotated[list[Natural], MinLen(1)]]
+
+
+class Needs(TypedDict, total=False):
+    """What must be there for a study to run, or for a claim to be judged.
+
+    device: cuda. vocabulary: a target with as many ids. billions: a target of as many parameters. trained: tokens that
+    every trained arm has seen. alike: all trained arms saw as many tokens, within 5%. pretrained: an arm whose weights
+    somebody else trained on far more text. project: what this project has not.
+    """
+
+    device: Literal["cuda"]
+    vocabulary: Annotated[int, Gt(0)]
+    billions: Annotated[float, Gt(0)]
+    trained: Annotated[float, Gt(0)]
+    alike: Literal[True]
+    pretrained: Name
+    project: Text
+
+
+class At(TypedDict, total=False):
+    """Which of a study's cells; the first one's dataset and greedy decoding, unless said otherwise."""
+
+    dataset: Name
+    temperature: Annotated[float, Gt(0)]
+
+
+# "is" is a keyword, hence the call.
+Test = TypedDict(
+    "Test",
+    {
+        "metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
+        "measured": NotRequired[Quantity],
+        "of": Name,
+        "at": NotRequired[At],
+        "over": NotRequired[Name],
+        "over_at": NotRequired[At],
+        "over_metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
+        "than": NotRequired[Annotated[float, Gt(0)]],
+        "is": NotRequired[Literal["more", "less"]],
+        "by": NotRequired[float],
+        "within": NotRequired[Annotated[float, Gt(0)]],
+    },
+)
+
+
+def _complete(test: Test) -> Test:
+    if ("metric" in test) == ("measured" in test):
+        raise ValueError("a test is about a `metric` of rows, or about something `measured` beside them")
+    if ("is" in test) == ("within" in test):
+        raise ValueError("a test expects a direction (`is`) or an interval (`within`)")
+    if not {"over", "over_at", "over_metric", "than"} & set(test):
+        raise ValueError(
+            "a test compares: with another arm (`over`), cell (`over_at`), metric (`over_metric`) or number (`than`)"
+        )
+    return test
+
+
+class Claim(TypedDict):
+    """What a paper says, what it printed, and the tests of it."""
+
+    says: Text
+    source: Text
+    published: Text
+    needs: NotRequired[Needs]
+    tests: Annotated[list[Annotated[Test, AfterValidator(_complete)]], MinLen(1)]
+
+
+class Shown(TypedDict):
+    """A published table beside which the study's numbers stand: which arm each row, or `row | column`, is about.
+
+    paper, table: as in `results/published/*.csv`.
+    """
+
+    paper: Text
+    table: Text
+    rows: Mapping[str, Name]
+
+
+@with_config(STRICT)
+class Study(TypedDict):
+    """One `conf/study/*.yaml`.
+
+    cells: what `specbench.run` would be told of prompts, lengths, temperature and `replay`, a list a cell. varies: what
+    the study is about, so that arms may differ in it.
+    """
+
+    title: Text
+    source: Annotated[list[Text], MinLen(1)]
+    needs: NotRequired[Needs]
+    arms: Annotated[Mapping[Name, Arm], MinLen(1)]
+    cells: Annotated[list[list[Override]], MinLen(1)]
+    varies: NotRequired[list[Aspect]]
+    measure: NotRequired[Mapping[Literal["memory", "training", "drafting"], Natural]]
+    shows: NotRequired[list[Shown]]
+    claims: NotRequired[list[Claim]]
+
+
+def check(study: Study, name: str) -> Study:
+    """What a shape cannot say: that names name something. Raises `SpecBenchError`."""
+    arms = study["arms"]
+    named = [a["weights"] for a in arms.values() if "weights" in a]
+    named += [arm for shown in study.get("shows", []) for arm in shown["rows"].values()]
+    for claim in study.get("claims", []):
+        named += [test[side] for test in claim["tests"] for side in ("of", "over") if side in test]
+    for arm in named:
+        if arm not in arms and arm != "none":
+            raise SpecBenchError(f"study {name}: no arm is called {arm}; there are {', '.join(arms)}")
+    for label, one in arms.items():
+        if one.get("weights") and "train" not in arms[one["weights"]]:
+            raise SpecBenchError(f"study {name}: arm {label} takes the weights of {one['weights']}, which is not trained")
+        if not any(o.startswith("drafter=") for o in one["run"]):
+            raise SpecBenchError(f"study {name}: arm {label} names no drafter; begin its `run` with drafter=NAME")
+    return study
+
+
+def read(path: Path) -> Study:
+    """One file. Raises `SpecBenchError`."""
+    study: Study = read_yaml(path, Study)
+    return check(study, path.stem)
+
+
+def load(folder: Path = FOLDER, problems: list[str] | None = None) -> dict[str, Study]:
+    """All studies by name. problems: see `specbench.files.readable`."""
+    return {path.stem: study for path, study in readable(sorted(folder.glob("*.yaml")), read, problems)}
+
+
+def unmet(needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool) -> list[str]:
+    """What of a list of needs is not there, in words.
+
+    Args:
+        header: of the cell that would answer; None where nothing was run. cuda: is there a GPU, if nothing was run?
+    """
+    found = []
+    if "project" in needs:
+        found.append(needs["project"])
+    if needs.get("device") == "cuda" and not (
+        str(header["target"].get("device", "")).startswith("cuda") if header else cuda
+    ):
+        found.append("a GPU")
+    if header is None:
+        return found
+    if header["target"].get("vocabulary", 0) < needs.get("vocabulary", 0):
+        found.append(f"a target with {needs['vocabulary']:,} ids")
+    if header["target"]["parameters"] < 0.8e9 * needs.get("billions", 0):
+        found.append(f"a target of {needs['billions']:g} billion parameters")
+    seen = {name: arm["weights"]["tokens_seen"] for name, arm in header["arms"].items() if arm["weights"].get("history")}
+    if seen and min(seen.values()) < needs.get("trained", 0):
+        found.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")
+    if needs.get("alike") and seen and max(seen.values()) > 1.05 * min(seen.values()):
+        found.append("drafters trained on as many tokens each")
+    if needs.get("pretrained") in seen:
+        found.append(f"a pretrained draft model as {needs['pretrained']}")
+    return found
+
+
+def sources(studies: Iterable[Study]) -> set[str]:
+    """Tables and figures that have a study."""
+    return {source for study in studies for source in study["source"]}

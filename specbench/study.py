@@ -1,0 +1,241 @@
+"""Door five: run a study, one table or figure of a paper, and say what became of its claims.
+
+python -m specbench.study study=bench
+python -m specbench.study study=coral_table3 seeds=[0]
+python -m specbench.study study=bench model=llama2-7b arms=[none,eagle2] datasets=[mtbench,gsm8k]
+python -m specbench.study -m study=eagle_table5,coral_table3
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from specbench import arms, cell, contents, schema, studies
+from specbench.arms import Arm, RunOptions
+from specbench.assets import cache_root, require_writable
+from specbench.datasets import Chat
+from specbench.door import CONF, composed, run_door, spoken
+from specbench.engine.target import Target, pick_device
+from specbench.errors import SpecBenchError, visible
+from specbench.faults import told
+from specbench.metrics import BASELINE
+from specbench.options import Name, Natural
+from specbench.records import Cell
+from specbench.reporting import cells, claims, tables
+from specbench.studies import Study
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """What `conf/study.yaml` may say beside what goes for every arm; what each means stands there."""
+
+    study: Study
+    arms: list[Name] | None
+    seeds: list[Natural] | None
+    datasets: list[Name] | None
+
+
+OURS = ("study", "arms", "seeds", "datasets")
+
+
+@dataclass(frozen=True)
+class Member:
+    """An arm with one of its seeds. label: as rows call it."""
+
+    name: str
+    seed: int | None
+    label: str
+    spec: studies.Arm
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="study")
+@spoken
+def main(config: DictConfig) -> None:
+    """Train what is to be trained, decode what is missing, judge."""
+    schema.check(config, Options)
+    name = HydraConfig.get().runtime.choices["study"]
+    plain: Study = OmegaConf.to_container(config.study, resolve=True)  # type: ignore[assignment]
+    study = _chosen(studies.check(plain, name), config, name)
+    require_writable(Path(config.results))
+    missing = studies.unmet(study.get("needs", {}), None, pick_device(config.model.device).type == "cuda")
+    if missing:
+        raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
+    users = _users()
+    members = list(_members(study, config))
+    lost = _train(name, members, study, users)
+    found = []
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    loaded: tuple[Target, Chat] | None = None
+    for number, said in enumerate(_cells(study, config)):
+        base = composed("run", [*said, *users])
+        schema.check(base, RunOptions)
+        arms.settle(base)
+        base.results = str(Path(config.results) / name)
+        loaded = loaded or arms.load(base)
+        target, chat = loaded
+        questions = instantiate(base.dataset).load()
+        sides = [arms.baseline(base, target)]
+        for member in members:
+            if member.label not in lost:
+                side = _side(member, said, users, target, base, study, config)
+                sides += [side] if side is not None else []
+        print(f"{name}, cell {number + 1}: {' '.join(said)}", file=sys.stderr, flush=True)
+        done, failed = cell.run(base, target, chat, sides, questions, name)
+        if failed:
+            print(f"specbench: {failed} generations failed; their rows in {done.path} say why", file=sys.stderr)
+        found.append((done, failed))
+    _say(name, study, [done for done, _ in found], config)
+    for done, _ in found:
+        arms.require_lossless(done)
+    broken = sum(failed for _, failed in found)
+    absent = len(members) - min((len(done_arms(done)) for done, _ in found), default=0) + 1
+    if broken or absent:
+        raise SpecBenchError(
+            f"{broken} generations failed and {absent} arms are missing, named above; run it again to retry them"
+        )
+
+
+def done_arms(done: Cell) -> set[str]:
+    """Drafters with rows."""
+    return {key[0] for key in done.rows}
+
+
+def _chosen(study: Study, config: DictConfig, name: str) -> Study:
+    """The study with the arms that were asked for; a drafter's name that is no arm's is an arm by itself."""
+    wanted = config.arms
+    if wanted is None:
+        return study
+    known = dict(study["arms"])
+    for arm in wanted:
+        if arm not in known and arm != BASELINE:
+            if not (Path(CONF) / "drafter" / f"{arm}.yaml").is_file():
+                near = schema.nearest(arm, known)
+                raise SpecBenchError(f"arms: study {name} has no arm {visible(arm)}, and there is no such drafter{near}")
+            known[arm] = {"run": [f"drafter={arm}"]}
+    return {**study, "arms": {arm: known[arm] for arm in wanted if arm != BASELINE}}
+
+
+def _users() -> list[str]:
+    """What the command line says for all arms."""
+    task = list(HydraConfig.get().overrides.task)
+    keys = [o.key_or_group for o in OverridesParser.create().parse_overrides(task)]
+    if "drafter" in keys:
+        raise SpecBenchError("drafter: a study has its own arms; choose among them with arms=[NAME,…]")
+    return [said for said, key in zip(task, keys, strict=True) if key.split(".")[0] not in OURS]
+
+
+def _members(study: Study, config: DictConfig) -> Iterator[Member]:
+    """Every arm with each of its seeds; one that is not trained here has none."""
+    for name, spec in study["arms"].items():
+        trained = spec if "train" in spec else study["arms"].get(spec.get("weights", ""), spec)
+        if "train" not in trained:
+            yield Member(name, None, name, spec)
+            continue
+        for seed in config.seeds if config.seeds is not None else trained.get("seeds", [0]):
+            yield Member(name, seed, f"{name}@{seed}", spec)
+
+
+def _cells(study: Study, config: DictConfig) -> Iterator[list[str]]:
+    """What each cell says; with other datasets, each cell for each of them."""
+    for said in study["cells"]:
+        if config.datasets is None:
+            yield said
+        else:
+            rest = [o for o in said if not o.startswith("dataset=")]
+            yield from ([*rest, f"dataset={dataset}"] for dataset in config.datasets)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def _training(member: Member, study: Study, users: list[str]) -> tuple[str, list[str]] | None:
+    """Where a member's weights are trained, and what the training is told; None if it takes what lies there.
+
+    The folder is named by all that the training is told, so that no other training is ever taken for it.
+    """
+    if member.seed is None:
+        return None
+    source = study["arms"][member.spec["weights"]] if "weights" in member.spec else member.spec
+    own = [o for o in source["run"] if o.lstrip("+~").split("=")[0].split(".")[0] == "drafter"]
+    model = [o for o in users if o.split("=")[0].split(".")[0] in ("model", "threads")]
+    said = [*model, *own, *source.get("train", []), f"train.settings.seed={member.seed}"]
+    drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]
+    return f"{drafter}-{contents.of(said)[:12]}", said
+
+
+def _folder(member: Member, study: Study, users: list[str]) -> Path | None:
+    training = _training(member, study, users)
+    return None if training is None else cache_root() / "studies" / training[0]
+
+
+def _train(name: str, members: list[Member], study: Study, users: list[str]) -> set[str]:
+    """Train, one after the other, each in a process of its own, what is not there; the members that are lost."""
+    lost = set()
+    done: set[Path] = set()
+    for member in members:
+        training = _training(member, study, users)
+        if training is None:
+            continue
+        folder = cache_root() / "studies" / training[0]
+        if folder in done or (folder / "model.safetensors").exists():
+            continue
+        print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
+        ways = [f"train.name={training[0]}", f"train.out={folder}", "train.missing=true"]
+        code = subprocess.run([sys.executable, "-m", "specbench.train", *training[1], *ways]).returncode
+        if code < 0 or code == 130:
+            raise KeyboardInterrupt
+        if code:
+            print(f"specbench: {name}: the training of {member.label} failed; see above", file=sys.stderr)
+            lost.add(member.label)
+        done.add(folder)
+    return lost
+
+
+# Decoding -------------------------------------------------------------------------------------------------------------
+
+
+def _side(
+    member: Member, said: list[str], users: list[str], target: Target, base: DictConfig, study: Study, config: DictConfig
+) -> Arm | None:
+    """One member, ready to decode; None, and its failure written down, where it is not to be had."""
+    weights = _folder(member, study, users)
+    own = [] if weights is None else [f"++drafter.weights={weights}"]
+    one = composed("run", [*said, *member.spec["run"], *own, *users])
+    one.results = base.results
+    place = arms.failure_path(one, member.label)
+    try:
+        schema.check(one, RunOptions)
+        arms.settle(one)
+        if one.model != base.model:
+            raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")
+        more = {} if member.seed is None else {"of": member.name, "seed": member.seed}
+        side = arms.build(one, target, member.label, **more)
+    except Exception as error:
+        failure = arms.failure(one, told(error), member.label)
+        failure.write(place)
+        print(visible(f"specbench: {member.label} on {failure.dataset}: {failure.error}"), file=sys.stderr)
+        return None
+    place.unlink(missing_ok=True)
+    return side
+
+
+def _say(name: str, study: Study, done: list[Cell], config: DictConfig) -> None:
+    """The cells as tables, and what became of the study's claims."""
+    entries = cells.collect([one.path for one in done])
+    if config.show:
+        tables.show(entries)
+    for verdict in claims.judge_study(name, study, entries):
+        print(visible(f"{verdict.verdict.upper()}: {verdict.claim['says']} ({verdict.claim['source']}). {verdict.said}"))
+
+
+if __name__ == "__main__":
+    run_door(main, "study")

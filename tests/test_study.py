@@ -1,0 +1,252 @@
+"""Studies: arms side by side in one cell, trained where they must be, judged only on what was measured alike."""
+
+import copy
+import json
+
+import pytest
+from conftest import ROOT
+from doors import call, run
+from test_records import arm, random_row, settings
+
+from specbench import records, studies
+from specbench.records import Cell, Measurement, Row, read_cell
+from specbench.reporting import cells, claims
+from specbench.reporting.claims import Evidence, compare, judge_study, unlike
+
+TWO = """\
+title: Two drafters
+source: [nowhere]
+varies: [tree]
+cells:
+  - [dataset=mtbench, data.limit=3]
+  - [dataset=mtbench, data.limit=6, replay=true]
+arms:
+  eagle2: {run: [drafter=eagle2, drafter.weights=HOME/weights/eagle2]}
+  chain: {run: [drafter=eagle2, tree=chain, drafter.weights=HOME/weights/eagle2]}
+claims:
+  - {says: trees accept more, source: nowhere, published: more, tests: [{metric: tau, of: eagle2, over: chain, is: more}]}
+  - {says: a GPU is fast, source: nowhere, published: more, needs: {device: cuda},
+     tests: [{metric: speed_up, of: eagle2, than: 0.01, is: more}]}
+"""
+TRAINED = """\
+title: A trained drafter
+source: [nowhere]
+cells: [[dataset=mtbench, data.limit=2]]
+arms:
+  short:
+    run: [drafter=eagle2, ++drafter.noise=0.1]
+    seeds: [0, 1]
+    train: [train.settings.steps=2, train.batch=2, "train.text.path=HOME/talk.json", train.text.wheel=null, train.corpus.source=text,
+            train.corpus.validation=4, ~recipe]
+  same: {run: [drafter=eagle2, tree=chain], weights: short}
+claims:
+  - {says: it emits, source: nowhere, published: much, tests: [{metric: tau, of: short, than: 0.5, is: more}]}
+"""
+
+
+def study(home, text, name, *arguments, ok=True):
+    folder = home / "conf"
+    (folder / "study").mkdir(parents=True, exist_ok=True)
+    (folder / "study" / f"{name}.yaml").write_text(text.replace("HOME", str(home)))
+    return run(home, "study", f"--config-dir={folder}", f"study={name}", *arguments, ok=ok)
+
+
+def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, tmp_path):
+    said = study(home, TWO, "two", f"results={tmp_path}")
+    assert "REPRODUCED: trees accept more" in said and "NOT TESTABLE HERE: a GPU is fast" in said and "needs a GPU" in said
+    decoded, replayed = (next((tmp_path / "two" / "tiny" / "mtbench").glob(f"{k}-*/rows.jsonl")) for k in ("decode", "replay"))
+    header, rows = read_cell(decoded)
+    assert list(header["arms"]) == ["none", "eagle2", "chain"] and header["study"] == "two"
+    assert header["arms"]["chain"]["drafter"]["growth"] != header["arms"]["eagle2"]["drafter"]["growth"]
+    assert len(rows) == 3 * 3 * 2 and [r.drafter for r in rows[:3]] == ["none", "eagle2", "chain"]  # in turn
+    by_key = {r.key: r for r in rows}
+    header, again = read_cell(replayed)
+    assert header["replay"] and len(again) == 3 * 6 * 2
+    for row in (r for r in again if r.drafter != "none"):
+        assert row.replayed and row.decode_s == row.draft_s == row.target_s == row.prefill_s == 0
+        assert row.drafter != "eagle2" or sum(n for n, _, _ in row.confidence) > 0
+        if row.key in by_key:  # the same cycles as decoding had
+            same = by_key[row.key]
+            assert (row.tokens, row.accepted, row.drafted, row.nodes, row.ranks) == (
+                same.tokens, same.accepted, same.drafted, same.nodes, same.ranks,
+            )  # fmt: skip
+    before = decoded.read_bytes()
+    study(home, TWO, "two", f"results={tmp_path}")
+    assert decoded.read_bytes() == before, "what was there was measured again"
+
+
+def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
+    said = study(home, TRAINED, "trained", f"results={tmp_path}")
+    assert "it emits" in said
+    path = next(tmp_path.rglob("rows.jsonl"))
+    header, _ = read_cell(path)
+    assert list(header["arms"]) == ["none", "short@0", "short@1", "same@0", "same@1"]
+    assert {a.get("of") for a in header["arms"].values()} == {None, "short", "same"}
+    folders = list((home / "cache" / "studies").iterdir())
+    assert len(folders) == 2 and all(json.loads((f / "provenance.json").read_text())["steps"] == 2 for f in folders)
+    entries = {e.name: e for e in cells.collect([path])}
+    assert set(entries) == {"none", "short", "same"} and entries["short"].seeds == 2
+    assert entries["short"].summary.prompts == 2 * entries["none"].summary.prompts
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "said"),
+    [
+        (("title:", "tittle:"), (), "study.tittle"),
+        (("drafter=eagle2, tree=chain", "tree=chain"), (), "arm chain names no drafter"),
+        (("over: chain", "over: rope"), (), "no arm is called rope"),
+        (("[drafter=eagle2, tree", "[drafter=eagle3, tree"), (), "eagle3"),
+        (("metric: tau", "metric: beauty"), (), "must be 'tau'"),
+        (("is: more}]}\n  -", "is: more, within: 0.1}]}\n  -"), (), "a test expects"),
+        (("title", "title"), ("arms=[eagle9]",), "no arm eagle9"),
+        (("title", "title"), ("drafter=hass",), "arms=[NAME,…]"),
+        (("varies:", "needs: {device: cuda}\nvaries:"), (), "not testable here: it needs a GPU"),
+        (("replay=true", "replay=true, sampler.temperature=1"), (), "replay=true follows"),
+    ],
+)
+def test_a_wrong_study_is_one_clear_line(home, tmp_path, change, arguments, said):
+    line = study(home, TWO.replace(*change), "wrong", f"results={tmp_path}", *arguments, ok=False)
+    assert said in line, line
+
+
+def test_an_arm_that_is_not_to_be_had_costs_itself_alone(home, tmp_path):
+    text = TWO.replace("tree=chain, drafter.weights=HOME/weights/eagle2", "tree=chain, drafter.weights=HOME/nowhere")
+    folder = home / "conf"
+    study(home, TWO, "lost")
+    (folder / "study" / "lost.yaml").write_text(text.replace("HOME", str(home)))
+    done = call(home, "study", f"--config-dir={folder}", "study=lost", f"results={tmp_path}")
+    assert done.returncode == 2 and "chain on mtbench" in done.stderr and "1 arms are missing" in done.stderr
+    path = next(tmp_path.rglob("decode-*/rows.jsonl"))
+    assert {r.drafter for r in read_cell(path)[1]} == {"none", "eagle2"}
+    assert len(list(tmp_path.rglob("chain-*.failed.json"))) == 2  # one a cell
+
+
+def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, tmp_path):
+    weights = f"drafter.weights={home / 'weights' / 'eagle2'}"
+    study(home, TWO, "two", f"results={tmp_path}", "arms=[none,eagle1]", "datasets=[mtbench]", weights)
+    assert list(read_cell(next(tmp_path.rglob("decode-*/rows.jsonl")))[0]["arms"]) == ["none", "eagle1"]
+
+
+# Only like with like ---------------------------------------------------------------------------------------------------
+
+SPEC = {
+    "title": "x",
+    "source": ["x"],
+    "cells": [["dataset=mtbench"]],
+    "arms": {"a": {"run": ["drafter=eagle2"]}, "b": {"run": ["drafter=hass"]}},
+}
+
+
+def entries(folder, *headers):
+    """Entries of cells with these headers, twelve random rows a drafter."""
+    import numpy as np
+
+    for number, header in enumerate(headers):
+        cell = Cell(folder / "s" / "m" / "mtbench" / f"decode-{number}", {"study": "s", **header})
+        for name in header["arms"]:
+            for q in range(6):
+                cell.write(random_row(np.random.default_rng(q), name, str(q))[0])
+    return cells.collect(sorted(folder.rglob("rows.jsonl")), folder)
+
+
+def of(*names, **more):
+    """A header with arms a and b apart, so that one cell holds one of them."""
+    return settings(*names, dataset="mtbench", **more)
+
+
+ALTERED = {
+    "machine": {"hardware": {"device": "toaster", "cores": 2}},
+    "threads": {"config": {**of()["config"], "threads": 1}},
+    "dtype": {"target": {"dtype": "bfloat16", "parameters": 100}},
+    "length": {"config": {**of()["config"], "decode": {"max_new_tokens": 24}}},
+    "prompts": {"prompts": "others"},
+    "code": {"commit": "another"},
+    "target": {"target": {"dtype": "float32", "parameters": 100, "fingerprint": "another"}},
+    "tree": {"arms": {"none": arm("none"), "b": arm("b", drafter={"name": "b", "growth": {"depth": 3}})}},
+}
+
+
+@pytest.mark.parametrize("aspect", ALTERED)
+def test_rows_that_were_not_measured_alike_are_not_compared(tmp_path, aspect):
+    tree = {"name": "a", "growth": {"depth": 6}}
+    first = of("a") | {"arms": {"none": arm("none"), "a": arm("a", drafter=tree)}}
+    second = of("b") | {"arms": {"none": arm("none"), "b": arm("b", drafter={**tree, "name": "b"})}}
+    test = {"metric": "tau", "of": "a", "over": "b", "is": "more"}
+    alike = Evidence(SPEC, entries(tmp_path / "alike", first, second))
+    effect, why = compare(test, alike)
+    assert effect is not None and not why
+    apart = Evidence(SPEC, entries(tmp_path / "apart", first, {**second, **ALTERED[aspect]}))
+    effect, why = compare(test, apart)
+    assert effect is None and why == f"rows that differ in {aspect} are not compared"
+    verdict = judge_study("s", {**SPEC, "claims": [{**CLAIM, "tests": [test]}]}, apart.entries)[0]
+    assert verdict.verdict == claims.NOT_RUN and aspect in verdict.said
+    if aspect in ("tree", "dtype", "length", "prompts"):
+        apart.study = {**SPEC, "varies": [aspect]}
+        assert compare(test, apart)[0] is not None, "the study is about that difference"
+
+
+CLAIM = {"says": "x", "source": "x", "published": "x"}
+
+
+def test_rows_of_another_study_answer_no_claim(tmp_path):
+    test = {"metric": "tau", "of": "a", "over": "b", "is": "more"}
+    spec = {**SPEC, "claims": [{**CLAIM, "tests": [test]}]}
+    found = entries(tmp_path, of("a", "b"))
+    assert judge_study("s", spec, found)[0].verdict != claims.NOT_RUN
+    assert judge_study("t", spec, found)[0].verdict == claims.NOT_RUN
+
+
+def test_needs_are_read_from_the_rows(tmp_path):
+    def weights(tokens):
+        return {"history": [{"tokens": 1}], "tokens_seen": tokens, "parameters": 1, "steps": 1, "hours": 0.0,
+                "data": {"unique_tokens": 1}, "machine": {"device": "toaster", "cores": 1}}  # fmt: skip
+
+    header = of("a", "b") | {"target": {"dtype": "float32", "parameters": 100, "vocabulary": 500, "device": "cpu"}}
+    header["arms"] = {"none": arm("none"), "a": arm("a", weights=weights(100)), "b": arm("b", weights=weights(200))}
+    for needs, said in (
+        ({"device": "cuda"}, ["a GPU"]),
+        ({"vocabulary": 501}, ["a target with 501 ids"]),
+        ({"vocabulary": 500}, []),
+        ({"billions": 7}, ["a target of 7 billion parameters"]),
+        ({"trained": 150}, ["drafters trained on 0.00015 M tokens"]),
+        ({"trained": 100}, []),
+        ({"alike": True}, ["drafters trained on as many tokens each"]),
+        ({"pretrained": "a"}, ["a pretrained draft model as a"]),
+        ({"pretrained": "none"}, []),
+        ({"project": "batched decoding"}, ["batched decoding"]),
+    ):
+        assert studies.unmet(needs, header, cuda=False) == said
+        test = {"metric": "tau", "of": "a", "over": "b", "is": "more"}
+        spec = {**SPEC, "claims": [{**CLAIM, "needs": needs, "tests": [test]}]}
+        found = entries(tmp_path / str(needs), copy.deepcopy(header))
+        verdict = judge_study("s", spec, found)[0]
+        assert (verdict.verdict == claims.NOT_TESTABLE) == bool(said)
+        assert not said or ("needs " + said[0] in verdict.said and "Measured nevertheless" in verdict.said)
+    assert studies.unmet({"device": "cuda"}, None, cuda=True) == []
+
+
+def test_measurements_are_compared_from_five_repetitions_on(tmp_path):
+    test = {"measured": "memory.peak", "of": "a", "over": "b", "is": "less"}
+    found = entries(tmp_path, of("a", "b"))
+    cell = Cell(found[0].path.parent, {})
+    for repetition in range(5):
+        assert compare(test, Evidence(SPEC, cells.collect([cell.path])))[0] is None
+        for name, peak in (("a", 90.0), ("b", 100.0)):
+            cell.write(Measurement(name, "memory", repetition, {"peak": peak + repetition / 10}))
+    effect, _ = compare(test, Evidence(SPEC, cells.collect([cell.path])))
+    assert effect is not None and effect.value == pytest.approx(90.2 / 100.2) and effect.high < 1
+    assert claims.judge(test, effect) == claims.REPRODUCED
+
+
+def test_temperatures_are_compared_where_a_study_is_about_them(tmp_path):
+    warm = of("a") | {"config": {**of()["config"], "sampler": {"temperature": 1.0}}}
+    test = {"metric": "tau", "of": "a", "at": {"temperature": 1.0}, "over_at": {}, "is": "less"}
+    known = Evidence(SPEC, entries(tmp_path, of("a"), warm))
+    assert compare(test, known) == (None, "rows that differ in temperature are not compared")
+    known.study = {**SPEC, "varies": ["temperature"]}
+    assert compare(test, known)[0] is not None
+
+
+def test_the_committed_studies_are_well_formed():
+    for name in (p.stem for p in (ROOT / "conf" / "study").glob("*.yaml")):
+        assert unlike and records and Row and studies.read(ROOT / "conf" / "study" / f"{name}.yaml")["title"]
