@@ -12,6 +12,8 @@ from specbench.arms import Arm
 from specbench.bench import Bench
 from specbench.datasets import Chat, Question
 from specbench.engine.target import Target
+from specbench.errors import visible
+from specbench.faults import told
 from specbench.metrics import BASELINE
 from specbench.progress import progress
 from specbench.records import Cell, Measurement, held, identity
@@ -65,8 +67,11 @@ def _remember(config: DictConfig, chat: Chat, sides: list[Arm], questions: list[
     with progress("peak memory", len(missing), "processes") as reached:
         for number, measurement in enumerate(missing, 1):
             plain = arms.plain(own[measurement.drafter])
-            measurement.values.update(apart.call(apart.memory, plain, prompt, tokens))
-            cell.write(measurement)
+            try:
+                measurement.values.update(apart.call(apart.memory, plain, prompt, tokens))
+                cell.write(measurement)
+            except Exception as error:  # the rows are worth having without it
+                print(visible(f"specbench: no peak memory of {measurement.drafter}: {told(error)}"), file=sys.stderr)
             reached(number)
 
 

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from specbench import arms, cell, schema, sweep
-from specbench.arms import RunOptions
+from specbench.arms import RunOptions as Options
 from specbench.assets import require_writable
 from specbench.datasets import PromptSet
 from specbench.door import CONF, run_door, spoken, sweeping
@@ -29,7 +29,7 @@ def job(config: DictConfig) -> None:
     """One cell. In a sweep a failure is written down where the cell would be, and the next cell begins."""
     place = arms.failure_path(config)
     try:
-        schema.check(config, RunOptions)
+        schema.check(config, Options)
         arms.settle(config)
         require_writable(arms.folder(config))
         if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
@@ -50,9 +50,10 @@ def job(config: DictConfig) -> None:
 def _run(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     prompts: PromptSet = instantiate(config.dataset)
+    made = arms.make(config)
     questions = prompts.load()
     target, chat = arms.load(config)
-    own = arms.build(config, target)
+    own = arms.build(config, target, made=made)
     sides = [own] if own.label == BASELINE else [arms.baseline(config, target), own]
     found, failed = cell.run(config, target, chat, sides, questions)
     if config.show:
