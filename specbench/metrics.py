@@ -245,6 +245,18 @@ def macro(rate: Rate, totals: Totals) -> float:
     return float(values.mean()) if values.size else float("nan")
 
 
+def repeated(values: Sequence[float]) -> Interval:
+    """The median of a measurement's repetitions, with its 95% interval over these."""
+    low, high = np.percentile(medians(values), [2.5, 97.5])
+    return Interval(float(np.median(values)), float(low), float(high))
+
+
+def medians(values: Sequence[float], seed: int = 0) -> np.ndarray:
+    """[S] of bootstrap samples of repetitions."""
+    found: np.ndarray = np.median(np.random.default_rng(seed).choice(values, (SAMPLES, len(values))), axis=1)
+    return found
+
+
 def time_split(rows: Sequence[Row]) -> dict[str, float]:
     """Shares of the decode time. What no phase claims belongs to the rest."""
     total = sum(r.decode_s for r in rows if r.accepted) or float("nan")

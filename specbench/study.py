@@ -71,36 +71,37 @@ def main(config: DictConfig) -> None:
         raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
     users = _users()
     members = list(_members(study, config))
+    said = list(_cells(study, config))
+    bases = [_base(one, users, Path(config.results) / name) for one in said]
+    measured = next((number for number, base in enumerate(bases) if not base.replay), 0)  # once a study, not in each cell
     lost = _train(name, members, study, users)
     found = []
     torch.set_num_threads(config.threads or torch.get_num_threads())
     loaded: tuple[Target, Chat] | None = None
-    for number, said in enumerate(_cells(study, config)):
-        base = composed("run", [*said, *users])
-        schema.check(base, RunOptions)
-        arms.settle(base)
-        base.results = str(Path(config.results) / name)
+    for number, base in enumerate(bases):
         loaded = loaded or arms.load(base)
         target, chat = loaded
         questions = instantiate(base.dataset).load()
         sides = [arms.baseline(base, target)]
         for member in members:
             if member.label not in lost:
-                side = _side(member, said, users, target, base, study, config)
+                side = _side(member, said[number], users, target, base, study, config)
                 sides += [side] if side is not None else []
-        print(f"{name}, cell {number + 1}: {' '.join(said)}", file=sys.stderr, flush=True)
-        done, failed = cell.run(base, target, chat, sides, questions, name)
-        if failed:
-            print(f"specbench: {failed} generations failed; their rows in {done.path} say why", file=sys.stderr)
-        found.append((done, failed))
-    _say(name, study, [done for done, _ in found], config)
-    for done, _ in found:
-        arms.require_lossless(done)
-    broken = sum(failed for _, failed in found)
-    absent = len(members) - min((len(done_arms(done)) for done, _ in found), default=0) + 1
-    if broken or absent:
+        print(f"{name}, cell {number + 1}: {' '.join(said[number])}", file=sys.stderr, flush=True)
+        measure = _repetitions(study, base, users) if number == measured else {}
+        ran = cell.run(base, target, chat, sides, questions, name, measure)
+        if ran.failed:
+            print(f"specbench: {ran.failed} generations failed; their rows in {ran.cell.path} say why", file=sys.stderr)
+        found.append(ran)
+    _say(name, study, [ran.cell for ran in found], config)
+    for ran in found:
+        arms.require_lossless(ran.cell)
+    broken, unmeasured = sum(ran.failed for ran in found), sum(ran.unmeasured for ran in found)
+    absent = len(members) - min((len(done_arms(ran.cell)) for ran in found), default=0) + 1
+    if broken or unmeasured or absent:
         raise SpecBenchError(
-            f"{broken} generations failed and {absent} arms are missing, named above; run it again to retry them"
+            f"{broken} generations and {unmeasured} measurements failed and {absent} arms are missing, named above; "
+            "run it again to retry them"
         )
 
 
@@ -152,6 +153,21 @@ def _cells(study: Study, config: DictConfig) -> Iterator[list[str]]:
         else:
             rest = [o for o in said if not o.startswith("dataset=")]
             yield from ([*rest, f"dataset={dataset}"] for dataset in config.datasets)
+
+
+def _base(said: list[str], users: list[str], results: Path) -> DictConfig:
+    """What a cell's arms have in common."""
+    base = composed("run", [*said, *users])
+    schema.check(base, RunOptions)
+    arms.settle(base)
+    base.results = str(results)
+    return base
+
+
+def _repetitions(study: Study, base: DictConfig, users: list[str]) -> dict[str, int]:
+    """How many times over each quantity is measured. Peak memory is unless the study or the command line says otherwise."""
+    said = {"memory": base.memory, **study.get("measure", {})}
+    return said | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
 
 
 # Training -------------------------------------------------------------------------------------------------------------
