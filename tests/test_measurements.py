@@ -1,6 +1,7 @@
 """What is measured beside rows: where seconds go, on a clock that only chosen functions move; resuming; a whole study."""
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -9,18 +10,21 @@ import typing
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TRAINED, make, tiny
 from doors import kill_after_rows, start
-from test_records import settings
+from test_records import random_row, settings
 from test_study import study
 
 from drafters.none import NoDrafter
-from specbench import costs, measurements, studies
+from specbench import costs, measurements, metrics, studies
 from specbench.bench import Contender
 from specbench.engine.verify import Lossless
 from specbench.records import Cell, Measurement, Row, read_cell
+from specbench.reporting import cells, tables
+from specbench.reporting.bundle import Report, Sources
 
 PROMPTS = [[3, 4, 5, 6], [7, 8, 9]]
 TOKENS = 12
@@ -291,3 +295,65 @@ def alive(pid):
     except ProcessLookupError:
         return False
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # nobody may collect it here
+
+
+# A busy machine --------------------------------------------------------------------------------------------------------
+
+
+def rows(speeds, others=None, replayed=False):
+    """A baseline's rows of ten cycles each at these speeds."""
+    found = []
+    for i, speed in enumerate(speeds):
+        row = Row("none", str(i), "c", 0, 5, [1] * 11, 0.5, 10 / speed, [0] * 10, [0] * 10, [0] * 10, [[]] * 10)
+        row.others, row.replayed = others, replayed
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (rows([10, 10, 10, 10], others=0.4), None),
+        (rows([10, 10, 10, 10], others=0.6), "other processes kept 0.6 of its 2 cores"),
+        (rows([10, 10, 10, 10], others=0.6, replayed=True), None),
+        (rows([10, 10, 11.9, 11.9]), None),
+        (rows([10, 10, 12.5, 12.5]), "1.25 times as fast in one half"),
+        (rows([12.5, 12.5, 10, 10]), "1.25 times as fast in one half"),
+        (rows([12.5, 10, 10, 12.5]), None),
+        (rows([10, 13]), None),  # two generations are no halves
+        ([], None),
+    ],
+)
+def test_a_busy_machine_is_told_from_its_rows(given, said):
+    found = metrics.busy(given, 2)
+    assert (found is None) == (said is None)
+    assert said is None or (said in found and found.startswith("The machine was busy: "))
+
+
+def test_other_drafters_speeds_are_no_drift():
+    mixed = rows([10] * 4)
+    for number, row in enumerate(rows([10, 10, 40, 40])):
+        row.drafter = "eagle2"
+        mixed.insert(2 * number, row)
+    assert metrics.busy(mixed, 2) is None
+
+
+def test_a_busy_machine_is_named_under_the_table_of_its_cell(tmp_path, capsys, monkeypatch):
+    for dataset, others in (("calm", 0.1), ("disturbed", 1.5)):
+        cell = Cell(tmp_path / "m" / dataset / "eagle2-1", settings("eagle2", dataset=dataset))
+        for q in range(3):
+            for who in ("none", "eagle2"):
+                row, _ = random_row(np.random.default_rng(q), who, str(q))
+                row.others = others
+                cell.write(row)
+    entries = cells.collect(sorted(tmp_path.rglob("rows.jsonl")), tmp_path)
+    assert {e.dataset: bool(e.busy) for e in entries} == {"calm": False, "disturbed": True}
+    tables.show(entries)
+    monkeypatch.setattr("specbench.reporting.figures.draw_all", lambda *_: {})
+    report = Report(Sources(tmp_path))
+    report.write()
+    page, readme = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
+    for text in (capsys.readouterr().out, tables.markdown(entries), page, readme):
+        assert text.count("The machine was busy") == 1
+        assert text.index("calm") < text.index("disturbed") < text.index("The machine was busy")
+    assert json.dumps(report.parts[0]["disturbances"]) == "[]"

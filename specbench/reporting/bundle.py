@@ -107,6 +107,7 @@ class Report:
         for part in self.parts:
             caption, verdict = text.markdown(part["caption"]), text.markdown(part["verdict"])
             parts += [f"## {caption}", "", verdict, "", tables.markdown_table(*part["decoding"]), ""]
+            parts += [f"{text.markdown(said)}\n" for said in part["disturbances"]]
             if part["versus"][1]:
                 parts += ["### Is that difference real?", ""]
                 parts += [tables.markdown_table(*part["versus"]), "", tables.markdown_table(*part["alphas"]), ""]
@@ -123,6 +124,7 @@ class Report:
         parts += ["## Figures", "", *(f"![{title}](figures/{name}.png)\n" for name, title in drawn.items())]
         for part in self.study_parts:
             parts += [f"## {text.markdown(part['caption'])}", "", tables.markdown_table(*part["decoding"]), ""]
+            parts += [f"{text.markdown(said)}\n" for said in part["disturbances"]]
         parts += ["## The papers' tables", "", "Measured / published; also as CSV and LaTeX in `tables/`.", ""]
         for paper in self.papers:
             count = f"{paper.measured} cells measured" if paper.measured else "nothing measured yet"
@@ -204,6 +206,7 @@ def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:
         "caption": f"{caption}, {group[0].summary.prompts} generations",
         "verdict": tables.verdict(group),
         "decoding": (tables.COLUMNS, [tables.cells(e) for e in group]),
+        "disturbances": tables.disturbances(group),
         "versus": (tables.VERSUS, tables.versus(group)),
         "alphas": (tables.ALPHAS, [tables.alphas(e) for e in group]),
         "memory": (tables.MEMORY, tables.memory_lines(group)),
