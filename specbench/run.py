@@ -55,12 +55,15 @@ def _run(config: DictConfig) -> None:
     target, chat = arms.load(config)
     own = arms.build(config, target, made=made)
     sides = [own] if own.label == BASELINE else [arms.baseline(config, target), own]
-    found, failed = cell.run(config, target, chat, sides, questions)
+    ran = cell.run(config, target, chat, sides, questions)
+    path = ran.cell.path
     if config.show:
-        tables.show(cells.collect([found.path]))
-    if failed:
-        raise SpecBenchError(f"{failed} generations failed; their rows in {found.path} say why; run again to retry them")
-    arms.require_lossless(found)
+        tables.show(cells.collect([path]))
+    if ran.failed:
+        raise SpecBenchError(f"{ran.failed} generations failed; their rows in {path} say why; run again to retry them")
+    if ran.unmeasured:
+        raise SpecBenchError(f"{ran.unmeasured} measurements failed, named above; run again to retry them")
+    arms.require_lossless(ran.cell)
 
 
 def _has_failed_rows(config: DictConfig) -> bool:

@@ -72,30 +72,33 @@ def main(config: DictConfig) -> None:
         raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
     users = _users()
     members = list(_members(study, config))
+    prepared = [_prepared(said, members, users, study, Path(config.results) / name) for said in _cells(study, config)]
     lost = _train(name, members, study, users)
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    prepared = [_prepared(said, members, lost, users, study, Path(config.results) / name) for said in _cells(study, config)]
+    measured = next((n for n, (base, _) in enumerate(prepared) if not base.replay), 0)  # once a study, not in each cell
+    target, chat = arms.load(prepared[0][0])
     found = []
-    for number, (base, sides) in enumerate(prepared, 1):
-        if not number - 1:
-            target, chat = arms.load(base)
+    for number, (base, sides) in enumerate(prepared):
         questions = instantiate(base.dataset).load()
-        built = [arms.baseline(base, target), *(a for side in sides if (a := _built(side, target)) is not None)]
+        there = (_built(side, target) for side in sides if side.member.label not in lost)
+        built = [arms.baseline(base, target), *(arm for arm in there if arm is not None)]
         heat = "greedy" if base.sampler.temperature == 0 else f"T={base.sampler.temperature}"
-        mode = ", replayed" if base.replay else ""
-        print(f"{name}, cell {number} of {len(prepared)}: {base.dataset.name}, {heat}{mode}", file=sys.stderr, flush=True)
-        done, failed = cell.run(base, target, chat, built, questions, name)
-        if failed:
-            print(f"specbench: {failed} generations failed; their rows in {done.path} say why", file=sys.stderr)
-        found.append((done, failed))
-    _say(name, study, [done for done, _ in found], config)
-    for done, _ in found:
-        arms.require_lossless(done)
-    broken = sum(failed for _, failed in found)
-    absent = len(members) - min((len(done_arms(done)) for done, _ in found), default=0) + 1
-    if broken or absent:
+        where = f"{base.dataset.name}, {heat}{', replayed' if base.replay else ''}"
+        print(f"{name}, cell {number + 1} of {len(prepared)}: {where}", file=sys.stderr, flush=True)
+        measure = _repetitions(study, base, users) if number == measured else {}
+        ran = cell.run(base, target, chat, built, questions, name, measure)
+        if ran.failed:
+            print(f"specbench: {ran.failed} generations failed; their rows in {ran.cell.path} say why", file=sys.stderr)
+        found.append(ran)
+    _say(name, study, [ran.cell for ran in found], config)
+    for ran in found:
+        arms.require_lossless(ran.cell)
+    broken, unmeasured = sum(ran.failed for ran in found), sum(ran.unmeasured for ran in found)
+    absent = len(members) - min((len(done_arms(ran.cell)) for ran in found), default=0) + 1
+    if broken or unmeasured or absent:
         raise SpecBenchError(
-            f"{broken} generations failed and {absent} arms are missing, named above; run it again to retry them"
+            f"{broken} generations and {unmeasured} measurements failed and {absent} arms are missing, named above; "
+            "run it again to retry them"
         )
 
 
@@ -147,6 +150,21 @@ def _cells(study: Study, config: DictConfig) -> Iterator[list[str]]:
         else:
             rest = [o for o in said if not o.startswith("dataset=")]
             yield from ([*rest, f"dataset={dataset}"] for dataset in config.datasets)
+
+
+def _base(said: list[str], users: list[str], results: Path) -> DictConfig:
+    """What a cell's arms have in common."""
+    base = composed("run", [*said, *users])
+    schema.check(base, RunOptions)
+    arms.settle(base)
+    base.results = str(results)
+    return base
+
+
+def _repetitions(study: Study, base: DictConfig, users: list[str]) -> dict[str, int]:
+    """How many times over each quantity is measured. Peak memory is unless the study or the command line says otherwise."""
+    said = {"memory": base.memory, **study.get("measure", {})}
+    return said | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -209,13 +227,10 @@ class Side:
 
 
 def _prepared(
-    said: list[str], members: list[Member], lost: set[str], users: list[str], study: Study, results: Path
+    said: list[str], members: list[Member], users: list[str], study: Study, results: Path
 ) -> tuple[DictConfig, list[Side]]:
-    """A cell's configuration and its members, as far as they can be checked without the target."""
-    base = composed("run", [*said, *users])
-    schema.check(base, RunOptions)
-    arms.settle(base)
-    base.results = str(results)
+    """A cell's configuration and its members, as far as they can be checked without target and weights."""
+    base = _base(said, users, results)
     sides = []
     for member in members:
         weights = _folder(member, study, users)
@@ -226,10 +241,11 @@ def _prepared(
         try:
             schema.check(config, RunOptions)
             arms.settle(config)
+            if weights is not None:
+                config.checkpoint = None  # its own are trained by then, whatever is published
             if config.model != base.model:
                 raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")
-            if member.label not in lost:
-                sides.append(Side(member, config, arms.make(config), place))
+            sides.append(Side(member, config, arms.make(config), place))
         except Exception as error:
             _fail(config, member, place, error)
     return base, sides

@@ -18,7 +18,7 @@ from test_records import random_row, settings
 from specbench import metrics, trace
 from specbench.errors import SpecBenchError
 from specbench.metrics import RATES, Totals, contrast, interval
-from specbench.records import Cell, CellFailure, Failure, Row
+from specbench.records import Cell, CellFailure, Failure, Measurement, Row
 from specbench.reporting import bundle, published, tables, translate
 from specbench.reporting.bundle import Report, Sources
 
@@ -38,6 +38,23 @@ def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=
                 cell.write(row)
                 made.append(row)
     return made
+
+
+def measure(folder, names=("hass-1", "hass-2"), repetitions=5):
+    """A cell of drafters whose drafting, training and target passes were measured beside their rows."""
+    header = settings(*names, dataset="mtbench", study="costs")
+    for steps, name in enumerate(names, 1):
+        header["arms"][name]["drafter"] = {"name": "hass", "steps": steps}
+    cell = Cell(folder / "m" / "mtbench" / "decode-1", header)
+    rng = np.random.default_rng(0)
+    for who in ("none", *names):
+        cell.write(random_row(rng, who)[0])
+    for r in range(repetitions):
+        cell.write(Measurement("none", "target_pass", r, {"ms_1": 3.0 + r, "ms_8": 5.0 + r, "ms_16": 9.0}))
+        for steps, name in enumerate(names, 1):
+            shares = {"head": 0.5, "network": 0.3, "rest": 0.2}
+            cell.write(Measurement(name, "drafting", r, {"ms": 8.0 + steps + r, **shares}))
+            cell.write(Measurement(name, "training", r, {"peak": steps * 2.0**28 + r, "seconds": 1.0 * steps + r / 10}))
 
 
 def report(folder) -> Report:
@@ -412,18 +429,15 @@ def test_a_trace_holds_the_trees_the_loop_really_saw(target):
 def test_every_figure_is_drawn_from_what_is_there(tmp_path):
     fill(tmp_path, ("eagle2", "vanilla", "eagle2-chain"), dataset="mtbench")
     fill(tmp_path / "ablations" / "router", ("eagle2_router-N8-top1", "eagle2_router-N16-top2"), dataset="mtbench")
-    step = {"peak_mib": 100.0, "seconds_per_step": 1.0}
-    part = {"ms_per_cycle": 9.0, "head": 0.5, "network": 0.3, "rest": 0.2}
-    (tmp_path / "drafters.json").write_text(json.dumps({"hass_steps": {"1": step, "2": step}, "drafting": {"hass": part}}))
-    (tmp_path / "benchmarks.json").write_text(json.dumps({"target_pass_ms": {"1": 3.0, "8": 5.0}}))
+    measure(tmp_path / "costs")
     found = report(tmp_path)
     weights = {"hass": {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]}}
-    drawn = bundle.figures.draw_all(found.main, found.entries, weights, *found.files.values(), tmp_path / "figures")
+    drawn = bundle.figures.draw_all(found.main, found.entries, weights, tmp_path / "figures")
     assert len(drawn) == 11
     for name in drawn:
         for suffix in ("png", "svg"):
             assert (tmp_path / "figures" / f"{name}.{suffix}").stat().st_size > 2000
-    nothing = bundle.figures.draw_all([], [], {}, {}, {}, tmp_path / "none")
+    nothing = bundle.figures.draw_all([], [], {}, tmp_path / "none")
     assert set(nothing) <= {"theory"}
 
 

@@ -17,10 +17,8 @@ from specbench.files import read_json, readable
 from specbench.measure import ROOT
 from specbench.reporting import cells, claims, figures, published, tables, text, trainings
 from specbench.reporting.cells import Entry
-from specbench.shapes import Benchmarks, Drafters, Trace
+from specbench.shapes import Trace
 from specbench.studies import Study
-
-BENCHMARKS: dict[str, Any] = {"benchmarks.json": Benchmarks, "drafters.json": Drafters}
 
 CONVENTIONS = (
     "tau counts the bonus, not the prefill, and is pooled over cycles; in brackets its mean over generations. Speed-ups "
@@ -67,7 +65,6 @@ class Report:
         self.study_parts = [_part(caption, group) for caption, group in cells.groups(self.studies).items()]
         self.training = tables.training_lines(self.main)
         self.weights = _weights(sources.weights, self.main, self.problems)
-        self.files = {name: self._measured(name, shape) for name, shape in BENCHMARKS.items()}
         self.traces = self._traces()
         listed = chosen(sources.studies, sources.chosen, self.problems)
         judged = [e for e in self.entries if e.model == most[0]]
@@ -79,8 +76,7 @@ class Report:
     def write(self) -> Path:
         """All files; returns the HTML's path."""
         root = self.sources.results
-        benchmarks, drafters = self.files["benchmarks.json"], self.files["drafters.json"]
-        drawn = figures.draw_all(self.main, self.entries, self.weights, benchmarks, drafters, root / "figures")
+        drawn = figures.draw_all(self.main, self.entries, self.weights, root / "figures")
         (root / "tables").mkdir(parents=True, exist_ok=True)
         for name, frame in self._frames().items():
             _write_table(root / "tables" / name, frame)
@@ -111,6 +107,7 @@ class Report:
         for part in self.parts:
             caption, verdict = text.markdown(part["caption"]), text.markdown(part["verdict"])
             parts += [f"## {caption}", "", verdict, "", tables.markdown_table(*part["decoding"]), ""]
+            parts += [f"{text.markdown(said)}\n" for said in part["disturbances"]]
             if part["versus"][1]:
                 parts += ["### Is that difference real?", ""]
                 parts += [tables.markdown_table(*part["versus"]), "", tables.markdown_table(*part["alphas"]), ""]
@@ -127,6 +124,7 @@ class Report:
         parts += ["## Figures", "", *(f"![{title}](figures/{name}.png)\n" for name, title in drawn.items())]
         for part in self.study_parts:
             parts += [f"## {text.markdown(part['caption'])}", "", tables.markdown_table(*part["decoding"]), ""]
+            parts += [f"{text.markdown(said)}\n" for said in part["disturbances"]]
         parts += ["## The papers' tables", "", "Measured / published; also as CSV and LaTeX in `tables/`.", ""]
         for paper in self.papers:
             count = f"{paper.measured} cells measured" if paper.measured else "nothing measured yet"
@@ -165,11 +163,6 @@ class Report:
             ],
             traces=_embedded(self.traces),
         )
-
-    def _measured(self, name: str, shape: Any) -> Mapping[str, Any]:
-        """The first benchmark file of a name; nothing where there is none."""
-        paths = cells.below(self.sources.results, name)[:1]
-        return next((found for _, found in readable(paths, lambda p: read_json(p, shape), self.problems)), {})
 
     def _traces(self) -> list[dict[str, Any]]:
         """Of the benchmark itself; one that has no cycle has nothing to show."""
@@ -213,6 +206,7 @@ def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:
         "caption": f"{caption}, {group[0].summary.prompts} generations",
         "verdict": tables.verdict(group),
         "decoding": (tables.COLUMNS, [tables.cells(e) for e in group]),
+        "disturbances": tables.disturbances(group),
         "versus": (tables.VERSUS, tables.versus(group)),
         "alphas": (tables.ALPHAS, [tables.alphas(e) for e in group]),
         "memory": (tables.MEMORY, tables.memory_lines(group)),
