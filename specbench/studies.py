@@ -20,7 +20,7 @@ from specbench.metrics import RATES
 from specbench.options import Name, Natural, Text
 
 FOLDER = ROOT / "conf" / "study"
-OF_ARMS = ("parameters", "draft_cost", "draft_cost_by_parameters")  # what is no sum over rows
+OF_ARMS = ("parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up")  # what is no sum over rows
 METRICS = (*RATES, *OF_ARMS)
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as typed behind a door
@@ -61,9 +61,13 @@ class Needs(TypedDict, total=False):
 
 
 class At(TypedDict, total=False):
-    """Which of a study's cells; the first one's dataset and greedy decoding, unless said otherwise."""
+    """Which of a study's cells; the first one's dataset and greedy decoding, unless said otherwise.
+
+    category: of its prompts; `over_at` then stands for all other categories.
+    """
 
     dataset: Name
+    category: Name
     temperature: Annotated[float, Gt(0)]
 
 
@@ -95,17 +99,19 @@ def _complete(test: Test) -> Test:
         raise ValueError(
             "a test compares: with another arm (`over`), cell (`over_at`), metric (`over_metric`) or number (`than`)"
         )
+    if "category" in test.get("over_at", {}):
+        raise ValueError("`over_at` names no category: it stands for all others than the one of `at`")
     return test
 
 
 class Claim(TypedDict):
-    """What a paper says, what it printed, and the tests of it."""
+    """What a paper says, what it printed, and the tests of it; none where the project lacks what they would be about."""
 
     says: Text
     source: Text
     published: Text
     needs: NotRequired[Needs]
-    tests: Annotated[list[Annotated[Test, AfterValidator(_complete)]], MinLen(1)]
+    tests: list[Annotated[Test, AfterValidator(_complete)]]
 
 
 class Shown(TypedDict):
@@ -144,6 +150,8 @@ def check(study: Study, name: str) -> Study:
     named = [a["weights"] for a in arms.values() if "weights" in a]
     named += [arm for shown in study.get("shows", []) for arm in shown["rows"].values()]
     for claim in study.get("claims", []):
+        if not claim["tests"] and "project" not in {**study.get("needs", {}), **claim.get("needs", {})}:
+            raise SpecBenchError(f"study {name}: {claim['says']!r} has no test; say in needs.project what it waits for")
         named += [test[side] for test in claim["tests"] for side in ("of", "over") if side in test]
     for arm in named:
         if arm not in arms and arm != "none":
