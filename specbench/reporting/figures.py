@@ -38,6 +38,11 @@ def _axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figu
     return plt.subplots(figsize=(width, height), layout="constrained", **options)
 
 
+def _room(series: Sequence[Any]) -> float:
+    """Inches for a legend of so many lines beside the axes."""
+    return max(3.8, 0.19 * len(series) + 0.6)
+
+
 def _grid(axes: Axes) -> None:
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
@@ -93,7 +98,7 @@ def step_alphas(entries: Sequence[Entry]) -> Figure | None:
     found = [(e, known_depths(e)) for e in entries if e.name != BASELINE and known_depths(e)]
     if not found:
         return None
-    figure, axes = _axes()
+    figure, axes = _axes(height=_room(found))
     for (e, depths), style in zip(found, _styles(e.name for e, _ in found), strict=True):
         axes.plot(range(1, depths + 1), e.summary.alphas[:depths], markersize=5, linewidth=1.2, **style)
     axes.set(xlabel="draft step", ylabel="accepted, given the step before", ylim=(0, 1))
@@ -107,7 +112,7 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
     found = [e for e in entries if e.name != BASELINE and e.summary.speed_up and e.summary.tau_interval]
     if not found:
         return None
-    figure, axes = _axes()
+    figure, axes = _axes(height=_room(found))
     for e, style in zip(found, _styles(e.name for e in found), strict=True):
         up, tau = e.summary.speed_up, e.summary.tau_interval
         assert up is not None and tau is not None

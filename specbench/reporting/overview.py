@@ -38,7 +38,10 @@ def where(e: Entry) -> tuple[str, str, str]:
 
 
 class Overview:
-    """Entries of one target in one precision on one machine, by setting; of several cells about one thing the largest."""
+    """Entries of one target in one precision on one machine, by setting.
+
+    Of several cells about one thing the largest counts, of those the newest.
+    """
 
     def __init__(self, entries: Iterable[Entry]):
         self.entries = list(entries)
@@ -72,8 +75,8 @@ class Overview:
         return list(best.values())
 
 
-def _weight(e: Entry) -> tuple[bool, bool, int]:
-    return not e.lossy, e.replayed, e.summary.prompts
+def _weight(e: Entry) -> tuple[bool, bool, int, str]:
+    return not e.lossy, e.replayed, e.summary.prompts, str(e.header.get("started", ""))
 
 
 def setting(e: Entry) -> Setting:
@@ -162,7 +165,8 @@ def numbers(group: Sequence[Entry]) -> Table:
         s = e.summary
         name = e.name + (f" ({e.failed} FAILED)" if e.failed else "")
         up = Cell(shown(s.speed_up), _tone(s.speed_up, 1.0)) if e.name != BASELINE else "1"
-        lines.append([name, up, number("{:.1f}", s.speed), shown(s.tau_interval), number("{:.0f}", s.nodes), s.lossless])
+        output = s.lossless if e.name != BASELINE else "the reference"
+        lines.append([name, up, number("{:.1f}", s.speed), shown(s.tau_interval), number("{:.0f}", s.nodes), output])
     return Table(NUMBERS, lines)
 
 
