@@ -1,0 +1,437 @@
+"""Every number of the insights against a count over random rows, the shortest way against all ways, figures looked over."""
+
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+from test_records import arm, settings
+
+from specbench.metrics import Interval, draws, summarise
+from specbench.records import Row
+from specbench.reporting import insight, insight_figures, insight_tables, look
+from specbench.reporting.cells import Entry
+from specbench.reporting.insight import Rated, few
+from specbench.trace import BINS
+
+DEPTH = 5  # of the drafts below
+
+
+def spelled(rng, answer, drafter="eagle2", question="q", turn=0, category="c", skill=0.6, known=False):
+    """A row of random cycles that spell an answer, the last one cut as the loop cuts it."""
+    row = Row(drafter, question, category, turn, 5, answer[:1], 0.5, 0.0, replayed=known)
+    while len(row.tokens) < len(answer):
+        begin, drafted = len(row.tokens), int(drafter != "none") * int(rng.integers(1, DEPTH + 1))
+        accepted = min(int(rng.geometric(1 - skill)) - 1, drafted)
+        row.tokens = answer[: begin + accepted + 1]
+        emitted = len(row.tokens) - begin
+        row.nodes.append(7 * drafted)
+        row.drafted.append(drafted if emitted > accepted else emitted - 1)
+        row.accepted.append(emitted - 1)
+        row.ranks.append([0] * (emitted - 1))
+        if not known:
+            row.draft_s, row.target_s = row.draft_s + drafted * rng.random(), row.target_s + rng.random()
+    row.decode_s = 0.0 if known else row.draft_s + row.target_s + 0.01
+    if known and drafter != "none":
+        nodes = rng.integers(0, 30, BINS).tolist()
+        row.confidence = [
+            (n, int(rng.binomial(n, (i + 0.5) / BINS)), n * (i + rng.random()) / BINS) for i, n in enumerate(nodes)
+        ]
+    return row
+
+
+def answers(rng, questions=6, turns=2, shortest=20, longest=60):
+    """(question, turn) -> ids."""
+    return {
+        (str(q), turn): rng.integers(0, 9, int(rng.integers(shortest, longest + 1))).tolist()
+        for q in range(questions)
+        for turn in range(turns)
+    }
+
+
+def entry(rows, baseline=(), temperature=0.0, **own):
+    name = rows[0].drafter
+    said, header = arm(name, **own), settings(name, replay=any(r.replayed for r in rows))
+    header["config"]["sampler"]["temperature"] = temperature
+    summary = summarise(header, said, name, rows, list(baseline))
+    return Entry("", summary, 0, rows, header, said, 1, {}, Path("rows.jsonl"))
+
+
+def rows_of(rng, asked, drafter="eagle2", skill=0.6, known=False):
+    return [
+        spelled(rng, ids, drafter, q, t, "even" if int(q) % 2 == 0 else "odd", skill, known)
+        for (q, t), ids in asked.items()
+    ]
+
+
+def group(seed=0, drafters=(("eagle2", 0.7), ("vanilla", 0.3)), known=False, **more):
+    """Entries of several drafters that answered the same prompts, the baseline first."""
+    rng = np.random.default_rng(seed)
+    asked = answers(rng, **more)
+    plain = rows_of(rng, asked, "none", known=known)
+    return [entry(plain, plain), *(entry(rows_of(rng, asked, name, skill, known), plain) for name, skill in drafters)]
+
+
+def cycles(rows):
+    """(place of the first emitted token, emitted, accepted, drafted, nodes) of every cycle."""
+    for r in rows:
+        place = 1
+        for a, d, n in zip(r.accepted, r.drafted, r.nodes, strict=True):
+            yield place, a + 1, a, d, n
+            place += a + 1
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+SEEDS = pytest.mark.parametrize("seed", range(5))
+
+
+@SEEDS
+def test_tau_by_category_and_accepted_lengths_equal_counts(seed):
+    e = group(seed)[1]
+    found = insight.by_category(e)
+    assert list(found) == ["even", "odd"]
+    for category, rate in found.items():
+        taken = list(cycles([r for r in e.rows if r.category == category]))
+        assert rate.tries == len(taken) and rate.found.value == pytest.approx(mean(c[1] for c in taken))
+    lengths = insight.accepted_lengths(e)
+    taken = [c[2] for c in cycles(e.rows)]
+    assert [x.found.value for x in lengths] == pytest.approx([taken.count(n) / len(taken) for n in range(max(taken) + 1)])
+    assert 1 + sum(n * x.found.value for n, x in enumerate(lengths)) == pytest.approx(e.summary.tau)
+
+
+def test_long_acceptances_count_together():
+    row = Row("eagle2", "q", "c", 0, 5, [0] * 41, 0.1, 1.0, [9] * 4, [20] * 4, [7, 8, 9, 12], [[]] * 4)
+    shares = [x.found.value for x in insight.accepted_lengths(entry([row]))]
+    assert shares == pytest.approx([0] * 7 + [0.25, 0.75])
+    columns, lines = insight_tables.lengths([entry([row])])
+    assert columns[-1] == "8 or more" and lines == [["eagle2"] + [insight.FEW] * 9]
+
+
+@SEEDS
+def test_an_interval_resamples_questions(seed):
+    e = group(seed)[1]
+    questions = sorted({r.question for r in e.rows})
+    mine = {q: list(cycles([r for r in e.rows if r.question == q])) for q in questions}
+    shares = []
+    for sample in draws(len(questions)):
+        taken = [c for i in sample for c in mine[questions[i]]]
+        shares.append(mean(c[2] == 1 for c in taken))
+    found = insight.accepted_lengths(e)[1].found
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(shares, [2.5, 97.5])))
+
+
+@SEEDS
+def test_tau_by_position_is_that_of_cycles_which_no_end_could_cut(seed):
+    rng = np.random.default_rng(seed)
+    asked = answers(rng, questions=30, turns=1, shortest=200, longest=200)
+    whole = rows_of(rng, asked, skill=0.7)
+    cut = []
+    for row in whole:  # the same decoding, ended by a cap of 50 tokens
+        short = Row("eagle2", row.question, row.category, 0, 5, row.tokens[:1], 0.5, 1.0)
+        for place, emitted, _, drafted, nodes in cycles([row]):
+            left = 50 - place
+            if left <= 0:
+                break
+            accepted = min(emitted, left) - 1
+            short.tokens += row.tokens[place : place + accepted + 1]
+            short.nodes.append(nodes)
+            short.drafted.append(drafted if emitted <= left else accepted)
+            short.accepted.append(accepted)
+            short.ranks.append([0] * accepted)
+        cut.append(short)
+    found = insight.by_position(entry(cut))
+    assert len(found) == 4
+    for at, rate in enumerate(found):
+        taken = [c[1] for c in cycles(whole) if c[0] // 16 == at and c[0] + DEPTH + 1 <= 50]  # as they were before the cut
+        assert rate.tries == len(taken)
+        assert rate.found is None if not taken else rate.found.value == pytest.approx(mean(taken))
+    ends = [[c[1] for c in cycles(rows) if 50 - DEPTH <= c[0] < 50] for rows in (cut, whole)]
+    assert len(ends[0]) == len(ends[1]) and mean(ends[0]) < mean(ends[1]), "no cycle was cut: nothing was tested"
+
+
+def test_positions_widen_until_a_table_holds_them():
+    long = group(1, shortest=300, longest=300, questions=2)
+    assert insight_tables.stretch(long) == 64 and insight_tables.stretch(group(1)) == 16
+    columns, lines = insight_tables.positions(long)
+    assert columns == ("drafter", "from 0", "from 64", "from 128", "from 192", "from 256")
+    assert [line[0] for line in lines] == ["eagle2", "vanilla"] and all(len(line) == 6 for line in lines)
+
+
+@SEEDS
+def test_waste_equals_counts(seed):
+    plain, e, _ = group(seed)
+    found, taken = insight.waste(e), list(cycles(e.rows))
+    nodes, accepted = sum(c[4] for c in taken), sum(c[2] for c in taken)
+    assert found.share.value == pytest.approx(accepted / nodes)
+    assert found.per_accepted.value == pytest.approx(nodes / accepted)
+    assert found.a_cycle.value == pytest.approx(nodes / len(taken))
+    assert insight.waste(plain) is None
+
+
+@SEEDS
+@pytest.mark.parametrize("passes", [1, 5])
+def test_oracle_depth_equals_counts(seed, passes):
+    rng = np.random.default_rng(seed)
+    asked = answers(rng)
+    plain, rows = rows_of(rng, asked, "none"), rows_of(rng, asked)
+    found = insight.oracle_depth(entry(rows, plain, passes=passes))
+    taken = list(cycles(rows))
+    made, needed = passes * len(taken), sum(min(c[2], passes) for c in taken)
+    assert found.wasted.value == pytest.approx(1 - needed / made)
+    tau = mean(c[1] for c in taken)
+    assert found.tau.value == pytest.approx(tau)
+    assert found.by_parameters.value == pytest.approx(tau / (passes * 10 / 100 + 1))
+    assert found.oracle_by_parameters.value == pytest.approx(tau / (needed / len(taken) * 10 / 100 + 1))
+    whole = [(d, a) for r in rows for d, a in list(zip(r.drafted, r.accepted, strict=True))[:-1]]
+    assert found.ran_out.value == pytest.approx(mean(d == a for d, a in whole))
+    left = 0.0  # seconds
+    for r in rows:
+        used = sum(min(a, passes) for a in r.accepted) / (passes * len(r.accepted))
+        left += r.decode_s - r.draft_s * (1 - used)
+    speed = sum(len(r.tokens) - 1 for r in plain) / sum(r.decode_s for r in plain)
+    assert found.oracle_speed_up.value == pytest.approx(sum(len(r.tokens) - 1 for r in rows) / left / speed)
+    assert found.speed_up == entry(rows, plain).summary.speed_up and found.speed_up.value < found.oracle_speed_up.value
+
+
+def test_oracle_depth_without_a_clock_or_a_draft():
+    plain, e, _ = group(known=True)
+    found = insight.oracle_depth(e)
+    assert found.speed_up is None and found.oracle_speed_up is None and found.wasted.value > 0
+    assert insight.oracle_depth(plain) is None
+
+
+# The oracle drafter ---------------------------------------------------------------------------------------------------
+
+
+def all_ways(rows):
+    """Cycles of every way through the recorded cycles, tried one by one."""
+    end = len(rows[0].tokens) - 1
+    leads = {(c[0] - 1, c[0] - 1 + c[1]) for row in rows for c in cycles([row])}
+
+    def lengths(place):
+        if place == end:
+            yield 0
+        for begin, stop in leads:
+            if begin == place:
+                yield from (1 + rest for rest in lengths(stop))
+
+    return lengths(0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_shortest_way_is_the_shortest_of_all(seed):
+    rng = np.random.default_rng(seed)
+    answer = rng.integers(0, 9, int(rng.integers(1, 14))).tolist()
+    rows = [spelled(rng, answer, str(i), skill=s) for i, s in enumerate((0.3, 0.5, 0.7))]
+    assert insight.fewest_cycles(rows) == min(all_ways(rows))
+
+
+def row_of(drafter, accepted, question="q"):
+    """A row of cycles that accept so many tokens each."""
+    tokens = list(range(1 + sum(a + 1 for a in accepted)))
+    n = len(accepted)
+    return Row(drafter, question, "c", 0, 5, tokens, 0.1, 1.0, [9] * n, [DEPTH] * n, list(accepted), [[]] * n)
+
+
+def test_changing_the_drafter_inside_an_answer_by_hand():
+    """Ten tokens: one is good in the first half, one in the second; together they need two cycles."""
+    first, second = row_of("eagle2", [4, 0, 0, 0, 0, 0]), row_of("vanilla", [0, 0, 0, 0, 0, 4])
+    found = insight.oracle_drafter([entry([first]), entry([second])])
+    assert (found.fixed.value, found.by_generation.value, found.by_cycle.value) == pytest.approx((10 / 6, 10 / 6, 5))
+    assert found.gain_by_cycle.value == pytest.approx(5 - 10 / 6) and found.generations == 1
+    assert found.wins == {"eagle2": 1, "vanilla": 1}
+
+
+@SEEDS
+def test_oracle_drafter_equals_counts(seed):
+    entries = group(seed, drafters=(("eagle2", 0.6), ("hass", 0.6), ("vanilla", 0.4)))
+    found = insight.oracle_drafter(entries)
+    generations = list(zip(*(e.rows for e in entries), strict=True))
+    emitted = sum(len(rows[0].tokens) - 1 for rows in generations)
+    fewest = sum(min(len(r.accepted) for r in rows) for rows in generations)
+    assert found.by_generation.value == pytest.approx(emitted / fewest)
+    assert found.by_cycle.value == pytest.approx(emitted / sum(insight.fewest_cycles(rows) for rows in generations))
+    best = max(entries, key=lambda e: e.summary.tau)
+    assert found.best == best.name and found.fixed.value == pytest.approx(best.summary.tau)
+    assert found.fixed.value <= found.by_generation.value <= found.by_cycle.value
+    assert (found.generations, found.left_out) == (12, 0) and set(found.wins) == {e.name for e in entries}
+    more = insight.oracle_drafter(entries[1:])  # without plain passes there are fewer ways
+    assert more.by_cycle.value <= found.by_cycle.value
+
+
+def test_answers_that_differ_or_are_missing_are_left_out():
+    _, a, b = group(2)
+    b.rows[0].tokens[3] += 1
+    short = entry(list(b.rows[:-1]))
+    found = insight.oracle_drafter([a, short])
+    assert (found.generations, found.left_out) == (10, 2)
+    kept = list(zip(a.rows[1:-1], short.rows[1:], strict=True))
+    fewest = sum(min(len(r.accepted) for r in rows) for rows in kept)
+    assert found.by_generation.value == pytest.approx(sum(len(x.tokens) - 1 for x, _ in kept) / fewest)
+    assert "10 (2 left out)" in insight_tables.oracle_drafters([a, short])[1][0]
+    assert insight.oracle_drafter([a]) is None
+    assert insight.oracle_drafter([entry(list(a.rows), temperature=1.0), entry(list(a.rows), temperature=1.0)]) is None
+
+
+def test_seeds_of_an_arm_are_drafters_of_their_own():
+    pooled = entry([row_of("x#0", [4, 0, 0]), row_of("x#1", [0, 4, 0])])
+    found = insight.oracle_drafter([pooled])
+    assert found.fixed.value == pytest.approx(7 / 3) and found.generations == 1
+    assert found.wins == {"x#0": 1}, "one name for both"
+
+
+# Confidence, conventions, predictions -----------------------------------------------------------------------------------
+
+
+@SEEDS
+def test_calibration_equals_counts(seed):
+    whole = group(seed, known=True)[1]
+    e = entry([*whole.rows, Row("eagle2", "0", "c", 2, 5, [1], 0.1, 0.0)])  # in an answer of one token nothing was asked
+    found = insight.calibration(e)
+    bins = [[sum(r.confidence[i][k] for r in whole.rows) for k in range(3)] for i in range(BINS)]
+    total = sum(n for n, _, _ in bins)
+    assert found.candidates == total
+    for (probability, rate), (n, right, sure) in zip(found.curve, bins, strict=True):
+        assert probability == pytest.approx(sure / n) and rate.tries == n
+        assert rate.found.value == pytest.approx(right / n)
+    assert found.error.value == pytest.approx(sum(n / total * abs(sure / n - right / n) for n, right, sure in bins))
+    assert found.excess.value == pytest.approx(sum(sure - right for _, right, sure in bins) / total)
+    questions = sorted({r.question for r in e.rows})
+    mine = [sum(np.array(r.confidence) for r in whole.rows if r.question == q) for q in questions]
+    drawn = [sum(mine[i] for i in sample) for sample in draws(len(questions))]
+    errors = [np.abs(d[:, 2] - d[:, 1]).sum() / d[:, 0].sum() for d in drawn]
+    assert (found.error.low, found.error.high) == pytest.approx(tuple(np.percentile(errors, [2.5, 97.5])))
+
+
+def test_calibration_without_confidences_and_with_empty_bins():
+    assert insight.calibration(group()[1]) is None
+    row = spelled(np.random.default_rng(0), list(range(9)), known=True)
+    row.confidence = [(0, 0, 0.0)] * BINS
+    assert insight.calibration(entry([row])) is None
+    row.confidence = [(20, 1, 1.0), *[(0, 0, 0.0)] * (BINS - 2), (4, 4, 3.8)]
+    found = insight.calibration(entry([row]))
+    assert found.error.value == pytest.approx(0.2 / 24) and found.excess.value == pytest.approx(-0.2 / 24)
+    cells = insight_tables.calibration([entry([row])])[1][0]
+    assert cells[4:] == ["0.05", *["-"] * (BINS - 2), insight.FEW]
+
+
+@SEEDS
+def test_tau_under_each_convention_equals_counts(seed):
+    some = group(seed, shortest=1, longest=30)[1]
+    e = entry([*some.rows, Row("eagle2", "silent", "c", 0, 5, [1], 0.1, 0.0)])
+    for row in e.rows[::3]:  # sometimes nothing is drafted, as by a drafter that copies from the text
+        row.nodes = [n if a else 0 for n, a in zip(row.nodes, row.accepted, strict=True)]
+    found = {name: x.value for name, x in insight.conventions(e).items()}
+    decoded = [r for r in e.rows if r.accepted]
+    taken = list(cycles(decoded))
+    emitted = sum(len(r.tokens) - 1 for r in decoded)
+    assert found["pooled"] == pytest.approx(emitted / len(taken)) == pytest.approx(e.summary.tau)
+    assert found["mean over answers"] == pytest.approx(mean((len(r.tokens) - 1) / len(r.accepted) for r in decoded))
+    assert found["mean over answers"] == pytest.approx(e.summary.tau_macro)
+    by_question = [[r for r in decoded if r.question == q] for q in sorted({r.question for r in decoded})]
+    taus = [sum(len(r.tokens) - 1 for r in rows) / sum(len(r.accepted) for r in rows) for rows in by_question]
+    assert found["mean over questions"] == pytest.approx(mean(taus))
+    assert found["without the bonus"] == pytest.approx(mean(c[2] for c in taken)) == pytest.approx(found["pooled"] - 1)
+    assert found["drafted cycles only"] == pytest.approx(mean(c[1] for c in taken if c[4]))
+    assert found["with the prefill's token"] == pytest.approx(sum(len(r.tokens) for r in decoded) / len(taken))
+    assert found["cycles counted from 0"] == pytest.approx(emitted / sum(len(r.accepted) - 1 for r in decoded))
+    assert set(found) == set(insight.CONVENTIONS)
+
+
+@SEEDS
+def test_predictions_are_those_of_the_summary(seed):
+    plain, e, _ = group(seed)
+    found = insight.predicted(e)
+    assert found.measured == e.summary.speed_up
+    assert found.by_time.value == pytest.approx(e.summary.predicted)
+    assert found.by_parameters.value == pytest.approx(e.summary.predicted_by_parameters)
+    assert found.missed.value == pytest.approx(e.summary.speed_up.value / e.summary.predicted)
+    assert insight.predicted(plain) is None and insight.predicted(group(seed, known=True)[1]) is None
+
+
+# Tables, edges, figures --------------------------------------------------------------------------------------------------
+
+
+def test_what_rests_on_few_tries_is_marked():
+    assert few(9) and not few(10)
+    found = Interval(0.5, 0.25, 0.75)
+    assert insight_tables.cell(Rated(found, 10)) == "0.50 [0.25, 0.75]" and Rated(found, 10).shown == found
+    assert insight_tables.cell(Rated(found, 9)) == insight.FEW and Rated(found, 9).shown is None
+    assert insight_tables.cell(Rated(None, 0)) == "-"
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_every_table_has_a_cell_a_column(known):
+    tables = insight_tables.all_of(group(known=known))
+    assert set(tables) == set(insight_tables.TABLES) - {"predictions" if known else "calibration"}
+    for _, (columns, lines) in tables.values():
+        assert lines and all(len(line) == len(columns) and all(isinstance(c, str) and c for c in line) for line in lines)
+    assert [line[0] for line in tables["categories"][1][1]] == ["eagle2", "vanilla"], "the one that accepts most is first"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        [entry([Row("eagle2", "q", "c", 0, 5, [1], 0.1, 0.0)])],  # an answer that ends with the prefill's token
+        [entry([row_of("eagle2", [])]), entry([row_of("vanilla", [])])],
+        group(questions=1, turns=1),
+        group(questions=1, turns=1, known=True, shortest=2, longest=2),
+    ],
+    ids=["nothing", "no cycle", "two without a cycle", "one question", "one cycle"],
+)
+def test_hardly_any_rows_still_make_tables_and_figures(entries):
+    for _, (columns, lines) in insight_tables.all_of(entries).values():
+        assert all(len(line) == len(columns) and "nan" not in " ".join(line) for line in lines)
+    for _, _, figure in insight_figures.draw(entries):
+        figure.canvas.draw()
+        drawn = [x for axes in figure.axes for x in (*axes.patches, *axes.lines)]
+        plt.close(figure)
+        assert drawn, "axes without anything in them"
+
+
+NAMES = [name for name in look.KNOWN if name != "none"]
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("names", [NAMES, ["eagle2", "_$x^$ " + "long" * 30], ["hass"]], ids=["all", "two", "one"])
+def test_figures_are_drawn_and_nothing_lies_over_their_data_or_beyond_their_edge(known, names):
+    entries = group(drafters=[(name, 0.5) for name in names], known=known)
+    drawn = {name: figure for name, _, figure in insight_figures.draw(entries)}
+    assert set(drawn) == set(insight_figures.FIGURES) - {"predictions" if known else "reliability"}
+    for name, figure in drawn.items():
+        figure.canvas.draw()
+        renderer = figure.canvas.get_renderer()
+        boxes = [axes.get_tightbbox(renderer) for axes in figure.axes]
+        assert all(axes.get_legend() is None for axes in figure.axes), name
+        for legend in figure.legends:
+            box = legend.get_window_extent(renderer)
+            assert not any(box.overlaps(axes.get_window_extent(renderer)) for axes in figure.axes), name
+        assert not any(a.overlaps(b) for a, b in combinations(boxes, 2)), name
+        edge, width, height = figure.get_tightbbox(renderer), *figure.get_size_inches()
+        assert edge.x0 > -0.03 and edge.y0 > -0.03 and edge.x1 < width + 0.03 and edge.y1 < height + 0.03, name
+        plt.close(figure)
+
+
+def test_a_drafter_looks_the_same_everywhere_and_like_no_other():
+    looks = [tuple(look.style(name).values()) for name in look.KNOWN]
+    assert len(set(looks)) == len(looks)
+    assert len({(c, m) for c, m, _ in looks}) == len(looks), "told apart as points"
+    assert len({(c, h) for c, _, h in looks}) == len(looks), "told apart as bars"
+    arms = [f"hass-n{n}" for n in range(40)]
+    others = {tuple(look.style(name).values()) for name in arms}
+    assert len(others) > 35
+    assert look.style("hass-n3") == {"color": "#CC79A7", "marker": "s", "hatch": "//"}, "changes between runs"
+
+
+def test_figures_of_one_run_keep_a_drafters_colour():
+    for names in (["eagle2", "hass"], ["vanilla", "hass"]):
+        figure = insight_figures.predicted_against_measured(group(drafters=[(name, 0.5) for name in names]))
+        handles = {h.get_label(): h.get_color() for h in figure.legends[0].legend_handles}
+        assert handles["hass"] == look.style("hass")["color"]
+        plt.close(figure)
