@@ -34,7 +34,7 @@ READY := $(VENV)/.ready
 CHECKED := $(VENV)/.checked
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench report train benchmarks test lint format clean
+.PHONY: help install bench report train test lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -53,7 +53,7 @@ install: $(READY) ## create the virtual environment, once
 
 bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
 	$(if $(BRIEF),$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(BRIEF) train=brief train.missing=true)
-	@status=0; $(BIN)/python -m specbench.run -m model=$(MODEL) drafter=$(DRAFTERS) dataset=$(DATASETS) \
+	@status=0; $(BIN)/python -m specbench.study study=bench model=$(MODEL) arms=[$(DRAFTERS)] datasets=[$(DATASETS)] \
 		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false trace=1 || status=$$?; \
 	$(BIN)/python -m specbench.report; exit $$status
 
@@ -66,9 +66,6 @@ train: $(READY) ## corpus, drafters and routers that MODEL has no weights for, J
 	@echo $(subst $(comma), ,$(ROUTERS)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
 		model=$(MODEL) train=router drafter=$$0 train.missing=$(MISSING) || exit 255'
 	$(BIN)/python -m specbench.report training=drafters/weights/$(MODEL)
-
-benchmarks: $(CHECKED) ## what the engine itself costs: benchmarks.json in results/local
-	$(BIN)/python tests/benchmarks.py results/local
 
 test: $(CHECKED) ## the whole test-suite
 	$(BIN)/python -m pytest

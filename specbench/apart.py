@@ -4,29 +4,44 @@
 """
 
 import gc
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
 
-from specbench import arms, measure
+from specbench import arms, costs, measure
 from specbench.bench import cached_bytes
 from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
 
 
 def call(work: Callable[..., Any], *arguments: Any) -> Any:
     """Raises whatever the function raises, and `SpecBenchError` if its process is killed."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), _end_with_parent) as pool:
         try:
             return pool.submit(work, *arguments).result()
         except BrokenProcessPool as error:
             raise SpecBenchError("a process was killed while it measured; is there enough memory?") from error
+
+
+def _end_with_parent() -> None:
+    """A killed process cannot end the one that it started, which would wait for it for ever, with all its memory."""
+
+    def watch() -> None:
+        if (parent := parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def memory(config: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, float]:
@@ -36,23 +51,30 @@ def memory(config: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, 
         config: of a run, as plain values. prompt: ids; so many `tokens` are decoded after it.
 
     Returns:
-        loaded, peak: of the allocator on a GPU, else of the process. driver: as the GPU's driver sees it. kv: of the caches.
+        loaded, peak: of the allocator on a GPU, else of the process. driver: as the GPU's driver sees it. kv: of caches.
     """
-    settled = OmegaConf.create(config)
-    torch.set_num_threads(settled.threads or torch.get_num_threads())
-    target, _ = arms.load(settled)
+    settled, target = _loaded(config)
     contender = arms.build(settled, target).contender
     gc.collect()
     peak = measure.PeakMemory(target.device)
     peak.start()
-    loaded = _bytes(peak)
+    loaded = peak.bytes()
     peak.start()
     for _ in decode(target, contender.drafter, prompt, Limits(tokens, target.stop_ids), contender.rule, Sampler()):
         pass
-    found: dict[str, float] = {"loaded": loaded, "peak": _bytes(peak), "kv": cached_bytes(target, contender.drafter)}
+    found: dict[str, float] = {"loaded": loaded, "peak": peak.bytes(), "kv": cached_bytes(target, contender.drafter)}
     return found | ({"driver": peak.read()["driver"]} if target.device.type == "cuda" else {})
 
 
-def _bytes(peak: measure.PeakMemory) -> int:
-    found = peak.read()
-    return int(found["allocator"] if "allocator" in found else found["resident"])
+def training(config: dict[str, Any]) -> dict[str, float]:
+    """What a training step of a run's drafter takes, from its initial weights; see `costs.training`."""
+    settled, target = _loaded(config)
+    drafter: Any = instantiate(settled.drafter, weights=None)
+    drafter.bind(target)
+    return costs.training(target, drafter)
+
+
+def _loaded(config: dict[str, Any]) -> tuple[DictConfig, Target]:
+    settled = OmegaConf.create(config)
+    torch.set_num_threads(settled.threads or torch.get_num_threads())
+    return settled, arms.load(settled)[0]

@@ -145,14 +145,21 @@ def _assume(config: DictConfig) -> None:
     }
 
 
-def build(config: DictConfig, target: Target, label: str | None = None, **more: Any) -> Arm:
-    """A drafter as its run configuration says, bound to the target. more: goes into its part of the header."""
+def make(config: DictConfig) -> tuple[Any, Rule]:
+    """Drafter and rule as a run configuration says, refused before any target is loaded if they cannot be."""
     drafter: Any = instantiate(config.drafter)
-    rule: Rule = instantiate(config.verify)
     if config.checkpoint is not None:
         if not hasattr(drafter, "official"):
             raise SpecBenchError(f"drafter={config.drafter.name} takes no checkpoint; leave checkpoint out")
         drafter.checkpoint = checkpoints.read(config.checkpoint)
+    return drafter, instantiate(config.verify)
+
+
+def build(
+    config: DictConfig, target: Target, label: str | None = None, made: tuple[Any, Rule] | None = None, **more: Any
+) -> Arm:
+    """What was made of a run configuration, bound to the target. more: goes into its part of the header."""
+    drafter, rule = made or make(config)
     drafter.bind(target)
     if config.backend == "compile" and hasattr(drafter, "compile_network"):
         drafter.compile_network()

@@ -1,23 +1,31 @@
-"""One cell as the doors run it: where it lies, what it lacks, its peaks of memory, its traces."""
+"""One cell as the doors run it: where it lies, what it lacks, what is measured beside its rows, its traces."""
 
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from specbench import apart, arms, trace
+from specbench import arms, measurements, trace
 from specbench.arms import Arm
 from specbench.bench import Bench
 from specbench.datasets import Chat, Question
 from specbench.engine.target import Target
+from specbench.measurements import PROMPTS, TOKENS, Setting
 from specbench.metrics import BASELINE
-from specbench.progress import progress
-from specbench.records import Cell, Measurement, held, identity
+from specbench.records import Cell, held, identity
 
-MEMORY = "memory"  # a measurement's name
-TOKENS = 64  # decoded while the peak of memory is taken
+
+@dataclass(frozen=True)
+class Ran:
+    """A cell, and what it lacks still: generations that failed, arms of which something could not be measured."""
+
+    cell: Cell
+    failed: int
+    unmeasured: int
 
 
 def run(
@@ -27,11 +35,13 @@ def run(
     sides: list[Arm],
     questions: list[Question],
     study: str | None = None,
-) -> tuple[Cell, int]:
-    """Decode what the cell of these arms lacks; the cell, and how many of its generations failed.
+    measure: Mapping[str, int] | None = None,
+) -> Ran:
+    """Decode and measure what the cell of these arms lacks.
 
     Args:
         config: what the arms have in common. sides: the baseline first.
+        measure: repetitions by quantity; None: of peak memory, as the configuration says.
     """
     described = arms.header(config, target, sides, questions, study)
     name = ("replay" if config.replay else "decode") if study else sides[-1].label
@@ -42,32 +52,19 @@ def run(
         sampler, settings = instantiate(config.sampler), instantiate(config.decode)
         bench = Bench(target, chat, [side.contender for side in sides], sampler, settings, config.replay)
         failed = bench.run(questions, cell)
-        _remember(config, chat, sides, questions, cell)
+        if measure is None:
+            measure = {"memory": 0 if config.replay else config.memory}
+        unmeasured = measurements.take(measure, cell, _setting(config, target, chat, questions), sides)
         if all(cell.done((s.label, q.id, t)) for s in sides for q in questions for t in range(len(q.turns))):
             seconds = f"{time.monotonic() - begin:.0f} s"
             print(f"{cell.path}: complete ({seconds}; rerun=all measures again)", file=sys.stderr)
         _trace(config, target, chat, sides, questions, folder / "trace.json")
-    return cell, failed
+    return Ran(cell, failed, unmeasured)
 
 
-def _remember(config: DictConfig, chat: Chat, sides: list[Arm], questions: list[Question], cell: Cell) -> None:
-    """Peak memory of each drafter alone: a process that ran one before would show that one's peak."""
-    wanted = [
-        Measurement(side.label, MEMORY, repetition, {})
-        for repetition in range(0 if config.replay else config.memory)
-        for side in sides
-    ]
-    missing = [m for m in wanted if m.key not in cell.measured]
-    if not missing:
-        return
-    prompt = chat.encode([{"role": "user", "content": questions[0].turns[0]}])
-    tokens, own = min(TOKENS, config.decode.max_new_tokens), {side.label: side.config for side in sides}
-    with progress("peak memory", len(missing), "processes") as reached:
-        for number, measurement in enumerate(missing, 1):
-            plain = arms.plain(own[measurement.drafter])
-            measurement.values.update(apart.call(apart.memory, plain, prompt, tokens))
-            cell.write(measurement)
-            reached(number)
+def _setting(config: DictConfig, target: Target, chat: Chat, questions: list[Question]) -> Setting:
+    prompts = [chat.encode([{"role": "user", "content": question.turns[0]}]) for question in questions[:PROMPTS]]
+    return Setting(target, prompts, min(TOKENS, config.decode.max_new_tokens))
 
 
 def _trace(config: DictConfig, target: Target, chat: Chat, sides: list[Arm], questions: list[Question], path: Any) -> None:

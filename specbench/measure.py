@@ -86,6 +86,11 @@ class PeakMemory:
             scale = 1 if platform.system() == "Darwin" else 1024
             return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale, "since_start": False}
 
+    def bytes(self) -> int:
+        """Of the allocator on a GPU, else of the process."""
+        found = self.read()
+        return int(found["allocator"] if "allocator" in found else found["resident"])
+
 
 def _driver_bytes(device: torch.device) -> int:
     """This process's memory as the NVIDIA driver counts it; 0 where the driver does not tell."""

@@ -245,6 +245,18 @@ def macro(rate: Rate, totals: Totals) -> float:
     return float(values.mean()) if values.size else float("nan")
 
 
+def repeated(values: Sequence[float]) -> Interval:
+    """The median of a measurement's repetitions, with its 95% interval over these."""
+    low, high = np.percentile(medians(values), [2.5, 97.5])
+    return Interval(float(np.median(values)), float(low), float(high))
+
+
+def medians(values: Sequence[float], seed: int = 0) -> np.ndarray:
+    """[S] of bootstrap samples of repetitions."""
+    found: np.ndarray = np.median(np.random.default_rng(seed).choice(values, (SAMPLES, len(values))), axis=1)
+    return found
+
+
 def time_split(rows: Sequence[Row]) -> dict[str, float]:
     """Shares of the decode time. What no phase claims belongs to the rest."""
     total = sum(r.decode_s for r in rows if r.accepted) or float("nan")
@@ -264,6 +276,34 @@ def predicted_by_parameters(value: float, passes: int, draft_parameters: int, ta
     tau / (passes * draft / target + 1), with `passes` draft forwards a cycle.
     """
     return value / (passes * draft_parameters / target_parameters + 1)
+
+
+OTHERS, DRIFT = 0.25, 1.2  # of the cores, kept busy by others; of the baseline's speed, between halves of a cell
+FEWEST = 4  # generations of the baseline, for their halves to say something
+
+
+def busy(rows: Sequence[Row], cores: int) -> str | None:
+    """Did the machine do other work while a cell was timed? A sentence on it, or None.
+
+    Args:
+        rows: of all drafters of the cell, in the order in which they were decoded. cores: of the machine.
+    """
+    if any(r.replayed for r in rows):
+        return None  # nothing was timed
+    others = [r.others for r in rows if r.others is not None]
+    if others and (mean := float(np.mean(others))) > OTHERS * cores:
+        return f"The machine was busy: other processes kept {mean:.1f} of its {cores} cores at work. Do not rely on speeds."
+    base = [r for r in rows if r.drafter == BASELINE and r.accepted]
+    half = len(base) // 2
+    if len(base) < FEWEST:
+        return None
+    slow, fast = sorted((speed(base[:half]), speed(base[half:])))
+    if fast > DRIFT * slow:
+        return (
+            f"The machine was busy: the baseline was {fast / slow:.2f} times as fast in one half of this cell as in the "
+            "other. Do not rely on speeds."
+        )
+    return None
 
 
 def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = False) -> str:

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from specbench import arms, cell, schema, sweep
-from specbench.arms import RunOptions
+from specbench.arms import RunOptions as Options
 from specbench.assets import require_writable
 from specbench.datasets import PromptSet
 from specbench.door import CONF, run_door, spoken, sweeping
@@ -29,7 +29,7 @@ def job(config: DictConfig) -> None:
     """One cell. In a sweep a failure is written down where the cell would be, and the next cell begins."""
     place = arms.failure_path(config)
     try:
-        schema.check(config, RunOptions)
+        schema.check(config, Options)
         arms.settle(config)
         require_writable(arms.folder(config))
         if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
@@ -50,16 +50,20 @@ def job(config: DictConfig) -> None:
 def _run(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     prompts: PromptSet = instantiate(config.dataset)
+    made = arms.make(config)
     questions = prompts.load()
     target, chat = arms.load(config)
-    own = arms.build(config, target)
+    own = arms.build(config, target, made=made)
     sides = [own] if own.label == BASELINE else [arms.baseline(config, target), own]
-    found, failed = cell.run(config, target, chat, sides, questions)
+    ran = cell.run(config, target, chat, sides, questions)
+    path = ran.cell.path
     if config.show:
-        tables.show(cells.collect([found.path]))
-    if failed:
-        raise SpecBenchError(f"{failed} generations failed; their rows in {found.path} say why; run again to retry them")
-    arms.require_lossless(found)
+        tables.show(cells.collect([path]))
+    if ran.failed:
+        raise SpecBenchError(f"{ran.failed} generations failed; their rows in {path} say why; run again to retry them")
+    if ran.unmeasured:
+        raise SpecBenchError(f"{ran.unmeasured} measurements failed, named above; run again to retry them")
+    arms.require_lossless(ran.cell)
 
 
 def _has_failed_rows(config: DictConfig) -> bool:

@@ -8,7 +8,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval, MinLen
-from pydantic import AfterValidator, AllowInfNan, Discriminator, StringConstraints, Tag, with_config
+from pydantic import AfterValidator, AllowInfNan, Discriminator, Tag, with_config
 from typing_extensions import NotRequired, TypedDict
 
 from specbench.files import OPEN
@@ -20,7 +20,6 @@ Count = Annotated[int, Interval(ge=1, lt=2**53)]
 Seconds = Annotated[float, Interval(ge=0, le=1e9)]
 Measure = Annotated[float, Interval(ge=-1e15, le=1e15)]  # of which sums and ratios stay finite
 Shares = Annotated[list[Annotated[float, AllowInfNan()]], MinLen(1)]  # by depth; NaN where none was tried
-Digits = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}$")]
 
 
 # Provenance of weights ----------------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class Header(TypedDict):
     simulated: NotRequired[bool]
 
 
-# Traces and benchmark files -----------------------------------------------------------------------------------------
+# Traces ---------------------------------------------------------------------------------------------------------------
 
 
 class Cycle(TypedDict):
@@ -224,37 +223,3 @@ class Trace(TypedDict):
     prompt: str
     first: str
     cycles: list[Annotated[Cycle, AfterValidator(_within)]]
-
-
-@with_config(OPEN)
-class Benchmarks(TypedDict):
-    """`benchmarks.json`, as far as figures draw it. target_pass_ms: by nodes in the pass."""
-
-    target_pass_ms: NotRequired[dict[Digits, Measure]]
-
-
-@with_config(OPEN)
-class Drafting(TypedDict):
-    """Milliseconds of drafting a cycle, and shares of it."""
-
-    ms_per_cycle: Measure
-    head: Measure
-    network: Measure
-    rest: Measure
-
-
-@with_config(OPEN)
-class Step(TypedDict):
-    """A training step."""
-
-    peak_mib: Measure
-    seconds_per_step: Measure
-
-
-@with_config(OPEN)
-class Drafters(TypedDict):
-    """`drafters.json`, as far as figures draw it. *_steps: by simulated steps."""
-
-    drafting: NotRequired[dict[str, Drafting]]
-    hass_steps: NotRequired[dict[Digits, Step]]
-    beagle_steps: NotRequired[dict[Digits, Step]]

@@ -25,6 +25,7 @@ METRICS = (*RATES, *OF_ARMS)
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as typed behind a door
 Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
+Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "generate"]  # see `specbench.measurements`
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
 
 
@@ -32,7 +33,8 @@ class Arm(TypedDict):
     """One side of a study.
 
     run: what `specbench.run` would be told. train: what `specbench.train` would be told beside the drafter's options in
-    `run`; without it the weights are those that lie there. weights: the arm whose training this one uses. seeds: of training.
+    `run`; without it the weights are those that lie there. weights: the arm whose training this one uses. seeds: of
+    training.
     """
 
     run: Annotated[list[Override], MinLen(1)]
@@ -122,7 +124,7 @@ class Study(TypedDict):
     """One `conf/study/*.yaml`.
 
     cells: what `specbench.run` would be told of prompts, lengths, temperature and `replay`, a list a cell. varies: what
-    the study is about, so that arms may differ in it.
+    the study is about, so that arms may differ in it. measure: how many times over each quantity is taken, in one cell.
     """
 
     title: Text
@@ -131,7 +133,7 @@ class Study(TypedDict):
     arms: Annotated[Mapping[Name, Arm], MinLen(1)]
     cells: Annotated[list[list[Override]], MinLen(1)]
     varies: NotRequired[list[Aspect]]
-    measure: NotRequired[Mapping[Literal["memory", "training", "drafting"], Natural]]
+    measure: NotRequired[Mapping[Measured, Natural]]
     shows: NotRequired[list[Shown]]
     claims: NotRequired[list[Claim]]
 

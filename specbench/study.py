@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -22,9 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from specbench import arms, cell, contents, schema, studies
 from specbench.arms import Arm, RunOptions
 from specbench.assets import cache_root, require_writable
-from specbench.datasets import Chat
 from specbench.door import CONF, composed, run_door, spoken
 from specbench.engine.target import Target, pick_device
+from specbench.engine.verify import Rule
 from specbench.errors import SpecBenchError, visible
 from specbench.faults import told
 from specbench.metrics import BASELINE
@@ -71,36 +72,33 @@ def main(config: DictConfig) -> None:
         raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
     users = _users()
     members = list(_members(study, config))
+    prepared = [_prepared(said, members, users, study, Path(config.results) / name) for said in _cells(study, config)]
     lost = _train(name, members, study, users)
-    found = []
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    loaded: tuple[Target, Chat] | None = None
-    for number, said in enumerate(_cells(study, config)):
-        base = composed("run", [*said, *users])
-        schema.check(base, RunOptions)
-        arms.settle(base)
-        base.results = str(Path(config.results) / name)
-        loaded = loaded or arms.load(base)
-        target, chat = loaded
+    measured = next((n for n, (base, _) in enumerate(prepared) if not base.replay), 0)  # once a study, not in each cell
+    target, chat = arms.load(prepared[0][0])
+    found = []
+    for number, (base, sides) in enumerate(prepared):
         questions = instantiate(base.dataset).load()
-        sides = [arms.baseline(base, target)]
-        for member in members:
-            if member.label not in lost:
-                side = _side(member, said, users, target, base, study, config)
-                sides += [side] if side is not None else []
-        print(f"{name}, cell {number + 1}: {' '.join(said)}", file=sys.stderr, flush=True)
-        done, failed = cell.run(base, target, chat, sides, questions, name)
-        if failed:
-            print(f"specbench: {failed} generations failed; their rows in {done.path} say why", file=sys.stderr)
-        found.append((done, failed))
-    _say(name, study, [done for done, _ in found], config)
-    for done, _ in found:
-        arms.require_lossless(done)
-    broken = sum(failed for _, failed in found)
-    absent = len(members) - min((len(done_arms(done)) for done, _ in found), default=0) + 1
-    if broken or absent:
+        there = (_built(side, target) for side in sides if side.member.label not in lost)
+        built = [arms.baseline(base, target), *(arm for arm in there if arm is not None)]
+        heat = "greedy" if base.sampler.temperature == 0 else f"T={base.sampler.temperature}"
+        where = f"{base.dataset.name}, {heat}{', replayed' if base.replay else ''}"
+        print(f"{name}, cell {number + 1} of {len(prepared)}: {where}", file=sys.stderr, flush=True)
+        measure = _repetitions(study, base, users) if number == measured else {}
+        ran = cell.run(base, target, chat, built, questions, name, measure)
+        if ran.failed:
+            print(f"specbench: {ran.failed} generations failed; their rows in {ran.cell.path} say why", file=sys.stderr)
+        found.append(ran)
+    _say(name, study, [ran.cell for ran in found], config)
+    for ran in found:
+        arms.require_lossless(ran.cell)
+    broken, unmeasured = sum(ran.failed for ran in found), sum(ran.unmeasured for ran in found)
+    absent = len(members) - min((len(done_arms(ran.cell)) for ran in found), default=0) + 1
+    if broken or unmeasured or absent:
         raise SpecBenchError(
-            f"{broken} generations failed and {absent} arms are missing, named above; run it again to retry them"
+            f"{broken} generations and {unmeasured} measurements failed and {absent} arms are missing, named above; "
+            "run it again to retry them"
         )
 
 
@@ -154,6 +152,21 @@ def _cells(study: Study, config: DictConfig) -> Iterator[list[str]]:
             yield from ([*rest, f"dataset={dataset}"] for dataset in config.datasets)
 
 
+def _base(said: list[str], users: list[str], results: Path) -> DictConfig:
+    """What a cell's arms have in common."""
+    base = composed("run", [*said, *users])
+    schema.check(base, RunOptions)
+    arms.settle(base)
+    base.results = str(results)
+    return base
+
+
+def _repetitions(study: Study, base: DictConfig, users: list[str]) -> dict[str, int]:
+    """How many times over each quantity is measured. Peak memory is unless the study or the command line says otherwise."""
+    said = {"memory": base.memory, **study.get("measure", {})}
+    return said | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
+
+
 # Training -------------------------------------------------------------------------------------------------------------
 
 
@@ -203,29 +216,59 @@ def _train(name: str, members: list[Member], study: Study, users: list[str]) -> 
 # Decoding -------------------------------------------------------------------------------------------------------------
 
 
-def _side(
-    member: Member, said: list[str], users: list[str], target: Target, base: DictConfig, study: Study, config: DictConfig
-) -> Arm | None:
-    """One member, ready to decode; None, and its failure written down, where it is not to be had."""
-    weights = _folder(member, study, users)
-    own = [] if weights is None else [f"++drafter.weights={weights}"]
-    one = composed("run", [*said, *member.spec["run"], *own, *users])
-    one.results = base.results
-    place = arms.failure_path(one, member.label)
+@dataclass(frozen=True)
+class Side:
+    """A member in one cell, ready to be bound. place: where its failure would stand."""
+
+    member: Member
+    config: DictConfig
+    made: tuple[Any, Rule]
+    place: Path
+
+
+def _prepared(
+    said: list[str], members: list[Member], users: list[str], study: Study, results: Path
+) -> tuple[DictConfig, list[Side]]:
+    """A cell's configuration and its members, as far as they can be checked without target and weights."""
+    base = _base(said, users, results)
+    sides = []
+    for member in members:
+        weights = _folder(member, study, users)
+        own = [] if weights is None else [f"++drafter.weights={weights}"]
+        config = composed("run", [*said, *member.spec["run"], *own, *users])
+        config.results = base.results
+        place = arms.failure_path(config, member.label)
+        try:
+            schema.check(config, RunOptions)
+            arms.settle(config)
+            if weights is not None:
+                config.checkpoint = None  # its own are trained by then, whatever is published
+            if config.model != base.model:
+                raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")
+            sides.append(Side(member, config, arms.make(config), place))
+        except Exception as error:
+            _fail(config, member, place, error)
+    return base, sides
+
+
+def _built(side: Side, target: Target) -> Arm | None:
+    """A member bound to the target; None, and its failure written down, where that cannot be."""
+    member = side.member
+    more = {} if member.seed is None else {"of": member.name, "seed": member.seed}
     try:
-        schema.check(one, RunOptions)
-        arms.settle(one)
-        if one.model != base.model:
-            raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")
-        more = {} if member.seed is None else {"of": member.name, "seed": member.seed}
-        side = arms.build(one, target, member.label, **more)
+        arm = arms.build(side.config, target, member.label, side.made, **more)
     except Exception as error:
-        failure = arms.failure(one, told(error), member.label)
-        failure.write(place)
-        print(visible(f"specbench: {member.label} on {failure.dataset}: {failure.error}"), file=sys.stderr)
+        _fail(side.config, member, side.place, error)
         return None
-    place.unlink(missing_ok=True)
-    return side
+    side.place.unlink(missing_ok=True)
+    return arm
+
+
+def _fail(config: DictConfig, member: Member, place: Path, error: Exception) -> None:
+    """The others are worth having."""
+    failure = arms.failure(config, told(error), member.label)
+    failure.write(place)
+    print(visible(f"specbench: {member.label} on {failure.dataset}: {failure.error}"), file=sys.stderr)
 
 
 def _say(name: str, study: Study, done: list[Cell], config: DictConfig) -> None:

@@ -38,7 +38,14 @@ def told(home, tmp_path, monkeypatch):
             "model.dtype=float32",
             "data.limit=2",
         ]
-        common += [f"results={tmp_path / 'results'}", f"data.root={home}", "threads=1", "show=false", "decode.warmup=0"]
+        common += [
+            f"results={tmp_path / 'results'}",
+            f"data.root={home}",
+            "threads=1",
+            "show=false",
+            "decode.warmup=0",
+            "memory=0",
+        ]
         sweep = [a for a in arguments if a == "-m"]
         code, err, _ = attempt(specbench.run, "run", *sweep, *common, *(a for a in arguments if a != "-m"))
         return code, err

@@ -11,7 +11,7 @@ from doors import rows_of, run
 from hydra.utils import instantiate
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specbench.bench import Bench, RunSettings
+from specbench.bench import Bench, Contender, RunSettings
 from specbench.datasets import Chat, Question
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
@@ -96,7 +96,7 @@ def test_terms_are_named_before_the_weights_are_fetched(monkeypatch, tmp_path, c
 @pytest.mark.parametrize("model", sorted(PAPERS))
 def test_a_benchmark_of_a_papers_target_asks_for_the_heads_it_has(model):
     said = subprocess.run(["make", "-n", "bench", f"MODEL={model}"], cwd=ROOT, capture_output=True, text=True, check=True)
-    drafters = re.findall(r"drafter=(\S+)", said.stdout)
+    drafters = re.findall(r"arms=\[(\S+)\]", said.stdout)
     trained = {p.name for p in (ROOT / "drafters" / "weights" / model).glob("*")}
     assert drafters == [",".join(["none", *sorted(trained | set(spec(model).published or {}))])]
 
@@ -107,7 +107,8 @@ def test_published_heads_are_taken_where_none_were_trained(home):
     assert "no drafter weights" in run(home, "run", *asked, ok=False)
     run(home, "run", *asked, f"+model.published={{vanilla: {home / 'model'}}}")
     header, rows = rows_of(home, "vanilla")
-    assert header["config"]["checkpoint"] == header["weights"]["checkpoint"] == str(home / "model")
+    arm = header["arms"]["vanilla"]
+    assert arm["checkpoint"] == arm["weights"]["checkpoint"] == str(home / "model")
     found = [row for row in rows if row.drafter == "vanilla"]
     assert found and all(row.accepted[:-1] == row.drafted[:-1] for row in found)
 
@@ -136,7 +137,8 @@ def test_out_of_memory_in_one_generation_is_a_failed_row_and_the_rest_goes_on(tm
     drafter.reset = reset
     questions = [Question(str(i), "writing", ("tell me",)) for i in range(3)]
     cell = Cell(tmp_path, {"config": {}})
-    bench = Bench(target, chat, [baseline, drafter], Lossless(), Sampler(), RunSettings(max_new_tokens=6))
+    contenders = [Contender(d.name, d, Lossless()) for d in (baseline, drafter)]
+    bench = Bench(target, chat, contenders, Sampler(), RunSettings(max_new_tokens=6))
     assert bench.run(questions, cell) == 1
     failed = [row for row in cell.rows.values() if isinstance(row, Failure)]
     assert [(f.drafter, f.question) for f in failed] == [("eagle2", "1")] and "out of memory" in failed[0].error
@@ -168,3 +170,18 @@ def test_a_cache_keeps_layers_where_they_are():
     assert cache.rows(1, 0, 3)[0].device == meta
     with pytest.raises(SpecBenchError, match="one device"):
         cache.whole()
+
+
+@pytest.mark.parametrize(
+    ("able", "dtype"),
+    [({}, "float32"), ({"avx512_bf16": True}, "float32"), ({"avx512_bf16": True, "amx_bf16": True}, "bfloat16")],
+)
+def test_on_a_processor_bfloat16_is_chosen_only_with_amx(monkeypatch, able, dtype):
+    import torch
+
+    from specbench.engine.target import pick_dtype
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
+    assert pick_dtype("auto", torch.device("cpu")) == getattr(torch, dtype)
+    assert pick_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert pick_dtype("auto", torch.device("meta")) == torch.bfloat16

@@ -11,6 +11,9 @@ from specbench.records import Cell, Row
 from specbench.reporting import cells, figures, overview, sections, tables
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.overview import Overview, Setting
+from specbench.trace import BINS
+
+CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 def bench(folder, speeds, questions=12, dataset="mtbench", temperature=0.0, study=None, replay=False, cell="decode-1",
@@ -28,10 +31,12 @@ def bench(folder, speeds, questions=12, dataset="mtbench", temperature=0.0, stud
     for question in range(questions):
         for name, speed in {"none": 1.0, **speeds}.items():
             row, _ = random_row(rng, name, str(question))
+            row.category = CATEGORIES[question % len(CATEGORIES)]
             row.decode_s = row.target_s = (len(row.tokens) - 1) / speed * float(rng.uniform(1 - noise, 1 + noise))
             row.draft_s = row.verify_s = row.rest_s = 0.0
             if replay:
                 row.replayed, row.decode_s, row.target_s, row.prefill_s = True, 0.0, 0.0, 0.0
+                row.confidence = [(5, 3, 2.5)] * BINS if name != "none" else []
             made.write(row)
     return made
 

@@ -73,7 +73,7 @@ def test_rows_of_a_random_target_say_so(home, drafter, tmp_path):
     said = run(home, "run", f"drafter={drafter}", *SHAPE, "model.path=null", "alpha=[0.9,0.8]", "data.limit=3", results)
     assert "SIMULATED" in said
     header, rows = read_cell(next(tmp_path.rglob("rows.jsonl")))
-    assert header["simulated"] is True and header["lossy"] is True
+    assert header["simulated"] is True and header["arms"][drafter]["lossy"] is True
     assert {r.audit["verdict"] for r in rows} == {"simulated acceptance"}
     assert all(len(r.tokens) == 12 for r in rows)  # nothing stops it
     report = Report(Sources(tmp_path))

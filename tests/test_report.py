@@ -20,7 +20,7 @@ from test_records import random_row, settings
 from specbench import metrics, trace
 from specbench.errors import SpecBenchError
 from specbench.metrics import RATES, Totals, contrast, interval
-from specbench.records import Cell, CellFailure, Failure, Row
+from specbench.records import Cell, CellFailure, Failure, Measurement, Row
 from specbench.reporting import bundle, tables, translate
 from specbench.reporting.bundle import Report, Sources
 
@@ -42,6 +42,23 @@ def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=
                 cell.write(row)
                 made.append(row)
     return made
+
+
+def measure(folder, names=("hass-1", "hass-2"), repetitions=5):
+    """A cell of drafters whose drafting, training and target passes were measured beside their rows."""
+    header = settings(*names, dataset="mtbench", study="costs")
+    for steps, name in enumerate(names, 1):
+        header["arms"][name]["drafter"] = {"name": "hass", "steps": steps}
+    cell = Cell(folder / "m" / "mtbench" / "decode-1", header)
+    rng = np.random.default_rng(0)
+    for who in ("none", *names):
+        cell.write(random_row(rng, who)[0])
+    for r in range(repetitions):
+        cell.write(Measurement("none", "target_pass", r, {"ms_1": 3.0 + r, "ms_8": 5.0 + r, "ms_16": 9.0}))
+        for steps, name in enumerate(names, 1):
+            shares = {"head": 0.5, "network": 0.3, "rest": 0.2}
+            cell.write(Measurement(name, "drafting", r, {"ms": 8.0 + steps + r, **shares}))
+            cell.write(Measurement(name, "training", r, {"peak": steps * 2.0**28 + r, "seconds": 1.0 * steps + r / 10}))
 
 
 def report(folder, **more) -> Report:
@@ -339,6 +356,7 @@ def test_nothing_is_hidden_on_a_wide_screen_and_a_phone_scrolls_tables_alone(tmp
         bench(tmp_path / "r" / "bench", speeds, study="bench", dataset=dataset, seed=i, questions=3)
         bench(tmp_path / "r" / "moa", {"moa": 1.1, "eagle2": 1.2}, study="moa", dataset=dataset, seed=i, questions=3)
     bench(tmp_path / "r" / "bench", speeds, study="bench", temperature=1.0, cell="decode-2", seed=9, questions=3)
+    bench(tmp_path / "r" / "bench", speeds, study="bench", replay=True, cell="replay-1", seed=8, questions=16)
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "moa.yaml").write_text(
         "title: MoA\nsource: ['MoA, Table 2']\ncells: [[dataset=mtbench]]\nvaries: [dataset]\n"
@@ -392,18 +410,16 @@ def test_every_figure_is_drawn_from_what_is_there(tmp_path):
     fill(tmp_path, ("eagle2", "vanilla", "eagle2-chain"), dataset="mtbench")
     routers = {"a": {"groups": 8, "active": 1}, "b": {"groups": 16, "active": 2}}
     fill(tmp_path / "ablations" / "router", routers, dataset="mtbench", said=routers)
-    step = {"peak_mib": 100.0, "seconds_per_step": 1.0}
-    part = {"ms_per_cycle": 9.0, "head": 0.5, "network": 0.3, "rest": 0.2}
-    (tmp_path / "drafters.json").write_text(json.dumps({"hass_steps": {"1": step, "2": step}, "drafting": {"hass": part}}))
-    (tmp_path / "benchmarks.json").write_text(json.dumps({"target_pass_ms": {"1": 3.0, "8": 5.0}}))
+    measure(tmp_path / "costs")
     found = report(tmp_path)
     weights = {"hass": {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]}}
-    drawn = bundle.figures.draw_all(found.main, found.entries, weights, *found.files.values(), tmp_path / "figures")
-    assert len(drawn) == 11
+    drawn = bundle.figures.draw_all(found.main, found.entries, weights, tmp_path / "figures")
+    shown = "speed_up step_alpha tau_speed_up time_split head_share router_speed_up router_tau target_pass theory"
+    assert set(drawn) == {*shown.split(), "learning_curves", "training_memory", "lengths", "predictions"}
     for name in drawn:
         for suffix in ("png", "svg"):
             assert (tmp_path / "figures" / f"{name}.{suffix}").stat().st_size > 2000
-    nothing = bundle.figures.draw_all([], [], {}, {}, {}, tmp_path / "none")
+    nothing = bundle.figures.draw_all([], [], {}, tmp_path / "none")
     assert set(nothing) <= {"theory"}
 
 

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 import specbench.export
 import specbench.report
 import specbench.run
+import specbench.study
 import specbench.train
 from specbench import schema
 from specbench.datasets import Conversations, PromptSet
@@ -30,6 +31,7 @@ DOORS: dict[str, Any] = {
     "train": specbench.train,
     "export": specbench.export,
     "report": specbench.report,
+    "study": specbench.study,
 }
 GROUPS = {"model": "model", "dataset": "dataset", "tree": "tree"}
 
@@ -51,7 +53,7 @@ def everything() -> list[tuple[str, tuple[str, ...]]]:
     recipes = [tuple(name.split("_", 1)) for name in named("recipe")]
     pairs = {*recipes, *(("small", d) for d in TRAINED), *((t, "eagle2") for t in named("train"))}
     trainings = [("train", (f"drafter={d}", f"train={t}")) for t, d in sorted(pairs)]
-    return [*runs, *trainings, ("export", ()), ("report", ())]
+    return [*runs, *trainings, *(("study", (f"study={name}",)) for name in named("study")), ("export", ()), ("report", ())]
 
 
 class Loaded(BaseException):
@@ -157,12 +159,13 @@ def cases(door: str, overrides: tuple[str, ...]) -> list[tuple[str, str]]:
         ("train", ("drafter=coral",)),
         ("export", ()),
         ("report", ()),
+        ("study", ("study=bench",)),
     ],
 )
 def test_the_doors_refuse_bad_options(door, overrides, tmp_path):
     """Through the whole door: one line that names the option, exit code 2, and no file touched."""
     (tmp_path / "rows.jsonl").write_text("earlier\n")
-    base = [*overrides, *([f"results={tmp_path}"] if door in ("run", "report") else [f"hydra.run.dir={ROOT}"])]
+    base = [*overrides, *([f"results={tmp_path}"] if door in ("run", "report", "study") else [f"hydra.run.dir={ROOT}"])]
     wrong = [
         why
         for path, override in cases(door, overrides)

@@ -36,8 +36,8 @@ arms:
   short:
     run: [drafter=eagle2, ++drafter.noise=0.1]
     seeds: [0, 1]
-    train: [train.settings.steps=2, train.batch=2, "train.text.path=HOME/talk.json", train.text.wheel=null, train.corpus.source=text,
-            train.corpus.validation=4, ~recipe]
+    train: [train.settings.steps=2, train.batch=2, "train.text.path=HOME/talk.json", train.text.wheel=null,
+            train.corpus.source=text, train.corpus.validation=4, ~recipe]
   same: {run: [drafter=eagle2, tree=chain], weights: short}
 claims:
   - {says: it emits, source: nowhere, published: much, tests: [{metric: tau, of: short, than: 0.5, is: more}]}
@@ -54,7 +54,9 @@ def study(home, text, name, *arguments, ok=True):
 def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, tmp_path):
     said = study(home, TWO, "two", f"results={tmp_path}")
     assert "REPRODUCED: trees accept more" in said and "NOT TESTABLE HERE: a GPU is fast" in said and "needs a GPU" in said
-    decoded, replayed = (next((tmp_path / "two" / "tiny" / "mtbench").glob(f"{k}-*/rows.jsonl")) for k in ("decode", "replay"))
+    decoded, replayed = (
+        next((tmp_path / "two" / "tiny" / "mtbench").glob(f"{k}-*/rows.jsonl")) for k in ("decode", "replay")
+    )
     header, rows = read_cell(decoded)
     assert list(header["arms"]) == ["none", "eagle2", "chain"] and header["study"] == "two"
     assert header["arms"]["chain"]["drafter"]["growth"] != header["arms"]["eagle2"]["drafter"]["growth"]

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from test_files import no_figures  # noqa: F401
 from test_records import SETTINGS, arm, random_row, settings
+from test_report import measure
 
 from specbench import door, metrics, sweep
 from specbench.errors import SpecBenchError, one_line, visible
@@ -154,17 +155,18 @@ def test_figures_with_hostile_names_are_drawn(tmp_path):
     fill(tmp_path, names, "$\\frac{d$", "$\\sqrt{m$")
     fill(tmp_path / "second", ["b-chain"], "_$^$", "$\\sqrt{m$")
     found = Report(Sources(tmp_path))
-    step, part = {"peak_mib": 1.0, "seconds_per_step": 1.0}, {"ms_per_cycle": 9.0, "head": 0.5, "network": 0.3, "rest": 0.2}
+    measure(tmp_path / "costs", names)
+    costs = cells.collect((tmp_path / "costs").rglob("rows.jsonl"))
+    assert {e.name for e in costs} == {"none", *names}
     weights = {n: {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]} for n in names}
-    drafters = {"hass_steps": {"1": step}, "drafting": dict.fromkeys(names, part)}
     for figure in (
         figures.speed_up_bars(found.main),
         figures.step_alphas(found.main),
         figures.tau_against_speed_up(found.main),
         figures.time_split(found.main),
         figures.theory(found.entries),
-        figures.head_share(drafters),
-        figures.training_memory(drafters),
+        figures.head_share(costs),
+        figures.training_memory(costs),
         figures.learning_curves(weights),
     ):
         assert figure is not None

@@ -85,7 +85,7 @@ def read_tokenizer(folder: Path) -> Any:
 def read_gguf(file: Path) -> tuple[Any, Any]:
     """Model, in float32, and tokenizer of a GGUF file."""
     said: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
-    with refusing(f"{file} cannot be read as GGUF; remove it, and it is fetched again"), _quiet():
+    with refusing(f"{file} cannot be read as GGUF; remove it, and it is fetched again"), quiet():
         model, found = MODELS.from_pretrained(file.parent, dtype=torch.float32, output_loading_info=True, **said)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **said)
     _require_whole(model, found, file)
@@ -95,14 +95,14 @@ def read_gguf(file: Path) -> tuple[Any, Any]:
 def shaped(said: Mapping[str, Any], where: str) -> PreTrainedConfig:
     """A configuration written out. where: the option that holds it."""
     plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in said.items()}
-    with refusing(f"{where} is no configuration of a causal language model; mend it"), _quiet():
+    with refusing(f"{where} is no configuration of a causal language model; mend it"), quiet():
         return AutoConfig.for_model(**plain)
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """A model of this shape at its initial weights."""
     what = f"no causal language model can be built from this configuration of type {config.model_type}"
-    with refusing(what), _quiet(), device:
+    with refusing(what), quiet(), device:
         return MODELS.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
 
 
@@ -149,7 +149,7 @@ def _stumbling(folder: Path, what: str) -> Iterator[None]:
         raise SpecBenchError(f"{what} (there is no such folder)")
     _look(path for path in _settings(folder) if path.stat().st_size <= SMALL)  # some are passed over in silence
     try:
-        with refusing(what), _quiet():
+        with refusing(what), quiet():
             yield
     except SpecBenchError:
         _look(_settings(folder))
@@ -169,7 +169,7 @@ def _look(paths: Iterable[Path]) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without Transformers' warnings: what they say is refused, or no matter."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

@@ -17,16 +17,27 @@ from specbench.errors import SpecBenchError
 from specbench.files import read_json, readable
 from specbench.measure import ROOT
 from specbench.metrics import BASELINE
-from specbench.reporting import cells, claims, document, figures, overview, published, sections, tables, text, trainings
+from specbench.reporting import (
+    cells,
+    claims,
+    document,
+    figures,
+    insight_tables,
+    overview,
+    published,
+    sections,
+    tables,
+    text,
+    trainings,
+)
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Evidence
 from specbench.reporting.document import Section
 from specbench.reporting.overview import Overview, where
-from specbench.shapes import Benchmarks, Drafters, Trace
+from specbench.shapes import Trace
 from specbench.studies import Study
 
 BENCH = "bench"  # the study that the answer is about
-BENCHMARKS: dict[str, Any] = {"benchmarks.json": Benchmarks, "drafters.json": Drafters}
 
 CONVENTIONS = (
     "tau counts the bonus, not the prefill, and is pooled over cycles; in brackets its mean over generations. Speed-ups "
@@ -75,9 +86,9 @@ class Report:
         self.view, *self.others = [Overview(group) for group in places.values()] or [Overview([])]
         self.parts = [_part(caption, group) for caption, group in cells.groups(self.main).items()]
         self.answer = overview.answer(self.view.timed(self.view.first))
+        self.insights = insight_tables.all_of(self.view.known(self.view.first), self.view.timed(self.view.first))
         self.training = tables.training_lines(self.main)
         self.weights = _weights(sources.weights, self.main, self.problems)
-        self.files = {name: self._measured(name, shape) for name, shape in BENCHMARKS.items()}
         self.traces = self._traces()
         self.listed = chosen(sources.studies, sources.chosen, self.problems)
         target = next(iter(places))[0] if places else None
@@ -108,8 +119,7 @@ class Report:
     def write(self) -> Path:
         """All files; returns the HTML's path."""
         root = self.sources.results
-        benchmarks, drafters = self.files["benchmarks.json"], self.files["drafters.json"]
-        drawn = figures.draw_all(self.main, self.entries, self.weights, benchmarks, drafters, root / "figures")
+        drawn = figures.draw_all(self.main, self.entries, self.weights, root / "figures")
         (root / "tables").mkdir(parents=True, exist_ok=True)
         for name, frame in self._frames().items():
             _write_table(root / "tables" / name, frame)
@@ -130,6 +140,8 @@ class Report:
         for name, table in (("acceptance", overview.acceptance(self.view)), ("speed-ups", overview.speeds(self.view))):
             lines = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in table.lines]
             frames[name] = pd.DataFrame(lines, columns=list(table.columns))
+        for name, (_, (columns, lines)) in self.insights.items():
+            frames[name] = pd.DataFrame(lines, columns=list(columns))
         frames["training"] = pd.DataFrame(self.training, columns=list(tables.TRAINING))
         frames["claims"] = pd.DataFrame(map(claims.cells, self.verdicts), columns=list(claims.COLUMNS))
         return {name: frame for name, frame in frames.items() if len(frame)}
@@ -156,11 +168,6 @@ class Report:
             images=images,
             traces=_embedded(self.traces),
         )
-
-    def _measured(self, name: str, shape: Any) -> Mapping[str, Any]:
-        """The first benchmark file of a name; nothing where there is none."""
-        paths = cells.below(self.sources.results, name)[:1]
-        return next((found for _, found in readable(paths, lambda p: read_json(p, shape), self.problems)), {})
 
     def _traces(self) -> list[dict[str, Any]]:
         """Of all targets' drafters; for one that the main cells have no trace of, from any other cell of its target.

@@ -7,7 +7,7 @@ from typing import Any
 
 from specbench.errors import SpecBenchError
 from specbench.files import read_bytes, readable
-from specbench.metrics import BASELINE, Summary, Totals, summarise
+from specbench.metrics import BASELINE, Summary, Totals, busy, summarise
 from specbench.records import CellFailure, Failure, Measurement, Row, read_cell
 from specbench.shapes import Arm, Header
 
@@ -25,6 +25,7 @@ class Entry:
     seeds: int
     measured: Mapping[str, Sequence[Mapping[str, float]]]  # what was measured beside, repetition by repetition
     path: Path
+    busy: str | None = None  # of its cell, where the machine had other work to do meanwhile
 
     @property
     def name(self) -> str:
@@ -134,6 +135,7 @@ def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str]
         latest = {r.key: r for r in records if not isinstance(r, Measurement)}
         rows = [r for r in latest.values() if isinstance(r, Row)]
         baseline = [r for r in rows if r.drafter == BASELINE]
+        disturbed = busy(rows, header["hardware"]["cores"])
         pooled: dict[str, list[str]] = {}
         for label, arm in header["arms"].items():
             pooled.setdefault(arm.get("of", label), []).append(label)
@@ -149,7 +151,8 @@ def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str]
                 summary = summarise(header, arm, name, mine, baseline, beside)
                 above = path.relative_to(root).parts[:-4] if root is not None and path.is_relative_to(root) else ()
                 # <collection>/<model>/<dataset>/<cell>/rows.jsonl
-                entries.append(Entry("/".join(above), summary, failed, mine, header, arm, len(labels), beside, path))
+                where = "/".join(above)
+                entries.append(Entry(where, summary, failed, mine, header, arm, len(labels), beside, path, disturbed))
     return entries
 
 

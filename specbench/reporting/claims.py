@@ -7,6 +7,7 @@ A claim is a list of tests (`specbench/studies.py`); a test compares a metric of
     {metric: tau, of: medusa, than: 2.0, is: more}                tau(medusa) > 2, a number instead of another arm
     {metric: tau, of: eagle2, at: {temperature: 1}, over_at: {}, is: less}     one arm in two cells
     {measured: memory.peak, of: beagle, over: eagle2, is: less}   what was measured beside the rows, five times or more
+    {measured: generate.ratio, of: none, than: 1, is: more}       the same against a number
 
 Differences are taken of tau and acceptances, ratios of everything else. The 95% interval resamples questions, for both
 arms the same, or repetitions. Only what was measured alike is compared: see `unlike`.
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from specbench.metrics import BASELINE, RATES, SAMPLES, Interval, Rate, contrast, interval
+from specbench.metrics import BASELINE, RATES, Interval, Rate, contrast, interval, medians, repeated
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import markdown_table
 from specbench.studies import Study, unmet
@@ -134,20 +135,21 @@ def _compare_measured(test: Mapping[str, Any], known: Evidence) -> tuple[Interva
     """A ratio of medians over repetitions, with a bootstrap over these."""
     what, _, name = test["measured"].partition(".")
     sides = []
-    for side in ("of", "over"):
+    for side in ("of",) if "than" in test else ("of", "over"):
         entry = next((e for e in known.entries if e.name == test.get(side, test["of"]) and e.measured.get(what)), None)
         if entry is None:
             return None, f"no measurement of {test.get(side, test['of'])}"
         values = [v[name] for v in entry.measured[what] if name in v]
         if len(values) < FEWEST:
             return None, f"{len(values)} repetitions, where {FEWEST} make an interval"
-        sides.append((entry, np.array(values)))
-    (ours, a), (theirs, b) = sides
+        sides.append((entry, values))
+    ours, a = sides[0]
+    if "than" in test:
+        return _against(repeated(a), test["than"], _subtracted(test)), ""
+    theirs, b = sides[1]
     if differ := unlike(ours, theirs, known.study.get("varies", [])):
         return None, f"rows that differ in {', '.join(differ)} are not compared"
-    draw = np.random.default_rng(0)
-    samples = [np.median(draw.choice(x, (SAMPLES, len(x))), axis=1) for x in (a, b)]
-    low, high = np.percentile(samples[0] / samples[1], [2.5, 97.5])
+    low, high = np.percentile(medians(a, seed=0) / medians(b, seed=1), [2.5, 97.5])
     return Interval(float(np.median(a) / np.median(b)), float(low), float(high)), ""
 
 

@@ -1,9 +1,10 @@
-"""The papers' figures, redrawn from our own rows and benchmark files.
+"""The papers' figures, redrawn from our own rows and what was measured beside them.
 
 Every function draws one figure from what is there and returns it, or None where nothing of the kind was measured. A drafter
 looks the same in all of them (`specbench/reporting/look.py`); no legend lies over data.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specbench.metrics import BASELINE, RATES, Interval, interval
-from specbench.reporting import look
+from specbench.metrics import BASELINE, RATES, Interval, interval, repeated
+from specbench.reporting import insight_figures, look
 from specbench.reporting.cells import Entry
 from specbench.reporting.overview import Overview, families, ranking, where
 from specbench.reporting.tables import known_depths, shown
@@ -141,14 +142,29 @@ def time_split(entries: Sequence[Entry]) -> Figure | None:
     return _stacked([e.name for e in found], parts, "milliseconds a cycle")
 
 
-def head_share(drafters: Mapping[str, Any]) -> Figure | None:
+def head_share(entries: Sequence[Entry]) -> Figure | None:
     """What drafting a cycle costs: LM head, the drafter's own network, the rest (CORAL, Figure 2)."""
-    found = drafters.get("drafting")
+    labels = {"head": "LM head", "network": "the drafter's layers", "rest": "growth and caches"}
+    found = _measured(entries, "drafting", ("ms", *labels))
     if not found:
         return None
-    labels = {"head": "LM head", "network": "the drafter's layers", "rest": "growth and caches"}
-    parts = {label: np.array([v["ms_per_cycle"] * v[part] for v in found.values()]) for part, label in labels.items()}
-    return _stacked(list(found), parts, "milliseconds of drafting a cycle")
+    middle = [sorted(values, key=lambda v: v["ms"])[len(values) // 2] for _, values in found]
+    parts = {label: np.array([v["ms"] * v[part] for v in middle]) for part, label in labels.items()}
+    figure = _stacked([e.name for e, _ in found], parts, "milliseconds of drafting a cycle")
+    whole = [repeated([v["ms"] for v in values]) for _, values in found]
+    figure.axes[0].errorbar(
+        [w.value for w in whole], range(len(whole)), xerr=_bars(whole), fmt="none", ecolor="black", capsize=2
+    )
+    return figure
+
+
+def _measured(entries: Sequence[Entry], what: str, names: Iterable[str]) -> list[tuple[Entry, list[Mapping[str, float]]]]:
+    """The arms of the one cell in which most were measured so, with the repetitions that hold these values."""
+    cells: dict[Path, list[tuple[Entry, list[Mapping[str, float]]]]] = {}
+    for e in entries:
+        if whole := [values for values in e.measured.get(what, ()) if set(names) <= set(values)]:
+            cells.setdefault(e.path, []).append((e, whole))
+    return max(cells.values(), key=len, default=[])
 
 
 def _stacked(names: Sequence[str], parts: Mapping[str, np.ndarray], label: str) -> Figure:
@@ -168,6 +184,11 @@ def _stacked(names: Sequence[str], parts: Mapping[str, np.ndarray], label: str) 
 def _errors(found: Interval) -> list[list[float]]:
     """An interval as Matplotlib's error bars want it."""
     return [[max(0.0, found.value - found.low)], [max(0.0, found.high - found.value)]]
+
+
+def _bars(found: Sequence[Interval]) -> np.ndarray:
+    """The same for several, [2, N]."""
+    return np.hstack([_errors(each) for each in found])
 
 
 def router_grid(entries: Sequence[Entry], metric: str = "speed_up") -> Figure | None:
@@ -224,30 +245,44 @@ def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     return figure
 
 
-def training_memory(drafters: Mapping[str, Any]) -> Figure | None:
+def training_memory(entries: Sequence[Entry]) -> Figure | None:
     """Peak memory and seconds of a training step against simulated steps (Beagle, section 4)."""
-    found = {name: drafters[f"{name}_steps"] for name in ("hass", "beagle") if drafters.get(f"{name}_steps")}
-    if not found:
+    stepped = [e for e in entries if _steps(e)]
+    series: dict[str, dict[int, list[Mapping[str, float]]]] = {}
+    for e, values in _measured(stepped, "training", ("peak", "seconds")):
+        series.setdefault(e.arm["drafter"]["name"], {})[_steps(e)] = values
+    if not series:
         return None
     figure, (left, right) = _axes(8.0, 3.0, ncols=2)
-    for series, style in zip(found.values(), _styles(found), strict=True):
-        steps = [int(s) for s in series]
-        left.plot(steps, [v["peak_mib"] / 1024 for v in series.values()], **style)
-        right.plot(steps, [v["seconds_per_step"] for v in series.values()], **style)
+    for points, style in zip(series.values(), _styles(series), strict=True):
+        steps = sorted(points)
+        for axes, name, unit in ((left, "peak", 2**30), (right, "seconds", 1)):
+            found = [repeated([v[name] / unit for v in points[n]]) for n in steps]
+            axes.errorbar(steps, [f.value for f in found], yerr=_bars(found), capsize=2, **style)
     left.set(xlabel="simulated steps", ylabel="peak memory of a step, GiB", ylim=(0, None))
     right.set(xlabel="simulated steps", ylabel="seconds a training step", ylim=(0, None))
     _legend(left)
-    _legend(right)
+    _grid(right)
     return figure
 
 
-def tree_cost(benchmarks: Mapping[str, Any]) -> Figure | None:
+def _steps(e: Entry) -> int:
+    """Simulated steps of a drafter's training; 0 where its configuration does not say."""
+    said: Any = e.arm["drafter"].get("steps")
+    return said if isinstance(said, int) and 0 < said < 100 else 0
+
+
+def tree_cost(entries: Sequence[Entry]) -> Figure | None:
     """Milliseconds of one target pass by its size."""
-    found = benchmarks.get("target_pass_ms")
+    found = _measured(entries, "target_pass", ())
     if not found:
         return None
+    _, repetitions = found[0]
+    sizes = {int(name[3:]): name for name in repetitions[0] if re.fullmatch(r"ms_\d{1,9}", name)}
+    points = {n: repeated([v[name] for v in repetitions if name in v]) for n, name in sorted(sizes.items())}
     figure, axes = _axes()
-    axes.plot([int(n) for n in found], list(found.values()), color=COLOURS[0], marker="o")
+    values = [p.value for p in points.values()]
+    axes.errorbar(list(points), values, yerr=_bars(list(points.values())), color=COLOURS[0], marker="o", capsize=2)
     axes.set(xlabel="nodes in the pass, root included", ylabel="milliseconds", ylim=(0, None))
     axes.grid(alpha=0.3)
     return figure
@@ -290,8 +325,6 @@ def draw_all(
     entries: Sequence[Entry],
     everything: Sequence[Entry],
     weights: Mapping[str, Mapping[str, Any]],
-    benchmarks: Mapping[str, Any],
-    drafters: Mapping[str, Any],
     folder: Path,
 ) -> dict[str, str]:
     """Every figure that can be drawn, as PNG and SVG in a folder.
@@ -316,7 +349,7 @@ def draw_all(
         "step_alpha": (step_alphas(accepting), "Acceptance by draft step, given that the step before was accepted"),
         "tau_speed_up": (tau_against_speed_up(timed), "Accepting more is not yet being faster"),
         "time_split": (time_split(timed), "Where a cycle's time goes"),
-        "head_share": (head_share(drafters), "The LM head's share of drafting"),
+        "head_share": (head_share(everything), "The LM head's share of drafting"),
         "router_speed_up": (
             router_grid(everything, "speed_up"),
             "LM-head router: speed-up; the scale runs from the lowest to the highest end of an interval",
@@ -326,10 +359,11 @@ def draw_all(
             "LM-head router: tau; the scale runs from the lowest to the highest end of an interval",
         ),
         "learning_curves": (learning_curves(weights), "Learning curves on held-out answers"),
-        "training_memory": (training_memory(drafters), "What simulated steps cost in training"),
-        "target_pass": (tree_cost(benchmarks), "Cost of a target pass by tree size"),
+        "training_memory": (training_memory(everything), "What simulated steps cost in training"),
+        "target_pass": (tree_cost(everything), "Cost of a target pass by tree size"),
         "theory": (theory(chains), "Leviathan's theory of chains (curves), with measured chains (points)"),
     }
+    made |= {name: (figure, title) for name, title, figure in insight_figures.draw(view.known(view.first), timed)}
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     with matplotlib.rc_context({"svg.hashsalt": "specbench", "svg.fonttype": "path"}):

@@ -60,9 +60,13 @@ class Overview:
         """A setting's drafters as decoded with the clock, fastest first."""
         return ranking(self._best(e for e in self.entries if setting(e) == at and not e.replayed))
 
+    def known(self, at: Setting | None) -> list[Entry]:
+        """A setting's drafters, the baseline among them, as their acceptance is known best."""
+        return self._best(e for e in self.entries if setting(e) == at)
+
     def accepting(self, at: Setting | None) -> list[Entry]:
-        """A setting's drafters as their acceptance is known best, most accepting first."""
-        found = self._best(e for e in self.entries if setting(e) == at and e.name != BASELINE)
+        """The same without the baseline, most accepting first."""
+        found = [e for e in self.known(at) if e.name != BASELINE]
         return sorted(found, key=lambda e: e.summary.tau if math.isfinite(e.summary.tau) else 0.0, reverse=True)
 
     @staticmethod

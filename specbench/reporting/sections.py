@@ -24,6 +24,7 @@ def sections(report: "Report") -> list[Section]:
         Section("accepted", "Acceptance", "How much is accepted", _accepted(report.view)),
         Section("duels", "Differences", "Who beats whom", _duels(report.view)),
         Section("time", "Time", "Where the time goes, and the memory", _time(report.view)),
+        Section("why", "Why", "What lies behind acceptance", _why(report)),
         Section("others", "Other targets", "Other targets and machines", _others(report.others)),
         Section("claims", "Claims", "Which published claims hold here", _ledger(report)),
         Section("papers", "Papers", "The papers' tables, measured beside published", _papers(report)),
@@ -47,6 +48,7 @@ def _answer(report: "Report") -> list[Block]:
     most = max(e.summary.prompts for e in group)
     said = f"{group[0].caption}, {most} generations a drafter. 95% intervals, coloured (bold) where they exclude 1."
     blocks: list[Block] = [Says(report.answer, "answer"), Says(said, "note")]
+    blocks += [Says(busy, lead="BUSY") for busy in tables.disturbances(group)]
     if differ := overview.apart(group):
         blocks.append(Says(f"These rows differ in {', '.join(differ)}: such drafters are not compared below.", "note"))
     return [*blocks, Figures(("speed_up",), wide=True), overview.numbers(group)]
@@ -84,6 +86,19 @@ def _duels(view: Overview) -> list[Block]:
     return [Says(said, "note"), *squares] if squares else []
 
 
+def _why(report: "Report") -> list[Block]:
+    found = report.insights
+    if not found:
+        return []
+    said = (
+        "From the same rows: where in an answer drafts are accepted, what is verified in vain, what better choices would "
+        "bring, how far drafters' probabilities can be believed, and tau as other papers and programs count it."
+    )
+    drawings = Figures(("lengths", "positions", "categories", "reliability"))
+    folds = [Fold(title, [Table(columns, lines)]) for title, (columns, lines) in found.values()]
+    return [Says(said, "note"), drawings, *folds]
+
+
 def _time(view: Overview) -> list[Block]:
     group = view.timed(view.first)
     if not group:
@@ -93,7 +108,11 @@ def _time(view: Overview) -> list[Block]:
         "and this draft cost would bring if a pass over a whole tree cost no more than one over a single token. Predicted "
         "(parameters): CORAL's estimate."
     )
-    blocks: list[Block] = [Says(said, "note"), overview.times(group), Figures(("time_split", "target_pass", "head_share"))]
+    blocks: list[Block] = [
+        Says(said, "note"),
+        overview.times(group),
+        Figures(("time_split", "predictions", "target_pass", "head_share")),
+    ]
     memory = tables.memory_lines(group)
     caption = "Peak memory while decoding, MiB, each drafter in a process of its own"
     return [*blocks, *([Table(tables.MEMORY, memory, caption)] if memory else [])]
@@ -201,9 +220,10 @@ def _cells(report: "Report") -> list[Block]:
         name = group[0].study
         title = f"study {name}: {report.listed[name]['title']}" if name in report.listed else name or group[0].collection
         lines = [tables.cells(e) for e in _baseline_first(group)]
-        table = Table(tables.COLUMNS, lines, f"{caption}, {group[0].summary.prompts} generations")
-        by_study.setdefault(title or "runs", []).append(table)
-    blocks: list[Block] = [Fold(title, found) for title, found in by_study.items()]
+        found = by_study.setdefault(title or "runs", [])
+        found.append(Table(tables.COLUMNS, lines, f"{caption}, {group[0].summary.prompts} generations"))
+        found += [Says(busy, "note") for busy in tables.disturbances(group)]
+    blocks: list[Block] = [Fold(title, parts) for title, parts in by_study.items()]
     if report.training:
         blocks.append(Table(tables.TRAINING, report.training, "What the drafters cost to train"))
     return [*blocks, Figures(("learning_curves", "training_memory"), wide=True)]

@@ -148,11 +148,18 @@ def training_lines(entries: list[Entry]) -> list[list[str]]:
     return lines
 
 
+def disturbances(group: Sequence[Entry]) -> list[str]:
+    """What stands under a table: which of its cells were timed on a busy machine."""
+    return list(dict.fromkeys(e.busy for e in group if e.busy))
+
+
 def show(entries: list[Entry], console: Console | None = None) -> None:
     """Print to the terminal."""
     console = console or Console(width=190)
     for caption, group in groups(entries).items():
         console.print(_terminal(f"{caption}, {group[0].summary.prompts} generations", COLUMNS, map(cells, group)))
+        for said in disturbances(group):
+            console.print(text.terminal(said))
     if training_lines(entries):
         console.print(_terminal("training", TRAINING, training_lines(entries)))
 
@@ -172,6 +179,7 @@ def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:
     for caption, group in groups(entries).items():
         heading = text.markdown(f"{caption}, {group[0].summary.prompts} generations")
         parts.append(f"{heading}\n\n{markdown_table(COLUMNS, map(cells, group))}")
+        parts += map(text.markdown, disturbances(group))
     return "\n\n".join(parts) + "\n"
 
 

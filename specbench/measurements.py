@@ -1,0 +1,132 @@
+"""What is measured of a cell's arms beside their rows: which quantities there are, whose they are, and where taken.
+
+Each is taken so many times over, all arms once before any arm again, so that what the machine does meanwhile meets all
+alike, and each is on disk before the next begins. What is there is not measured again.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from specbench import apart, arms, costs
+from specbench.arms import Arm
+from specbench.engine.target import Target
+from specbench.errors import SpecBenchError, visible
+from specbench.faults import told
+from specbench.metrics import BASELINE
+from specbench.progress import progress
+from specbench.records import Cell, Measurement
+
+PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and tokens of each answer at most
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a measurement decodes: prompts as ids, and so many tokens of an answer."""
+
+    target: Target
+    prompts: list[list[int]]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One of them. take: one repetition of one arm. whose: is it measured of this arm?"""
+
+    take: Callable[[Setting, Arm], dict[str, float]]
+    whose: Callable[[Arm], bool]
+
+
+def _everyone(arm: Arm) -> bool:
+    return True
+
+
+def _baseline(arm: Arm) -> bool:
+    return arm.label == BASELINE
+
+
+def _drafters(arm: Arm) -> bool:
+    return not _baseline(arm)
+
+
+def _known_to_transformers(arm: Arm) -> bool:
+    return _baseline(arm) or costs.assistant(arm.contender) is not None
+
+
+def _memory(setting: Setting, arm: Arm) -> dict[str, float]:
+    found: dict[str, float] = apart.call(apart.memory, arms.plain(arm.config), setting.prompts[0], setting.tokens)
+    return found
+
+
+def _training(setting: Setting, arm: Arm) -> dict[str, float]:
+    found: dict[str, float] = apart.call(apart.training, arms.plain(arm.config))
+    return found
+
+
+def _target_pass(setting: Setting, arm: Arm) -> dict[str, float]:
+    return costs.target_pass(setting.target, setting.prompts[0])
+
+
+def _decoding(cost: Callable[..., dict[str, float]]) -> Callable[[Setting, Arm], dict[str, float]]:
+    """A cost of decoding the prompts in this very process."""
+
+    def take(setting: Setting, arm: Arm) -> dict[str, float]:
+        if arm.config.backend == "compile":
+            raise SpecBenchError("a compiled pass cannot be taken apart; measure with backend=eager")
+        return cost(setting.target, arm.contender, setting.prompts, setting.tokens)
+
+    return take
+
+
+QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
+    "memory": Quantity(_memory, _everyone),
+    "training": Quantity(_training, _drafters),
+    "drafting": Quantity(_decoding(costs.drafting), _drafters),
+    "overhead": Quantity(_decoding(costs.overhead), _everyone),
+    "target_pass": Quantity(_target_pass, _baseline),
+    "generate": Quantity(_decoding(costs.against_transformers), _known_to_transformers),
+}
+
+
+def take(repetitions: Mapping[str, int], cell: Cell, setting: Setting, sides: Iterable[Arm]) -> int:
+    """Measure what a cell lacks; returns of how many arms something could not be measured, which is said.
+
+    repetitions: how many times over, by quantity.
+    """
+    sides = _once_an_arm(sides)
+    lost = 0
+    for what, times in repetitions.items():
+        quantity = QUANTITIES[what]
+        mine = [side for side in sides if quantity.whose(side)]
+        wanted = [(side, Measurement(side.label, what, r, {})) for r in range(times) for side in mine]
+        missing = [(side, measurement) for side, measurement in wanted if measurement.key not in cell.measured]
+        if missing:
+            lost += _take(what, missing, len(wanted), cell, setting)
+    return lost
+
+
+def _take(what: str, missing: list[tuple[Arm, Measurement]], wanted: int, cell: Cell, setting: Setting) -> int:
+    """Of one quantity; the number of arms that it cannot be measured of, which are tried once."""
+    broken: set[str] = set()
+    with progress(f"measuring {what}", wanted, "measurements") as reached:
+        reached(wanted - len(missing))
+        for left, (side, measurement) in enumerate(missing, 1 - len(missing)):
+            if side.label in broken:
+                continue
+            try:
+                measurement.values.update(QUANTITIES[what].take(setting, side))
+            except Exception as error:
+                print(visible(f"specbench: {what} of {side.label} not measured: {told(error)}"), file=sys.stderr)
+                broken.add(side.label)
+            else:
+                cell.write(measurement)
+            reached(wanted + left)
+    return len(broken)
+
+
+def _once_an_arm(sides: Iterable[Arm]) -> list[Arm]:
+    """Of an arm that was trained several times the first seed: cost is no matter of the seed."""
+    found: dict[str, Arm] = {}
+    for side in sides:
+        found.setdefault(side.said.get("of", side.label), side)
+    return list(found.values())

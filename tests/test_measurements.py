@@ -1,0 +1,359 @@
+"""What is measured beside rows: where seconds go, on a clock that only chosen functions move; resuming; a whole study."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TRAINED, make, tiny
+from doors import kill_after_rows, start
+from test_records import random_row, settings
+from test_study import study
+
+from drafters.none import NoDrafter
+from specbench import costs, measurements, metrics, studies
+from specbench.bench import Contender
+from specbench.engine.verify import Lossless
+from specbench.records import Cell, Measurement, Row, read_cell
+from specbench.reporting import cells, tables
+from specbench.reporting.bundle import Report, Sources
+
+PROMPTS = [[3, 4, 5, 6], [7, 8, 9]]
+TOKENS = 12
+
+
+def contender(name, target, *overrides):
+    if name == "none":
+        drafter = NoDrafter()
+        drafter.bind(target)
+    else:
+        drafter = make(name, target, *overrides)
+    return Contender(name, drafter, Lossless())
+
+
+def state(target, drafter):
+    """What stands on these objects themselves, functions that hide their class's among it."""
+    inner = getattr(drafter, "base", drafter)
+    owners = [target, target.head, drafter, inner, *getattr(inner, "modules", list)()]
+    wrapped = ("forward", "network", "target_logits")
+    return [(id(owner), sorted(vars(owner)), [vars(owner).get(name) for name in wrapped]) for owner in owners]
+
+
+class Ticking:
+    """A clock that stands still unless a function that was made to take seconds runs."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def slow(self, monkeypatch, owner, name, seconds):
+        function = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            self.now += seconds
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, timed)
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A chain of three from an EAGLE head: each call of target, head, network and `propose` takes its own seconds."""
+    clock, target = Ticking(), tiny()
+    side = contender("eagle2", target, "tree=chain", "tree.gamma=3")
+    monkeypatch.setattr(costs, "Clock", lambda device: clock)
+    for owner, name, seconds in ((target, "run", 7), (target.head, "forward", 3), (side.drafter, "network", 5)):
+        clock.slow(monkeypatch, owner, name, seconds)
+    clock.slow(monkeypatch, side.drafter, "propose", 2)
+    return target, side
+
+
+def test_drafting_goes_to_head_network_and_rest(ticking):
+    found = costs.drafting(*ticking, PROMPTS, TOKENS)
+    parts = {part: found[part] * found["ms"] for part in ("head", "network", "rest")}
+    assert sum(parts.values()) == pytest.approx(found["ms"])
+    assert parts["head"] == pytest.approx(3 * 3000), "the target's own pass over its head is no drafting"
+    assert parts["rest"] == pytest.approx(2000)
+    assert 2 * 5000 < parts["network"] < 3 * 5000  # two expansions, and an observation of all but the last cycle
+
+
+def test_overhead_is_what_no_forward_takes(ticking):
+    found = costs.overhead(*ticking, PROMPTS, TOKENS)
+    assert found["ms_per_cycle"] == pytest.approx(2000)
+    assert 2 / (2 + 9 + 10 + 15) < found["share"] < 2 / (2 + 9 + 10 + 7)
+
+
+@pytest.mark.parametrize("name", ["none", *TRAINED])
+def test_measuring_changes_nothing_of_what_it_measures(name):
+    target = tiny()
+    side = contender(name, target)
+    answer = costs._answer(target, side, PROMPTS[0], TOKENS)
+    before = state(target, side.drafter)
+    if name != "none":
+        found = costs.drafting(target, side, PROMPTS, TOKENS)
+        assert all(0 <= found[part] <= 1 for part in ("head", "network", "rest")) and found["ms"] > 0
+        assert found["head"] > 0 and found["network"] > 0, "a drafter's own functions were not found"
+    assert 0 < costs.overhead(target, side, PROMPTS, TOKENS)["share"] < 1
+    assert state(target, side.drafter) == before
+    assert costs._answer(target, side, PROMPTS[0], TOKENS) == answer
+
+
+def test_a_target_pass_is_timed_by_its_nodes(monkeypatch):
+    clock, target = Ticking(), tiny()
+    monkeypatch.setattr(costs, "Clock", lambda device: clock)
+    run = target.run
+
+    def timed(tokens, *rest):
+        clock.now += tokens.shape[1] / 1000
+        return run(tokens, *rest)
+
+    monkeypatch.setattr(target, "run", timed)
+    assert costs.target_pass(target, PROMPTS[0]) == pytest.approx({f"ms_{n}": n for n in costs.NODES})
+
+
+@pytest.mark.parametrize("name", ["none", "vanilla"])
+def test_transformers_gives_the_same_answers_whatever_its_configuration_says(name):
+    target = tiny()
+    side = contender(name, target)
+    answer = costs._answer(target, side, PROMPTS[0], TOKENS)
+    target.model.generation_config.update(eos_token_id=answer[3], max_new_tokens=2, repetition_penalty=2.0)
+    own = target.model.generation_config
+    before = copy.deepcopy(own.to_dict())
+    found = costs.against_transformers(target, side, PROMPTS, TOKENS)
+    assert found["identical"] == 1 and found["ratio"] == pytest.approx(found["ours"] / found["theirs"])
+    assert target.model.generation_config is own and own.to_dict() == before
+    assert name == "none" or side.drafter.lm.model.generation_config.num_assistant_tokens != 4
+
+
+def test_only_whole_language_models_that_draft_chains_have_a_counterpart_in_transformers():
+    target = tiny()
+    assert costs.assistant(contender("vanilla", target)) is not None
+    for other in (contender("vanilla", target, "tree=eagle2"), contender("eagle2", target), contender("none", target)):
+        assert costs.assistant(other) is None
+
+
+def test_a_training_step_updates_what_is_trained():
+    target = tiny()
+    drafter = make("hass", target)
+    own = [p for p in drafter.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in own]
+    found = costs.training(target, drafter)
+    assert found["parameters"] == sum(p.numel() for p in own) and found["seconds"] > 0 and found["peak"] >= 0
+    assert found["tokens_per_s"] == pytest.approx(8 * 256 / found["seconds"])
+    assert all(not torch.equal(a, b) for a, b in zip(own, before, strict=True))
+
+
+# So many times over, in turn -------------------------------------------------------------------------------------------
+
+
+def side(label, **said):
+    return SimpleNamespace(label=label, said=said)
+
+
+def taken(monkeypatch, cell, repetitions, broken=()):
+    """Take a quantity called drafting of three arms, one of them with two seeds; what was taken, in order."""
+    order = []
+
+    def take(setting, arm):
+        order.append(arm.label)
+        if arm.label in broken:
+            raise ValueError("boom")
+        return {"ms": float(len(order))}
+
+    monkeypatch.setitem(measurements.QUANTITIES, "drafting", measurements.Quantity(take, measurements._drafters))
+    sides = [side("none"), side("a"), side("b@0", of="b"), side("b@1", of="b")]
+    return measurements.take({"drafting": repetitions}, cell, None, sides), order
+
+
+def test_arms_are_measured_in_turn_and_what_is_there_is_not_measured_again(tmp_path, monkeypatch):
+    header = settings("a", "b@0", "b@1")
+    cell = Cell(tmp_path, header)
+    assert taken(monkeypatch, cell, 2) == (0, ["a", "b@0"] * 2)
+    again = Cell(tmp_path, header)
+    assert taken(monkeypatch, again, 3) == (0, ["a", "b@0"])
+    found = read_cell(cell.path)[1]
+    assert [(m.drafter, m.repetition) for m in found] == [(n, r) for r in range(3) for n in ("a", "b@0")]
+    assert taken(monkeypatch, Cell(tmp_path, header), 3) == (0, [])
+
+
+def test_an_arm_that_cannot_be_measured_costs_itself_alone(tmp_path, monkeypatch, capsys):
+    cell = Cell(tmp_path, settings("a", "b@0", "b@1"))
+    assert taken(monkeypatch, cell, 3, broken=["a"]) == (1, ["a", "b@0", "b@0", "b@0"])
+    said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("specbench: ")]
+    assert len(said) == 1 and said[0].startswith("specbench: drafting of a not measured: ValueError: boom")
+
+
+def test_studies_name_the_quantities_that_there_are():
+    assert set(typing.get_args(studies.Measured)) == set(measurements.QUANTITIES)
+
+
+# A study ---------------------------------------------------------------------------------------------------------------
+
+COSTS = """\
+title: What it costs
+source: [nowhere]
+varies: [tree]
+cells:
+  - [dataset=mtbench, data.limit=1, replay=true]
+  - [dataset=mtbench, data.limit=1]
+  - [dataset=mtbench, data.limit=2]
+arms:
+  eagle2: {run: [drafter=eagle2, drafter.weights=HOME/weights/eagle2]}
+  chain: {run: [drafter=eagle2, tree=chain, drafter.weights=HOME/weights/eagle2]}
+measure: {drafting: 5, overhead: 1, target_pass: 2, generate: 1}
+claims:
+  - {says: a tree takes time, source: nowhere, published: more,
+     tests: [{measured: drafting.ms, of: eagle2, over: chain, is: more}]}
+  - {says: a pass takes time, source: nowhere, published: more,
+     tests: [{measured: target_pass.ms_1, of: none, than: 0.000001, is: more}]}
+  - {says: drafting takes time, source: nowhere, published: more,
+     tests: [{measured: drafting.ms, of: eagle2, than: 0.000001, is: more}]}
+"""
+
+
+def measured(path):
+    """What was measured, how often of whom."""
+    found = [r for r in read_cell(path)[1] if isinstance(r, Measurement)]
+    assert len({r.key for r in found}) == len(found)
+    counts: dict[tuple[str, str], int] = {}
+    for r in found:
+        counts[r.what, r.drafter] = counts.get((r.what, r.drafter), 0) + 1
+    return counts
+
+
+def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
+    said = study(home, COSTS, "costs", f"results={tmp_path}")
+    assert "drafting: ms of eagle2 over chain: x" in said
+    assert "REPRODUCED: drafting takes time" in said
+    assert "NOT RUN: a pass takes time" in said and "2 repetitions, where 5 make an interval" in said
+    paths = sorted(tmp_path.rglob("rows.jsonl"))
+    counts = {len([r for r in read_cell(p)[1] if isinstance(r, Row)]): measured(p) for p in paths if "decode-" in str(p)}
+    assert counts[6] == {
+        **{("drafting", arm): 5 for arm in ("eagle2", "chain")},
+        **{("overhead", arm): 1 for arm in ("none", "eagle2", "chain")},
+        ("target_pass", "none"): 2,
+        ("generate", "none"): 1,
+    }
+    assert counts[12] == {} and not any(measured(p) for p in paths if "replay-" in str(p))
+
+
+def test_a_killed_study_goes_on_with_what_was_not_measured(home, tmp_path):
+    lines = COSTS[: COSTS.index("measure:")].splitlines(keepends=True)
+    text = "".join(x for x in lines if not any(dropped in x for dropped in ("replay", "limit=2", "chain")))
+    text += "measure: {drafting: 3, memory: 1, training: 1}\n"
+    (home / "conf" / "study").mkdir(parents=True, exist_ok=True)
+    (home / "conf" / "study" / "killed.yaml").write_text(text.replace("HOME", str(home)))
+    own = f"--config-dir={home / 'conf'}", "study=killed", f"results={tmp_path}", "memory=1"
+    header_and_rows, wanted = 1 + 2 * 2, 2 + 3 + 1
+    path, before = kill_after_rows(start(home, "study", *own), tmp_path, header_and_rows + 2)
+    assert 3 <= sum(measured(path).values()) < wanted
+    study(home, text, "killed", f"results={tmp_path}", "memory=1")
+    assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1]), "what was there was measured again"
+    assert measured(path) == {
+        ("memory", "none"): 1,
+        ("memory", "eagle2"): 1,
+        ("drafting", "eagle2"): 3,
+        ("training", "eagle2"): 1,
+    }
+    found = {(r.what, r.drafter): r.values for r in read_cell(path)[1] if isinstance(r, Measurement)}
+    assert found["memory", "none"]["peak"] >= found["memory", "none"]["loaded"] > 2**20
+    assert found["training", "eagle2"]["peak"] > 2**20 and found["training", "eagle2"]["tokens_per_s"] > 0
+
+
+def test_a_killed_process_takes_the_one_that_measures_with_it(tmp_path):
+    place = tmp_path / "pid"
+    work = f"(open({str(place)!r}, 'w').write(str(__import__('os').getpid())), __import__('time').sleep(600))"
+    parent = subprocess.Popen([sys.executable, "-c", f"from specbench import apart; apart.call(eval, {work!r})"], cwd=ROOT)
+    assert until(lambda: place.exists() and place.read_text())
+    child = int(place.read_text())
+    os.kill(child, 0)  # it is there
+    parent.kill()
+    parent.wait()
+    assert until(lambda: not alive(child)), "it waits for ever"
+
+
+def until(true):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not true():
+        time.sleep(0.05)
+    return true()
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # nobody may collect it here
+
+
+# A busy machine --------------------------------------------------------------------------------------------------------
+
+
+def rows(speeds, others=None, replayed=False):
+    """A baseline's rows of ten cycles each at these speeds."""
+    found = []
+    for i, speed in enumerate(speeds):
+        row = Row("none", str(i), "c", 0, 5, [1] * 11, 0.5, 10 / speed, [0] * 10, [0] * 10, [0] * 10, [[]] * 10)
+        row.others, row.replayed = others, replayed
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (rows([10, 10, 10, 10], others=0.4), None),
+        (rows([10, 10, 10, 10], others=0.6), "other processes kept 0.6 of its 2 cores"),
+        (rows([10, 10, 10, 10], others=0.6, replayed=True), None),
+        (rows([10, 10, 11.9, 11.9]), None),
+        (rows([10, 10, 12.5, 12.5]), "1.25 times as fast in one half"),
+        (rows([12.5, 12.5, 10, 10]), "1.25 times as fast in one half"),
+        (rows([12.5, 10, 10, 12.5]), None),
+        (rows([10, 13]), None),  # two generations are no halves
+        ([], None),
+    ],
+)
+def test_a_busy_machine_is_told_from_its_rows(given, said):
+    found = metrics.busy(given, 2)
+    assert (found is None) == (said is None)
+    assert said is None or (said in found and found.startswith("The machine was busy: "))
+
+
+def test_other_drafters_speeds_are_no_drift():
+    mixed = rows([10] * 4)
+    for number, row in enumerate(rows([10, 10, 40, 40])):
+        row.drafter = "eagle2"
+        mixed.insert(2 * number, row)
+    assert metrics.busy(mixed, 2) is None
+
+
+def test_a_busy_machine_is_named_under_the_table_of_its_cell(tmp_path, capsys, monkeypatch):
+    for dataset, others in (("calm", 0.1), ("disturbed", 1.5)):
+        cell = Cell(tmp_path / "m" / dataset / "eagle2-1", settings("eagle2", dataset=dataset))
+        for q in range(3):
+            for who in ("none", "eagle2"):
+                row, _ = random_row(np.random.default_rng(q), who, str(q))
+                row.others = others
+                cell.write(row)
+    entries = cells.collect(sorted(tmp_path.rglob("rows.jsonl")), tmp_path)
+    assert {e.dataset: bool(e.busy) for e in entries} == {"calm": False, "disturbed": True}
+    tables.show(entries)
+    monkeypatch.setattr("specbench.reporting.figures.draw_all", lambda *_: {})
+    report = Report(Sources(tmp_path))
+    report.write()
+    page, readme = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
+    for text in (capsys.readouterr().out, tables.markdown(entries), page, readme):
+        assert text.count("The machine was busy") == 1
+        assert text.index("calm") < text.index("disturbed") < text.index("The machine was busy")
+    assert json.dumps(report.parts[0]["disturbances"]) == "[]"
