@@ -65,8 +65,7 @@ def main(config: DictConfig) -> None:
     tables.show(report.main)
     for error, lost in by_error(report.failures).items():
         print(visible(f"FAILED {', '.join(lost)}: {error}"))
-    for part in report.parts:
-        print(visible(f"{part['caption']}: {part['verdict']}"))
+    print(visible(report.answer))
     print(f"report: {report.write()}")
 
 

@@ -20,7 +20,7 @@ from specbench import door, metrics, sweep
 from specbench.errors import SpecBenchError, one_line, visible
 from specbench.metrics import RATES, Totals, contrast, interval, macro
 from specbench.records import Cell, CellFailure, Failure, Row
-from specbench.reporting import bundle, cells, claims, figures, tables, text
+from specbench.reporting import bundle, cells, figures, tables, text
 from specbench.reporting.bundle import Report, Sources
 
 HOSTILE = {
@@ -189,9 +189,11 @@ def test_a_report_of_hostile_names_shows_them_and_runs_nothing(tmp_path, no_figu
         assert "<script>alert" not in content and "\\x1b[2J" in content
     assert page.count("<script") == 1 and "&amp;lt;script" not in page, "escaped twice"
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    rows = [line for line in readme.split("\n") if line.startswith("| ")]
-    by_columns = {len(columns) for columns in (tables.COLUMNS, tables.VERSUS, tables.ALPHAS, claims.COLUMNS)}
-    assert {line.count("|") - 1 for line in rows} == by_columns
+    shown = [part.split("\n") for part in readme.split("\n\n") if part.startswith("| ")]
+    assert len(shown) > 8, "tables are missing, or broken up"
+    for heading, rule, *lines in shown:
+        columns = heading.count("|") - 1
+        assert rule == "|---" * columns + "|" and all(line.count("|") - 1 == columns for line in lines), heading
     written = list(csv.DictReader(io.StringIO((tmp_path / "tables" / "decoding.csv").read_text(), newline="")))
     assert {visible(n) + " (1 FAILED)" for n in names} <= {line["drafter"] for line in written}
     assert not CONTROL.search((tmp_path / "tables" / "decoding.tex").read_text())
@@ -263,7 +265,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
     assert not found.problems and [tables.cells(e) for e in found.main if "z-" not in e.path.parent.name] == before
     shown = {e.name: tables.cells(e)[1:-1] for e in found.main if e.name in absent}
     assert {name: line.count("-") for name, line in shown.items()} == absent, shown
-    for columns, lines in (part[name] for part in found.parts for name in ("decoding", "versus", "alphas", "memory")):
+    for columns, lines in (pair for part in found.parts for pair in part["tables"].values()):
         assert all(len(x) == len(columns) and not any(re.search(r"\b(nan|inf)\b", c) for c in x) for x in lines)
     assert not re.search(r"\b(nan|inf)\b", re.sub(r"<script.*", "", found.write().read_text(), flags=re.S))
     tables.show(found.main)
@@ -283,7 +285,7 @@ def test_a_folder_of_nothing_but_cells_without_cycles_is_reported(tmp_path, no_f
     for who in ("none", "eagle2"):
         cell.write(one_token(who, "q"))
     found = Report(Sources(tmp_path))
-    assert found.parts[0]["verdict"] == "No speed-up was measured here."
+    assert found.answer == "No speed-up was measured here."
     for entries in ([e] for e in found.main):
         assert figures.time_split(entries) is None and figures.step_alphas(entries) is None
     assert bundle.claims.markdown(found.verdicts) and found.write().exists()

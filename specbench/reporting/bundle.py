@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,28 @@ from specbench import studies
 from specbench.errors import SpecBenchError
 from specbench.files import read_json, readable
 from specbench.measure import ROOT
-from specbench.reporting import cells, claims, figures, published, tables, text, trainings
+from specbench.metrics import BASELINE
+from specbench.reporting import (
+    cells,
+    claims,
+    document,
+    figures,
+    insight_tables,
+    overview,
+    published,
+    sections,
+    tables,
+    text,
+    trainings,
+)
 from specbench.reporting.cells import Entry
+from specbench.reporting.claims import Evidence
+from specbench.reporting.document import Section
+from specbench.reporting.overview import Overview, where
 from specbench.shapes import Trace
 from specbench.studies import Study
+
+BENCH = "bench"  # the study that the answer is about
 
 CONVENTIONS = (
     "tau counts the bonus, not the prefill, and is pooled over cycles; in brackets its mean over generations. Speed-ups "
@@ -46,32 +65,56 @@ class Report:
     """Everything that can be said about a results folder.
 
     Attributes:
+        main: what the answer is about, its target first: the study `bench`, or plain runs where there is no such study.
+        rest: everything else. view: of main, one target in one precision on one machine; others: the others.
+        verdicts, papers: of all studies, on the target of the view alone.
         problems: one line on each file that cannot be read, and is left out.
 
     Raises:
-        SpecBenchError: no rows, none that can be read, or a list of claims that is not there.
+        SpecBenchError: no rows, none that can be read, or a study that is not there.
     """
 
     def __init__(self, sources: Sources):
         self.sources = sources
         found = cells.find(sources.results)
         self.entries, self.failures, self.problems = found.entries, found.failures, found.problems
-        main = [e for e in self.entries if "/" not in e.collection]
-        most, self.judged = _judged(main or self.entries)
-        self.main = sorted(main, key=lambda e: _where(e) != most)  # these first
-        self.studies = [e for e in self.entries if "/" in e.collection]
-        named = [*self.main, *(e for e in self.studies if "-" in e.name)]  # a study's plain names are not the drafters
+        main = _main(self.entries)
+        places = _places(main)
+        self.main = sorted(main, key=lambda e: list(places).index(where(e)))
+        mine = set(map(id, main))
+        self.rest = [e for e in self.entries if id(e) not in mine]
+        self.view, *self.others = [Overview(group) for group in places.values()] or [Overview([])]
         self.parts = [_part(caption, group) for caption, group in cells.groups(self.main).items()]
-        self.study_parts = [_part(caption, group) for caption, group in cells.groups(self.studies).items()]
+        self.answer = overview.answer(self.view.timed(self.view.first))
+        self.insights = insight_tables.all_of(self.view.known(self.view.first), self.view.timed(self.view.first))
         self.training = tables.training_lines(self.main)
         self.weights = _weights(sources.weights, self.main, self.problems)
         self.traces = self._traces()
-        listed = chosen(sources.studies, sources.chosen, self.problems)
-        judged = [e for e in self.entries if e.model == most[0]]
-        cuda = any(str(e.header["target"].get("device")).startswith("cuda") for e in self.entries)
-        self.verdicts = [v for name, study in listed.items() for v in claims.judge_study(name, study, judged, cuda)]
-        measured = published.Measured.of(named)
-        self.papers = published.tables(published.load(sources.published, self.problems), measured)
+        self.listed = chosen(sources.studies, sources.chosen, self.problems)
+        target = next(iter(places))[0] if places else None
+        judged = [e for e in self.entries if e.model == target]
+        self.judged = _judged(target, self.entries)
+        self.cuda = any(str(e.header["target"].get("device")).startswith("cuda") for e in self.entries)
+        self.known = {name: Evidence(study, [e for e in judged if e.study == name]) for name, study in self.listed.items()}
+        self.verdicts = [
+            verdict for name, study in self.listed.items() for verdict in claims.judge_study(name, study, judged, self.cuda)
+        ]
+        numbers = published.load(sources.published, self.problems)
+        self.papers = published.tables(numbers, self.known, self.problems)
+
+    def state(self, study: str) -> str:
+        """What became of a study: how much of it was measured, what it needs, or how to run it."""
+        known = self.known[study]
+        ours = [e for e in known.entries if e.name != BASELINE]
+        if ours:
+            arms, generations = len({e.name for e in ours}), sum(e.summary.prompts for e in ours)
+            return f"{arms} of {len(known.study['arms'])} arms, {generations:,} generations"
+        missing = studies.unmet(known.study.get("needs", {}), None, self.cuda)
+        return (
+            f"not testable here: needs {', '.join(missing)}"
+            if missing
+            else f"not run: python -m specbench.study study={study}"
+        )
 
     def write(self) -> Path:
         """All files; returns the HTML's path."""
@@ -81,99 +124,98 @@ class Report:
         for name, frame in self._frames().items():
             _write_table(root / "tables" / name, frame)
         for paper in self.papers:
-            _write_table(root / "tables" / paper.slug, paper.frame(), paper)
-        (root / "README.md").write_text(self.markdown(drawn), encoding="utf-8")
+            _write_paper(root / "tables" / paper.slug, paper)
+        parts = sections.sections(self)
+        (root / "README.md").write_text(self.markdown(parts, drawn), encoding="utf-8")
         path = root / "report.html"
-        path.write_text(self.html(drawn), encoding="utf-8")
+        path.write_text(self.html(parts, drawn), encoding="utf-8")
         return path
 
     def _frames(self) -> dict[str, pd.DataFrame]:
         """The measured tables, as frames by file name."""
         frames = {}
         for i, part in enumerate(self.parts):
-            for name in ("decoding", "versus", "alphas", "memory"):
-                columns, lines = part[name]
+            for name, (columns, lines) in part["tables"].items():
                 frames[f"{name}-{i + 1}" if i else name] = pd.DataFrame(lines, columns=list(columns))
+        for name, table in (("acceptance", overview.acceptance(self.view)), ("speed-ups", overview.speeds(self.view))):
+            lines = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in table.lines]
+            frames[name] = pd.DataFrame(lines, columns=list(table.columns))
+        for name, (_, (columns, lines)) in self.insights.items():
+            frames[name] = pd.DataFrame(lines, columns=list(columns))
         frames["training"] = pd.DataFrame(self.training, columns=list(tables.TRAINING))
         frames["claims"] = pd.DataFrame(map(claims.cells, self.verdicts), columns=list(claims.COLUMNS))
         return {name: frame for name, frame in frames.items() if len(frame)}
 
-    def markdown(self, drawn: Mapping[str, str]) -> str:
+    def markdown(self, parts: Sequence[Section], drawn: Mapping[str, str]) -> str:
         """`README.md`: what a code host shows for the folder."""
-        parts = ["# Results", "", f"Generated by `python -m specbench.report`; not to be edited. {CONVENTIONS}", ""]
-        lost = (f"{f.drafter} on {f.dataset} ({f.model}): {f.error}" for f in self.failures)
-        parts += [f"**FAILED** {text.markdown(line)}\n" for line in lost]
-        parts += [f"{tables.markdown_problem(problem)}\n" for problem in self.problems]
-        for part in self.parts:
-            caption, verdict = text.markdown(part["caption"]), text.markdown(part["verdict"])
-            parts += [f"## {caption}", "", verdict, "", tables.markdown_table(*part["decoding"]), ""]
-            parts += [f"{text.markdown(said)}\n" for said in part["disturbances"]]
-            if part["versus"][1]:
-                parts += ["### Is that difference real?", ""]
-                parts += [tables.markdown_table(*part["versus"]), "", tables.markdown_table(*part["alphas"]), ""]
-            if part["memory"][1]:
-                parts += ["### Peak memory while decoding, MiB", "", tables.markdown_table(*part["memory"]), ""]
-        if self.training:
-            parts += ["## Training", "", tables.markdown_table(tables.TRAINING, self.training), ""]
-        parts += [
-            "## Claims",
-            "",
-            *([f"{text.markdown(self.judged)}\n"] if self.judged else []),
-            claims.markdown(self.verdicts),
-        ]
-        parts += ["## Figures", "", *(f"![{title}](figures/{name}.png)\n" for name, title in drawn.items())]
-        for part in self.study_parts:
-            parts += [f"## {text.markdown(part['caption'])}", "", tables.markdown_table(*part["decoding"]), ""]
-            parts += [f"{text.markdown(said)}\n" for said in part["disturbances"]]
-        parts += ["## The papers' tables", "", "Measured / published; also as CSV and LaTeX in `tables/`.", ""]
-        for paper in self.papers:
-            count = f"{paper.measured} cells measured" if paper.measured else "nothing measured yet"
-            parts.append(f"- [{text.markdown(paper.title)}](tables/{paper.slug}.md): {count}")
-        return "\n".join(parts) + "\n"
+        head = f"# Results\n\nGenerated by `python -m specbench.report`; not to be edited. {CONVENTIONS}\n\n"
+        return head + document.markdown(parts, drawn)
 
-    def html(self, drawn: Mapping[str, str]) -> str:
+    def html(self, parts: Sequence[Section], drawn: Mapping[str, str]) -> str:
         """The self-contained page."""
         loader = jinja2.FileSystemLoader(Path(__file__).parent)
         environment = jinja2.Environment(loader=loader, autoescape=True, finalize=text.html)
+        environment.filters |= {"fine": _fine, "narrow": _narrow}
         folder = self.sources.results / "figures"
-        images = [
-            {"title": title, "data": base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()}
+        images = {
+            name: {"title": title, "data": base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()}
             for name, title in drawn.items()
-        ]
+        }
         return environment.get_template("report.html.j2").render(
             source=self.sources.results.name,
             conventions=CONVENTIONS,
-            failures=self.failures,
-            problems=self.problems,
-            main=self.parts,
-            studies=self.study_parts,
-            training=(tables.TRAINING, self.training) if self.training else None,
-            figures=images,
-            judged=self.judged,
-            claims=(claims.COLUMNS, [claims.cells(v) for v in self.verdicts]),
-            papers=[
-                {
-                    "title": p.title,
-                    "measured": p.measured,
-                    "columns": list(p.columns),
-                    "lines": p.lines(),
-                    "notes": [*p.notes, *(f"tau: {c}" for c in p.conventions)],
-                }
-                for p in sorted(self.papers, key=lambda p: -p.measured)
-            ],
+            sections=parts,
+            images=images,
             traces=_embedded(self.traces),
         )
 
     def _traces(self) -> list[dict[str, Any]]:
-        """Of the benchmark itself; one that has no cycle has nothing to show."""
-        paths = sorted(p for p in {e.path.parent / "trace.json" for e in self.main} if p.exists())
-        found = []
+        """Of all targets' drafters; for one that the main cells have no trace of, from any other cell of its target.
+
+        One that has no cycle has nothing to show.
+        """
+        here = [e.path.parent / "trace.json" for e in self.main]
+        wanted = {(e.model, e.name) for e in self.main}
+        there = [e.path.parent / "trace.json" for e in self.rest if (e.model, e.name) in wanted]
+        paths = [*sorted({p for p in here if p.exists()}), *sorted({p for p in there if p.exists()} - set(here))]
+        found: list[dict[str, Any]] = []
+        shown: set[tuple[str, str]] = set()
         for path, traces in readable(paths, lambda p: read_json(p, list[Trace]), self.problems):
             dataset, model = path.parent.parent.name, path.parent.parent.parent.name
-            for part in filter(lambda t: t["cycles"], traces):
+            fresh = [t for t in traces if t["cycles"] and (path in here or (model, t["drafter"]) in wanted - shown)]
+            for part in fresh:
                 title = f"{part['drafter']}: question {part['question']} ({dataset}, {model})"
                 found.append({**part, "title": text.visible(title)})
+            shown |= {(model, part["drafter"]) for part in fresh}
         return found
+
+
+def _main(entries: Sequence[Entry]) -> list[Entry]:
+    """What the answer is about: by target the study `bench`, or plain runs; without any of them the largest study."""
+    bench = [e for e in entries if e.study == BENCH]
+    plain = [e for e in entries if e.study is None and "/" not in e.collection]
+    main = bench + [e for e in plain if e.model not in {b.model for b in bench}]
+    if main or not entries:
+        return main
+    generations: dict[tuple[str | None, str], int] = {}
+    for e in entries:
+        generations[e.study, e.collection] = generations.get((e.study, e.collection), 0) + e.summary.prompts
+    most = max(generations, key=lambda key: generations[key])
+    return [e for e in entries if (e.study, e.collection) == most]
+
+
+def _places(entries: Sequence[Entry]) -> dict[tuple[str, str, str], list[Entry]]:
+    """Entries by target, precision and machine; where there are most generations first."""
+    found: dict[tuple[str, str, str], list[Entry]] = {}
+    for e in entries:
+        found.setdefault(where(e), []).append(e)
+    return dict(sorted(found.items(), key=lambda item: -sum(e.summary.prompts for e in item[1])))
+
+
+def _judged(target: str | None, entries: Sequence[Entry]) -> str:
+    """A sentence on where claims are judged, if there are other targets."""
+    others = [model for model in dict.fromkeys(e.model for e in entries) if model != target]
+    return f"Judged on {target}, where most was decoded; not on {', '.join(others)}." if others else ""
 
 
 def _weights(folder: Path, entries: Sequence[Entry], problems: list[str]) -> dict[str, Mapping[str, Any]]:
@@ -185,32 +227,29 @@ def _weights(folder: Path, entries: Sequence[Entry], problems: list[str]) -> dic
     return {f"{n} ({model})" if several else n: p for model, named in found.items() for n, p in named.items()}
 
 
-def _where(e: Entry) -> tuple[str, str, str]:
-    """What two drafters must have in common for one to be called better: target, precision, machine."""
-    return e.model, e.dtype, e.machine
-
-
-def _judged(entries: Sequence[Entry]) -> tuple[tuple[str, str, str], str]:
-    """Where claims are judged: where there are most generations; and a sentence on it if there are others."""
-    generations: dict[tuple[str, str, str], int] = {}
-    for e in entries:
-        generations[_where(e)] = generations.get(_where(e), 0) + e.summary.prompts
-    most = max(generations, key=lambda where: generations[where], default=("", "", ""))
-    others = "; ".join(", ".join(where) for where in generations if where != most)
-    return most, f"Judged on {', '.join(most)}, where most was decoded; not on {others}." if others else ""
-
-
 def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:
-    """What is said of comparable entries; each table as (columns, lines)."""
-    return {
-        "caption": f"{caption}, {group[0].summary.prompts} generations",
-        "verdict": tables.verdict(group),
+    """What files hold of comparable entries; each table as (columns, lines)."""
+    fastest = overview.ranking(group)
+    named = {
         "decoding": (tables.COLUMNS, [tables.cells(e) for e in group]),
-        "disturbances": tables.disturbances(group),
-        "versus": (tables.VERSUS, tables.versus(group)),
+        "versus": (overview.VERSUS, overview.versus(fastest)),
         "alphas": (tables.ALPHAS, [tables.alphas(e) for e in group]),
         "memory": (tables.MEMORY, tables.memory_lines(group)),
     }
+    return {"caption": f"{caption}, {group[0].summary.prompts} generations", "tables": named}
+
+
+INTERVAL = re.compile(r" (\[[-+\d., ]+\])(?=$|\s)")
+
+
+def _fine(value: str) -> Markup:
+    """A text whose intervals are set smaller, and may stand on a line of their own."""
+    return Markup(INTERVAL.sub(r" <small>\1</small>", str(text.html(value))))
+
+
+def _narrow(name: str) -> Markup:
+    """A name over a column, which may be broken behind its underscores."""
+    return Markup(str(text.html(name)).replace("_", "_<wbr>"))
 
 
 def _embedded(traces: list[dict[str, Any]]) -> Any:
@@ -236,15 +275,21 @@ def chosen(folder: Path, names: Sequence[str] | None = None, problems: list[str]
     return {name: study for name, study in studies.load(folder, problems).items() if not names or name in names}
 
 
-def _write_table(path: Path, frame: pd.DataFrame, paper: published.PaperTable | None = None) -> None:
-    """One table three times. A paper's Markdown pairs measured and published in a cell; CSV and LaTeX have two columns."""
-    index = paper is not None
-    if paper is None:
-        body = tables.markdown_table(list(frame.columns), frame.astype(str).values.tolist())
-    else:
-        notes = [f"- {text.markdown(note)}" for note in (*paper.notes, *(f"tau: {c}" for c in paper.conventions))]
-        table = tables.markdown_table(["measured / published", *paper.columns], paper.lines())
-        body = f"# {text.markdown(paper.title)}\n\n{table}\n\n" + "\n".join(notes)
-    path.with_suffix(".md").write_text(body.rstrip() + "\n", encoding="utf-8")
-    path.with_suffix(".csv").write_text(text.csv_table(frame, index), encoding="utf-8")
-    path.with_suffix(".tex").write_text(text.latex_table(frame, index), encoding="utf-8")
+def _write_table(path: Path, frame: pd.DataFrame) -> None:
+    """One table three times."""
+    _write(path, tables.markdown_table(list(frame.columns), frame.astype(str).values.tolist()), frame, index=False)
+
+
+def _write_paper(path: Path, paper: published.PaperTable) -> None:
+    """A paper's table; Markdown pairs measured and published in a cell, CSV and LaTeX have two columns."""
+    body = document.table(sections.paired(paper) if paper.measured else sections.published_alone(paper))
+    notes = [f"- {text.markdown(note)}" for note in (*paper.notes, *(f"tau: {c}" for c in paper.conventions))]
+    head = f"# {text.markdown(paper.title)}\n\n{text.markdown(paper.targets)}"
+    _write(path, f"{head}\n\n{body}\n\n" + "\n".join(notes), paper.frame(), index=True)
+
+
+def _write(path: Path, body: str, frame: pd.DataFrame, index: bool) -> None:
+    # not `with_suffix`: a name may hold a dot
+    Path(f"{path}.md").write_text(body.rstrip() + "\n", encoding="utf-8")
+    Path(f"{path}.csv").write_text(text.csv_table(frame, index), encoding="utf-8")
+    Path(f"{path}.tex").write_text(text.latex_table(frame, index), encoding="utf-8")

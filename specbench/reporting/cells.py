@@ -79,6 +79,12 @@ class Entry:
         return self.arm["weights"]
 
     @property
+    def growth(self) -> Mapping[str, Any]:
+        """How its trees grow, as the configuration says; empty where it says nothing."""
+        found: Any = self.arm["drafter"].get("growth") or {}
+        return found if isinstance(found, Mapping) else {}
+
+    @property
     def totals(self) -> Totals:
         return self.summary.totals
 

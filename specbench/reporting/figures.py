@@ -1,10 +1,9 @@
-"""The papers' figures, redrawn from our own rows and what was measured beside them. Colours are Okabe and Ito's.
+"""The papers' figures, redrawn from our own rows and what was measured beside them.
 
-Every function draws one figure from what is there and returns it, or None where nothing of the kind was measured. Text
-keeps its size when a figure fills half a page; every series has its own marker or hatch beside its colour.
+Every function draws one figure from what is there and returns it, or None where nothing of the kind was measured. A drafter
+looks the same in all of them (`specbench/reporting/look.py`); no legend lies over data.
 """
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,37 +18,48 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from specbench.metrics import BASELINE, RATES, Interval, interval, repeated
+from specbench.reporting import insight_figures, look
 from specbench.reporting.cells import Entry
+from specbench.reporting.overview import Overview, families, ranking, where
+from specbench.reporting.tables import known_depths, shown
 from specbench.reporting.text import mathtext
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX<>*"
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+COLOURS = look.COLOURS
+LEVIATHAN = "leviathan"  # the study of chains, where it was run
 PHASES = ("draft", "target", "verify", "rest")
+PARTS = (("#3d5a80", ""), ("#b8c4d6", ""), ("#7a7a7a", "//"), ("#e3ddd3", ".."))  # of a whole: no drafter's colour
 
 
 def _styles(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Colour, marker and line of every series; the same order gives the same look."""
-    marks = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(["-", "--", "-.", ":"]), strict=False)
-    return [
-        {"color": c, "marker": m, "linestyle": s, "label": mathtext(n)} for n, (c, m, s) in zip(names, marks, strict=False)
-    ]
+    """Colour, marker and line of every series."""
+    return [look.line(n) | {"label": mathtext(n)} for n in names]
 
 
-def _axes(width: float = 5.0, height: float = 3.4, **options: Any) -> tuple[Figure, Any]:
+def _axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figure, Any]:
     return plt.subplots(figsize=(width, height), layout="constrained", **options)
 
 
-def _legend(axes: Axes, columns: int = 1) -> None:
-    """Inside the axes, where lines leave room."""
+def _room(series: Sequence[Any]) -> float:
+    """Inches for a legend of so many lines beside the axes."""
+    return max(3.8, 0.19 * len(series) + 0.6)
+
+
+def _grid(axes: Axes) -> None:
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=columns, framealpha=0.6)
+    axes.set_axisbelow(True)
+
+
+def _legend(axes: Axes, columns: int = 1) -> None:
+    """Beside the axes: over data it would hide some."""
+    _grid(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.figure.legend(*axes.get_legend_handles_labels(), fontsize="small", ncols=columns, loc="outside right upper",
+                           frameon=False)  # fmt: skip
 
 
 def _legend_above(figure: Figure, axes: Axes) -> None:
-    """Above the axes, where bars and points leave none."""
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
+    """Above the axes, where they need the whole width."""
+    _grid(axes)
     handles, labels = axes.get_legend_handles_labels()
     room = figure.get_figwidth() * 12  # letters of this size, handles included
     columns = max(1, min(4, int(room / (max(map(len, labels), default=1) + 7))))
@@ -57,71 +67,44 @@ def _legend_above(figure: Figure, axes: Axes) -> None:
 
 
 def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
-    """Speed-up over plain decoding by dataset (and target), with 95% intervals."""
-    found = [e for e in entries if e.name != BASELINE and e.summary.speed_up is not None]
+    """Speed-up over plain decoding with 95% intervals, fastest first; a drafter's trees side by side."""
+    found = [e for e in ranking(entries) if e.name != BASELINE and e.summary.speed_up is not None]
     if not found:
         return None
-    decoded = [setting or e.dataset for e, setting in zip(found, _settings(found), strict=True)]
-    bars = {(e.name, setting): e for e, setting in zip(found, decoded, strict=True)}
-    settings, names = _unique(decoded), _unique(e.name for e in found)
-    figure, axes = _axes(max(5.0, 0.45 * len(names) * len(settings)))
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        labelled = False
-        for j, setting in enumerate(settings):
-            e = bars.get((name, setting))
-            if e is None or e.summary.speed_up is None:
-                continue
+    figure, axes = _axes(6.4, 0.3 * len(found) + 0.9)
+    place, ticks = 0.0, []
+    right = max(max(e.summary.speed_up.high for e in found if e.summary.speed_up), 1.0)
+    for arms in families(found):
+        for e in arms:
             up = e.summary.speed_up
-            axes.bar(
-                j - 0.4 + (i + 0.5) * width,
-                up.value,
-                0.9 * width,
-                yerr=_errors(up),
-                color=COLOURS[i % len(COLOURS)],
-                hatch=HATCHES[i // len(COLOURS) % len(HATCHES)],
-                edgecolor="black",
-                linewidth=0.4,
-                capsize=2,
-                label=None if labelled else mathtext(name),
-            )
-            labelled = True
-    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(settings)), list(map(mathtext, settings)))
-    axes.set_ylabel("speed-up over plain decoding")
-    _legend_above(figure, axes)
+            assert up is not None
+            axes.barh(place, up.value, 0.8, xerr=_errors(up), capsize=2.5, error_kw={"linewidth": 1}, **look.bar(e.name))
+            sure = "bold" if up.low > 1 else "normal"
+            axes.text(max(up.high, up.value) + 0.02 * right, place, shown(up), va="center", fontsize="small", weight=sure)
+            ticks.append(place)
+            place += 0.85 if len(arms) > 1 else 1.0
+        place += 0.15 * (len(arms) > 1)
+    axes.set_yticks(ticks, [mathtext(e.name) for arms in families(found) for e in arms])
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=1, linestyle="--")
+    axes.text(1, axes.get_ylim()[1], "plain decoding", ha="center", va="bottom", fontsize="small")
+    axes.set_xlim(0, 1.28 * right)
+    axes.set_xlabel("speed-up over plain decoding")
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _settings(entries: Sequence[Entry]) -> list[str]:
-    """What was decoded, as far as it differs between the entries: target, dataset, temperature."""
-    parts = [(e.model, e.dataset, "greedy" if e.temperature == 0 else f"T={e.temperature}") for e in entries]
-    differing = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    return [", ".join(itertools.compress(part, differing)) for part in parts]
-
-
-def _named(entries: Sequence[Entry]) -> list[str]:
-    """The drafters, with their settings where there are several."""
-    return [f"{e.name} ({setting})" if setting else e.name for e, setting in zip(entries, _settings(entries), strict=True)]
-
-
-def _unique(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
 
 
 def step_alphas(entries: Sequence[Entry]) -> Figure | None:
     """Acceptance by draft step, given that the step before was accepted (Beagle, Figures 3-4; CORAL, Figure 6)."""
-    found = [e for e in entries if e.name != BASELINE and e.summary.alphas]
+    found = [(e, known_depths(e)) for e in entries if e.name != BASELINE and known_depths(e)]
     if not found:
         return None
-    figure, axes = _axes()
-    for e, style in zip(found, _styles(_named(found)), strict=True):
-        tried = e.totals.pooled()["tried"]
-        depths = [i for i in range(len(e.summary.alphas)) if i < len(tried) and tried[i] >= 10]  # fewer say nothing
-        axes.plot([d + 1 for d in depths], [e.summary.alphas[d] for d in depths], markersize=4, linewidth=1.2, **style)
-    axes.set(xlabel="draft step", ylabel="step-alpha", ylim=(0, 1))
+    figure, axes = _axes(height=_room(found))
+    for (e, depths), style in zip(found, _styles(e.name for e, _ in found), strict=True):
+        axes.plot(range(1, depths + 1), e.summary.alphas[:depths], markersize=5, linewidth=1.2, **style)
+    axes.set(xlabel="draft step", ylabel="accepted, given the step before", ylim=(0, 1))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    _legend(axes, 2)
+    _legend(axes)
     return figure
 
 
@@ -130,8 +113,8 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
     found = [e for e in entries if e.name != BASELINE and e.summary.speed_up and e.summary.tau_interval]
     if not found:
         return None
-    figure, axes = _axes()
-    for e, style in zip(found, _styles(_named(found)), strict=True):
+    figure, axes = _axes(height=_room(found))
+    for e, style in zip(found, _styles(e.name for e in found), strict=True):
         up, tau = e.summary.speed_up, e.summary.tau_interval
         assert up is not None and tau is not None
         axes.errorbar(
@@ -144,21 +127,19 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
         )
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set(xlabel="tau, tokens a target pass", ylabel="speed-up over plain decoding")
-    _legend_above(figure, axes)
+    _legend(axes)
     return figure
 
 
 def time_split(entries: Sequence[Entry]) -> Figure | None:
     """Milliseconds a cycle by phase."""
-    found = list(
-        {(e.name, e.model, e.dataset, e.temperature): e for e in entries if e.summary.split["target"] > 0}.values()
-    )
+    found = [e for e in entries if e.summary.split["target"] > 0]
     if not found:
         return None
     sums = [e.totals.pooled() for e in found]
     cycle = np.array([1000 * float(s["seconds"] / s["cycles"]) for s in sums])
     parts = {phase: cycle * [e.summary.split[phase] for e in found] for phase in PHASES}
-    return _stacked(_named(found), parts, "milliseconds a cycle")
+    return _stacked([e.name for e in found], parts, "milliseconds a cycle")
 
 
 def head_share(entries: Sequence[Entry]) -> Figure | None:
@@ -188,10 +169,10 @@ def _measured(entries: Sequence[Entry], what: str, names: Iterable[str]) -> list
 
 def _stacked(names: Sequence[str], parts: Mapping[str, np.ndarray], label: str) -> Figure:
     """One horizontal bar a name, made of parts."""
-    figure, axes = _axes(5.0, 0.35 * len(names) + 1.2)
+    figure, axes = _axes(6.4, 0.3 * len(names) + 1.2)
     left = np.zeros(len(names))
-    for i, (part, values) in enumerate(parts.items()):
-        axes.barh(range(len(names)), values, left=left, color=COLOURS[i], hatch=HATCHES[i], label=part, edgecolor="white")
+    for (part, values), (colour, hatch) in zip(parts.items(), PARTS, strict=False):
+        axes.barh(range(len(names)), values, left=left, color=colour, hatch=hatch, label=part, edgecolor="white")
         left += values
     axes.set_yticks(range(len(names)), list(map(mathtext, names)))
     axes.invert_yaxis()
@@ -211,28 +192,39 @@ def _bars(found: Sequence[Interval]) -> np.ndarray:
 
 
 def router_grid(entries: Sequence[Entry], metric: str = "speed_up") -> Figure | None:
-    """A rate over groups x active groups of the LM-head router (CORAL, Table 4)."""
-    cells = {}
+    """A rate over groups x active groups of the LM-head router (CORAL, Table 4), where most of them were decoded.
+
+    Colours run from the lowest end of an interval to the highest: what looks different is.
+    """
+    by_cell: dict[Any, dict[tuple[int, int], Interval]] = {}
     for e in entries:
-        name, _, rest = e.name.partition("-N")
-        n, _, g = rest.partition("-top")
-        if name.endswith("router") and n.isdigit() and g.isdigit():
-            found = interval(RATES[metric], e.totals)
-            cells[int(n), int(g)] = found.value if found else float("nan")
-    if not cells:
+        drafter: Mapping[str, Any] = e.arm["drafter"]
+        n, g, base = drafter.get("groups"), drafter.get("active"), str(drafter.get("base"))
+        found = interval(RATES[metric], e.totals)
+        if isinstance(n, int) and isinstance(g, int) and found and not (metric == "speed_up" and e.replayed):
+            of = e.study, e.collection, e.dataset, e.temperature, e.replayed, base
+            by_cell.setdefault(of, {})[n, g] = found
+    grid = max(by_cell.values(), key=len, default={})
+    if len(grid) < 2:
         return None
-    rows, columns = sorted({n for n, _ in cells}), sorted({g for _, g in cells})
-    grid = np.array([[cells.get((n, g), float("nan")) for g in columns] for n in rows])
-    figure, axes = _axes(4.0, 3.0)
-    image = axes.imshow(grid, cmap="cividis", aspect="auto")
-    for i, j in itertools.product(range(len(rows)), range(len(columns))):
-        dark = grid[i, j] < (np.nanmin(grid) + np.nanmax(grid)) / 2
-        axes.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center", color="white" if dark else "black")
-    axes.set_xticks(range(len(columns)), [f"top {g}" for g in columns])
-    axes.set_yticks(range(len(rows)), [f"N = {n}" for n in rows])
+    rows, columns = sorted({n for n, _ in grid}), sorted({g for _, g in grid})
+    low, high = min(f.low for f in grid.values()), max(f.high for f in grid.values())
+    values = np.array([[grid[n, g].value if (n, g) in grid else float("nan") for g in columns] for n in rows])
+    figure, axes = _axes(1.1 * len(columns) + 2.4, 0.62 * len(rows) + 1.2)
+    image = axes.imshow(values, cmap="cividis", aspect="auto", vmin=low, vmax=high)
+    for (n, g), found in grid.items():
+        dark = found.value < (low + high) / 2
+        said = f"{found.value:.2f}\n[{found.low:.2f}, {found.high:.2f}]"
+        axes.text(columns.index(g), rows.index(n), said, ha="center", va="center", fontsize="small",
+                  color="white" if dark else "black")  # fmt: skip
+    axes.set_xticks(range(len(columns)), list(map(str, columns)))
+    axes.set_yticks(range(len(rows)), list(map(str, rows)))
     axes.set(xlabel="active groups", ylabel="groups")
-    figure.colorbar(image, label={"speed_up": "speed-up", "tau": "tau"}.get(metric, metric))
+    figure.colorbar(image, label=METRICS.get(metric, metric))
     return figure
+
+
+METRICS = {"speed_up": "speed-up", "tau": "tau"}
 
 
 def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
@@ -248,8 +240,8 @@ def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
         right.plot(tokens, [h["n_alpha"][0] for h in points], markersize=3.5, linewidth=1.1, **style | {"label": None})
     left.set(xlabel="training tokens seen (millions)", ylabel="held-out tau, chain of 5")
     right.set(xlabel="training tokens seen (millions)", ylabel="held-out 0-alpha")
-    _legend(left, 2)
-    right.grid(alpha=0.3)
+    _legend(left)
+    _grid(right)
     return figure
 
 
@@ -270,7 +262,7 @@ def training_memory(entries: Sequence[Entry]) -> Figure | None:
     left.set(xlabel="simulated steps", ylabel="peak memory of a step, GiB", ylim=(0, None))
     right.set(xlabel="simulated steps", ylabel="seconds a training step", ylim=(0, None))
     _legend(left)
-    _legend(right)
+    _grid(right)
     return figure
 
 
@@ -297,29 +289,36 @@ def tree_cost(entries: Sequence[Entry]) -> Figure | None:
 
 
 def theory(entries: Sequence[Entry]) -> Figure | None:
-    """Leviathan et al.: tokens a pass and speed-up of a chain by acceptance alpha, with our chains on the curves."""
+    """Leviathan et al.: tokens a pass and speed-up of a chain by acceptance alpha, with measured greedy chains."""
+    chains = [e for e in entries if _gamma(e) and e.temperature == 0 and interval(RATES["alpha"], e.totals) is not None]
     alpha = np.linspace(0.01, 0.99, 99)
     figure, (left, right) = _axes(8.0, 3.4, ncols=2)
-    gammas = ("2", "3", "5", "7")
-    for gamma, style in zip(gammas, _styles(gammas), strict=True):
-        expected = (1 - alpha ** (int(gamma) + 1)) / (1 - alpha)
-        look = style | {"marker": "", "label": f"gamma {gamma}"}
-        left.plot(alpha, expected, **look)
-        right.plot(alpha, expected / (int(gamma) * 0.1 + 1), **look | {"label": f"gamma {gamma}, c 0.1"})
-    chains = [e for e in entries if e.name.endswith("-chain") or e.name == "vanilla"]
-    for e, style in zip(chains, _styles(_named(chains)), strict=True):
-        alpha_here = interval(RATES["alpha"], e.totals)
-        if alpha_here is None:
-            continue
-        mean = alpha_here.value
-        left.plot(mean, e.summary.tau, **style | {"linestyle": ""})
-        if e.summary.speed_up:
-            right.plot(mean, e.summary.speed_up.value, **style | {"linestyle": "", "label": None})
-    left.set(xlabel="alpha", ylabel="tokens a target pass", ylim=(1, 6))
-    right.set(xlabel="alpha", ylabel="speed-up", ylim=(0, 4))
-    for axes in (left, right):
-        _legend(axes)
+    for gamma in sorted({2, 5, *map(_gamma, chains)}):
+        expected = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        for axes, curve, top in ((left, expected, 6.0), (right, expected / (gamma * COST + 1), 4.0)):
+            inside = curve < 0.97 * top
+            axes.plot(alpha, curve, color="0.6", linewidth=1)
+            axes.text(alpha[inside][-1], curve[inside][-1], f"$\\gamma$={gamma}", fontsize="small", ha="right", va="bottom")
+    for e, style in zip(chains, _styles(e.name for e in chains), strict=True):
+        mean = interval(RATES["alpha"], e.totals)
+        assert mean is not None
+        left.plot(mean.value, e.summary.tau, **style | {"linestyle": ""})
+        if e.summary.speed_up and not e.replayed:
+            right.plot(mean.value, e.summary.speed_up.value, **style | {"linestyle": "", "label": None})
+    left.set(xlabel="alpha, share of tried tokens that are accepted", ylabel="tokens a target pass", ylim=(1, 6))
+    right.set(xlabel=f"alpha; curves at {COST:g} target passes a draft step", ylabel="speed-up", ylim=(0, 4))
+    _legend(left)
+    _grid(right)
     return figure
+
+
+COST = 0.1  # of a draft step in target passes, for the curves
+
+
+def _gamma(e: Entry) -> int:
+    """Length of the chain that an arm drafts; 0 if it drafts no chain, or nobody knows."""
+    gamma = e.growth.get("gamma", 0) if str(e.growth.get("_target_")).endswith(".Chain") else 0
+    return gamma if isinstance(gamma, int) else 0
 
 
 def draw_all(
@@ -331,27 +330,40 @@ def draw_all(
     """Every figure that can be drawn, as PNG and SVG in a folder.
 
     Args:
-        entries: of the benchmark itself, the target that matters most first. everything: ablations too.
+        entries: of the benchmark itself, the target that matters most first. everything: the studies' too.
 
     Returns:
         name -> what it shows, of those drawn.
     """
-    # Of several targets bars stand side by side; curves would hide each other and show the first target alone.
-    first = [e for e in entries if e.model == entries[0].model]
+    # Of several targets the first alone: curves of two would hide each other.
+    view = Overview(e for e in entries if where(e) == where(entries[0]))
+    timed, accepting = view.timed(view.first), view.accepting(view.first)
     everything = [e for e in everything if not entries or e.model == entries[0].model]
+    leviathan = Overview(e for e in everything if e.study == LEVIATHAN)
+    chains = leviathan.timed(leviathan.first) or timed
     made = {
-        "speed_up": (speed_up_bars(entries), "Speed-up by dataset"),
-        "step_alpha": (step_alphas(first), "Acceptance by draft step"),
-        "tau_speed_up": (tau_against_speed_up(first), "Accepting more against being faster"),
-        "time_split": (time_split(first), "Where a cycle's time goes"),
+        "speed_up": (
+            speed_up_bars(timed),
+            "Speed-up over plain decoding, with 95% intervals; a drafter's trees stand together",
+        ),
+        "step_alpha": (step_alphas(accepting), "Acceptance by draft step, given that the step before was accepted"),
+        "tau_speed_up": (tau_against_speed_up(timed), "Accepting more is not yet being faster"),
+        "time_split": (time_split(timed), "Where a cycle's time goes"),
         "head_share": (head_share(everything), "The LM head's share of drafting"),
-        "router_speed_up": (router_grid(everything, "speed_up"), "LM-head router: speed-up by groups and active groups"),
-        "router_tau": (router_grid(everything, "tau"), "LM-head router: tau by groups and active groups"),
-        "learning_curves": (learning_curves(weights), "Learning curves"),
+        "router_speed_up": (
+            router_grid(everything, "speed_up"),
+            "LM-head router: speed-up; the scale runs from the lowest to the highest end of an interval",
+        ),
+        "router_tau": (
+            router_grid(everything, "tau"),
+            "LM-head router: tau; the scale runs from the lowest to the highest end of an interval",
+        ),
+        "learning_curves": (learning_curves(weights), "Learning curves on held-out answers"),
         "training_memory": (training_memory(everything), "What simulated steps cost in training"),
         "target_pass": (tree_cost(everything), "Cost of a target pass by tree size"),
-        "theory": (theory(everything), "Leviathan's theory of chains, with measured chains"),
+        "theory": (theory(chains), "Leviathan's theory of chains (curves), with measured chains (points)"),
     }
+    made |= {name: (figure, title) for name, title, figure in insight_figures.draw(view.known(view.first), timed)}
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     with matplotlib.rc_context({"svg.hashsalt": "specbench", "svg.fonttype": "path"}):

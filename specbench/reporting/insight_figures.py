@@ -19,7 +19,7 @@ from specbench.metrics import Interval
 from specbench.reporting import insight, look
 from specbench.reporting.cells import Entry
 from specbench.reporting.insight import Rated
-from specbench.reporting.insight_tables import drafters, length, stretch
+from specbench.reporting.insight_tables import TIMED, drafters, length, stretch
 from specbench.reporting.text import mathtext
 
 PANEL = 2.0, 1.75  # inches
@@ -209,9 +209,12 @@ def _label(name: str) -> str:
     return mathtext(name if len(name) <= LETTERS else f"{name[:half]}…{name[1 - half :]}")
 
 
-def draw(group: Sequence[Entry]) -> Iterator[tuple[str, str, Figure]]:
-    """Every figure that can be drawn of a group: its name, what it shows, and the figure, to be closed by the caller."""
+def draw(group: Sequence[Entry], timed: Sequence[Entry] | None = None) -> Iterator[tuple[str, str, Figure]]:
+    """Every figure that can be drawn of a group: its name, what it shows, and the figure, to be closed by the caller.
+
+    timed: the same drafters with a clock, where the group's rows are others.
+    """
     for name, (title, function) in FIGURES.items():
-        figure = function(group)
+        figure = function(group if timed is None or name not in TIMED else timed)
         if figure is not None:
             yield name, title, figure

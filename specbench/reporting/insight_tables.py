@@ -164,9 +164,14 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Entry]], Table]]] = {
     "conventions": ("tau of the same runs under each convention", conventions),
     "predictions": ("Predicted and measured speed-up", predictions),
 }
+TIMED = ("oracle-depth", "predictions")  # of rows with a clock; the others of those with most questions
 
 
-def all_of(group: Sequence[Entry]) -> dict[str, tuple[str, Table]]:
-    """Every table that has a line: name -> its title, and columns and lines."""
-    made = {name: (title, table(group)) for name, (title, table) in TABLES.items()}
+def all_of(group: Sequence[Entry], timed: Sequence[Entry] | None = None) -> dict[str, tuple[str, Table]]:
+    """Every table that has a line: name -> its title, and columns and lines.
+
+    timed: the same drafters with a clock, where the group's rows are others.
+    """
+    timed = group if timed is None else timed
+    made = {name: (title, table(timed if name in TIMED else group)) for name, (title, table) in TABLES.items()}
     return {name: (title, table) for name, (title, table) in made.items() if table[1]}

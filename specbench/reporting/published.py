@@ -1,17 +1,18 @@
-"""The papers' numeric tables, rebuilt from `results/published/*.csv` with measured numbers beside the published ones.
+"""The papers' numeric tables from `results/published/*.csv`, with measured numbers beside the published ones.
 
 A published cell names paper, table, row, column, and what it is about: target, drafter, variant, dataset, temperature,
-metric. A measured number stands beside it only if it is about the very same target; the targets measured here get rows
-of their own below, where the published number is missing. What was not measured stays empty.
+metric. A study says which of its arms a row, or `row | column`, is about (`Study.shows`); nothing is matched by names. The
+arm's number for the cell's dataset, temperature and metric then stands beside the published one, though it is another
+target's: the heading names both. What was not measured stays empty.
 """
 
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,8 +21,9 @@ from typing_extensions import TypedDict
 
 from specbench.errors import SpecBenchError
 from specbench.files import hold, read_text, readable
-from specbench.metrics import BASELINE, RATES, interval
+from specbench.metrics import RATES, interval
 from specbench.reporting.cells import Entry
+from specbench.reporting.claims import TIMED, Evidence
 
 
 class Cell(TypedDict):
@@ -52,8 +54,6 @@ TITLES = {
     "moa": "Mixture of Attentions (arXiv:2410.03804)",
     "slides": "Slides on Leviathan et al., Medusa, EAGLE and HASS",
 }
-# Keys of `variant` that name whose weights or software, not another way of drafting.
-INCIDENTAL = {"weights", "engine", "draft", "epochs", "k"}
 
 
 def load(folder: Path, problems: list[str] | None = None) -> pd.DataFrame:
@@ -91,191 +91,204 @@ def read(path: Path) -> list[Any]:
     return cells
 
 
-def names(drafter: str, variant: str) -> list[str]:
-    """Names under which this project's rows would hold a published drafter in a variant, best first; none if none do."""
-    options = dict(part.split("=", 1) for part in variant.split("; ")) if variant else {}
-    options = {k: v for k, v in options.items() if k not in INCIDENTAL}
-    if drafter == "medusa" and "medusa" in options:  # joint training (Medusa-2) is not in this project
-        trees = {"none": ["medusa-chain"], "dense": ["medusa-medusa_dense"], "sparse": ["medusa-medusa", "medusa"]}
-        return trees.get(options.get("tree", "sparse"), []) if options["medusa"] == "1" else []
-    if options.pop("tree", "dynamic") == "chain":
-        options.pop("gamma", None)
-        drafter = {"eagle1": "eagle2"}.get(drafter, drafter) + "-chain"
-    if options.pop("batch", "1") != "1":
-        return []
-    if not options:
-        return [drafter]
-    match options:
-        case {"steps": n} if len(options) == 1:
-            return [f"{drafter}-n{n}"]
-        case {"tli": "0"} if len(options) == 1:
-            return [drafter]
-        case {"tli": n} if len(options) == 1:
-            return [f"{drafter}-tli{n}"]
-        case {"tli": "0", "lsa": "0"} if len(options) == 2:
-            return [f"{drafter}-without-lsa"]
-        case {"groups": n, "active": g} if len(options) == 2:
-            grid = f"{drafter}-N{n}-top{g}"
-            return [grid, drafter] if (n, g) == ("16", "2") else [grid]
-        case {"input": kind} if len(options) == 1:
-            return [f"eagle2-{ {'feature+shifted-token': 'shifted'}.get(kind, kind) }"]
-        case {"gamma": g} if len(options) == 1:
-            return [f"{drafter}-gamma{g}"]
-    return []
+MEASURED = {  # metrics of the papers' tables -> ours; the rest is not measured here
+    "tau": "tau",
+    "speed_up": "speed_up",
+    "tokens_per_s": "tokens_per_s",
+    "alpha": "alpha",
+    **{f"{i}-alpha": f"alpha{i}" for i in range(5)},
+}
+MEMORY = "memory_gb"  # GB in the papers' tables are GiB
+MEAN = "mean"  # as a dataset: of the others of its row
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Measured numbers by what they are about, and the drafters' training tokens for row labels."""
+class Pair(NamedTuple):
+    """A cell: measured here or None, as published or "", and what was measured."""
 
-    numbers: Mapping[tuple[str, str, str, float, str], float]  # target, drafter, dataset, temperature, metric
-    tokens: Mapping[tuple[str, str], int]  # target, drafter -> training tokens seen
-
-    @classmethod
-    def of(cls, entries: Iterable[Entry]) -> "Measured":
-        """Of several cells about the same thing the one with most generations counts."""
-        numbers: dict[tuple[str, str, str, float, str], float] = {}
-        best: dict[tuple[str, str, str, float], int] = {}
-        tokens: dict[tuple[str, str], int] = {}
-        for e in entries:
-            key = (e.model, e.name, e.dataset, e.temperature)
-            if e.summary.prompts <= best.get(key, 0):
-                continue
-            best[key] = e.summary.prompts
-            tokens[e.model, e.name] = e.weights.get("tokens_seen", 0)
-            rates = {m: interval(RATES[m], e.totals) for m in ("tau", "speed_up", "tokens_per_s", "alpha")}
-            rates |= {f"{i}-alpha": interval(RATES[f"alpha{i}"], e.totals) for i in range(5) if e.name.endswith("-chain")}
-            if e.name == BASELINE:
-                rates["speed_up"] = None
-            values = {m: v.value for m, v in rates.items() if v is not None}
-            if e.summary.peak_bytes:
-                values["memory_gb"] = e.summary.peak_bytes / 2**30  # GB in the papers' tables are GiB
-            numbers |= {(*key, m): v for m, v in values.items()}
-        return cls(numbers, tokens)
-
-    @property
-    def targets(self) -> list[str]:
-        return sorted({key[0] for key in self.numbers})
-
-    def find(self, target: str, drafter: str, variant: str, dataset: str, temperature: str, metric: str) -> float | None:
-        """The measured number that a published cell is about, for this target."""
-        for name in names(drafter, variant):
-            found = self.numbers.get((target, name, dataset, float(temperature or 0), metric))
-            if found is not None:
-                return found
-        return None
+    measured: float | None
+    published: str
+    said: str = ""
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table of a paper. cells[row][column] is (measured or None, published or "")."""
+    """One table of a paper, as published or as a study rebuilt it. study: its name, or none. on: what measured it."""
 
     paper: str
     table: str
     columns: tuple[str, ...]
-    cells: Mapping[str, Mapping[str, tuple[float | None, str]]]
+    cells: Mapping[str, Mapping[str, Pair]]
     notes: tuple[str, ...]
     conventions: tuple[str, ...]
+    published_on: str
+    study: str = ""
+    measured_on: str = ""
+    again: bool = False  # another study shows the same table before this one
 
     @property
     def slug(self) -> str:
         """Its name as a file."""
-        return re.sub(r"[^a-z0-9.]+", "-", f"{self.paper}-{self.table}".lower())
+        return re.sub(r"[^a-z0-9.]+", "-", f"{self.paper}-{self.table}{'-' + self.study if self.again else ''}".lower())
 
     @property
     def title(self) -> str:
         return f"{TITLES.get(self.paper, self.paper)}, {self.table}"
 
     @property
+    def targets(self) -> str:
+        """What was measured where; the reader must not take one target's numbers for another's."""
+        theirs = f"published: {self.published_on or 'no target named'}"
+        return f"{theirs}; measured here: {self.measured_on}" if self.measured_on else theirs
+
+    @property
     def measured(self) -> int:
         """How many cells hold a measured number."""
-        return sum(m is not None for row in self.cells.values() for m, _ in row.values())
+        return sum(pair.measured is not None for row in self.cells.values() for pair in row.values())
 
-    def lines(self) -> list[list[str]]:
-        """Row label, then `measured / published` a column; a missing half is a dash, a missing cell empty."""
-        return [[label, *(_pair(row.get(c)) for c in self.columns)] for label, row in self.cells.items()]
+    def pairs(self) -> list[list[Pair | None]]:
+        """By row and column."""
+        return [[row.get(c) for c in self.columns] for row in self.cells.values()]
 
     def frame(self) -> pd.DataFrame:
-        """Two columns a column of the paper: measured, published."""
+        """Two columns a column of the paper: measured, published; one, where nothing was measured."""
+        index = pd.Index(list(self.cells), name="row")
+        if not self.measured:
+            body = [[pair.published if pair else "" for pair in line] for line in self.pairs()]
+            return pd.DataFrame(body, index=index, columns=list(self.columns))
         heads = pd.MultiIndex.from_product([self.columns, ("measured", "published")])
-        body = [
-            [v for c in self.columns for v in (_number(row.get(c, (None, ""))[0]), row.get(c, (None, ""))[1])]
-            for row in self.cells.values()
-        ]
-        return pd.DataFrame(body, index=pd.Index(list(self.cells), name="row"), columns=heads)
+        sides = [[(shown(p), p.published) if p else ("", "") for p in line] for line in self.pairs()]
+        return pd.DataFrame([[v for both in line for v in both] for line in sides], index=index, columns=heads)
 
 
-def _number(value: float | None) -> str:
+def shown(pair: Pair) -> str:
+    """The measured half."""
+    value = pair.measured
     return "" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _pair(cell: tuple[float | None, str] | None) -> str:
-    if cell is None or cell == (None, ""):
-        return ""
-    return f"{_number(cell[0]) or '-'} / {cell[1] or '-'}"
+def tables(published: pd.DataFrame, known: Mapping[str, Evidence], problems: list[str] | None = None) -> list[PaperTable]:
+    """Every table of every paper, once for each study that shows it and measured something of it.
+
+    Args:
+        known: what there is by study. problems: a row that a study shows and no table has is appended.
+    """
+    found, absent = [], {(name, key) for name, one in known.items() for key in _keys(one)}
+    for (paper, table), part in published.groupby(["paper", "table"], sort=False):
+        made: list[PaperTable] = []
+        for name, evidence in known.items():
+            for rows in (s["rows"] for s in evidence.study.get("shows", []) if (s["paper"], s["table"]) == (paper, table)):
+                there = {*part["row"], *(part["row"] + " | " + part["column"])}
+                absent -= {(name, (paper, table, row)) for row in rows if row in there}
+                one = _table(str(paper), str(table), part, _Beside(part, rows, evidence), name, bool(made))
+                made += [one] if one.measured else []
+        found += made or [_table(str(paper), str(table), part)]
+    if problems is not None:
+        problems += [
+            f"study {name} shows {' '.join(key)}, which is not among the published numbers" for name, key in absent
+        ]
+    return found
 
 
-def tables(published: pd.DataFrame, measured: Measured) -> list[PaperTable]:
-    """Every table of every paper."""
-    return [
-        _table(str(paper), str(table), part, measured)
-        for (paper, table), part in published.groupby(["paper", "table"], sort=False)
-    ]
+def _keys(evidence: Evidence) -> list[tuple[str, str, str]]:
+    return [(s["paper"], s["table"], row) for s in evidence.study.get("shows", []) for row in s["rows"]]
 
 
-def _table(paper: str, table: str, part: pd.DataFrame, measured: Measured) -> PaperTable:
-    columns = tuple(dict.fromkeys(part["column"]))
-    cells: dict[str, dict[str, tuple[float | None, str]]] = {}
+def _table(
+    paper: str, table: str, part: pd.DataFrame, beside: "_Beside | None" = None, study: str = "", again: bool = False
+) -> PaperTable:
+    cells: dict[str, dict[str, Pair]] = {}
     for cell in part.itertuples():
-        found = measured.find(str(cell.target), *_about(cell))
-        cells.setdefault(str(cell.row), {})[str(cell.column)] = (found, str(cell.value))
-    theirs = set(part["target"])
-    for target in measured.targets:
-        if target not in theirs:
-            _own_rows(target, part, measured, cells)
+        value, said = beside.find(cell) if beside else (None, "")
+        cells.setdefault(str(cell.row), {})[str(cell.column)] = Pair(value, str(cell.value), said)
+    conventions = tuple(sorted(set(part["tau_convention"]) - {""}))
     notes = tuple(f"{row}, {column}: {note}" for row, column, note in _noted(part))
-    return PaperTable(paper, table, columns, cells, notes, tuple(sorted(set(part["tau_convention"]) - {""})))
+    ours = beside is not None and any(p.measured is not None for row in cells.values() for p in row.values())
+    theirs = beside.shown if beside is not None and ours else part
+    return PaperTable(
+        paper=paper,
+        table=table,
+        columns=tuple(dict.fromkeys(part["column"])),
+        cells=cells,
+        notes=notes,
+        conventions=conventions,
+        published_on=_on(theirs),
+        study=study,
+        measured_on=beside.where if beside is not None and ours else "",
+        again=again,
+    )
 
 
-def _about(cell: Any) -> tuple[str, str, str, str, str]:
-    """What a published cell is about, its target aside."""
-    return cell.drafter, cell.variant, cell.dataset, cell.temperature, cell.metric
+def _on(part: pd.DataFrame) -> str:
+    """Targets and hardware of published rows."""
+    pairs = dict.fromkeys(zip(part["target"], part["hardware"], strict=True))
+    machines: dict[str, list[str]] = {}
+    for target, hardware in pairs:
+        if target:
+            machines.setdefault(hardware, []).append(target)
+    return "; ".join(f"{', '.join(names)}{f' on {hardware}' if hardware else ''}" for hardware, names in machines.items())
 
 
-def _own_rows(
-    target: str,
-    part: pd.DataFrame,
-    measured: Measured,
-    cells: dict[str, dict[str, tuple[float | None, str]]],
-) -> None:
-    """One row for every drafter and variant of the table that was measured on a target of ours; no published half."""
-    for (drafter, variant, temperature), rows in part.groupby(["drafter", "variant", "temperature"], sort=False):
-        row: dict[str, tuple[float | None, str]] = {}
-        for cell in rows.drop_duplicates("column").itertuples():
-            found = measured.find(target, *_about(cell))
-            if found is None and cell.dataset == "mean":
-                found = _mean(target, rows, str(cell.metric), measured)
-            if found is not None:
-                row[str(cell.column)] = (found, "")
-        if row:
-            heat = f", T={temperature}" if temperature and part["temperature"].nunique() > 1 else ""
-            cells[f"{target}: {_label(target, str(drafter), str(variant), measured)}{heat}"] = row
+class _Beside:
+    """The measured halves of a table: which arm each cell is about, and what is known of that arm."""
+
+    def __init__(self, part: pd.DataFrame, rows: Mapping[str, str], evidence: Evidence):
+        self.part, self.rows, self.evidence = part, rows, evidence
+
+    def arm(self, cell: Any) -> str | None:
+        return self.rows.get(f"{cell.row} | {cell.column}", self.rows.get(str(cell.row)))
+
+    @property
+    def shown(self) -> pd.DataFrame:
+        """The published cells that an arm stands beside."""
+        return self.part[[self.arm(cell) is not None for cell in self.part.itertuples()]]
+
+    @property
+    def where(self) -> str:
+        """The study's target and machine."""
+        return "; ".join(dict.fromkeys(f"{e.model} on {e.machine}, {e.dtype}" for e in self.evidence.entries))
+
+    def find(self, cell: Any) -> tuple[float | None, str]:
+        """The measured number of a published cell, and what it is."""
+        arm = self.arm(cell)
+        if arm is None:
+            return None, ""
+        return self._mean(cell) if cell.dataset == MEAN else self._value(arm, cell)
+
+    def _value(self, arm: str, cell: Any) -> tuple[float | None, str]:
+        at: dict[str, Any] = {"dataset": cell.dataset} if cell.dataset else {}
+        at |= {"temperature": float(cell.temperature)} if cell.temperature else {}
+        metric = str(cell.metric)
+        if metric == MEMORY:
+            e = self.evidence.find(arm, at, timed=True)
+            value = e.summary.peak_bytes / 2**30 if e is not None and e.summary.peak_bytes else None
+        elif metric in MEASURED:
+            e = self.evidence.find(arm, at, timed=MEASURED[metric] in TIMED)
+            by_tree = (
+                e is not None and metric.endswith("-alpha") and not _is_chain(e)
+            )  # n-alpha is of chains, by definition
+            rate = None if e is None or by_tree else interval(RATES[MEASURED[metric]], e.totals)
+            value = None if rate is None else rate.value
+        else:
+            return None, ""
+        if value is None or e is None:
+            return None, ""
+        trained = f", {e.seeds} seed{'s' if e.seeds > 1 else ''}" if "of" in e.arm else ""
+        return value, f"{arm}{trained}: {e.dataset}, {e.summary.prompts} generations{', replayed' if e.replayed else ''}"
+
+    def _mean(self, cell: Any) -> tuple[float | None, str]:
+        """Over the datasets of the cell's row, only if all of them were measured."""
+        part = self.part
+        alike = (part["row"] == cell.row) & (part["metric"] == cell.metric) & (part["temperature"] == cell.temperature)
+        others = part[alike & ~part["dataset"].isin([MEAN, ""])].drop_duplicates("dataset")
+        found = [self.find(other)[0] for other in others.itertuples()]
+        values = [value for value in found if value is not None]
+        if not values or len(values) < len(found):
+            return None, ""
+        return float(np.mean(values)), f"mean of {', '.join(others['dataset'])}"
 
 
-def _label(target: str, drafter: str, variant: str, measured: Measured) -> str:
-    for name in names(drafter, variant):
-        if (target, name) in measured.tokens:
-            seen = measured.tokens[target, name]
-            return f"{name} ({seen / 1e6:.2g} M tokens)" if seen else name
-    return drafter
-
-
-def _mean(target: str, rows: pd.DataFrame, metric: str, measured: Measured) -> float | None:
-    """Our own mean over the datasets of the paper's row, only if all of them were measured."""
-    wanted = rows[(rows["metric"] == metric) & (rows["dataset"] != "mean")].drop_duplicates("dataset")
-    found = [measured.find(target, *_about(cell)) for cell in wanted.itertuples()]
-    values = [f for f in found if f is not None]
-    return float(np.mean(values)) if values and len(values) == len(found) else None
+def _is_chain(e: Entry) -> bool:
+    return str(e.growth.get("_target_", "Chain")).endswith("Chain")
 
 
 def _noted(part: pd.DataFrame) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""Entries to tables, on a terminal or as Markdown: decoding, training, and who beats whom."""
+"""Entries to tables, on a terminal or as Markdown: decoding, acceptance by step, memory, training."""
 
 import json
 import math
@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from specbench.metrics import BASELINE, RATES, Interval, contrast, interval
+from specbench.metrics import BASELINE, RATES, Interval, interval
 from specbench.reporting import text
 from specbench.reporting.cells import Entry, groups
 
 ABSENT = "-"
+TRIES = 10  # of a draft step; from fewer no acceptance is shown
 
 COLUMNS = (
     "drafter",
@@ -46,7 +47,7 @@ def cells(entry: Entry) -> list[str]:
         number("{:.1f}", s.speed),
         shown(s.speed_up),
         number(f"{shown(s.tau_interval)} ({{:.2f}})", s.tau_macro),
-        " ".join(f"{a:.2f}" for a in s.alphas) or ABSENT,
+        " ".join(f"{a:.2f}" for a in s.alphas[: known_depths(entry)]) or ABSENT,
         number("{:.1f}", s.nodes),
         number("{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%", *(100 * s.split[p] for p in ("draft", "target", "verify", "rest"))),
         number("{:.2f} ({:.2f})", s.predicted, s.predicted_by_parameters),
@@ -67,61 +68,27 @@ def shown(found: Interval | None) -> str:
     return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]" if found.low < found.high else f"{found.value:.2f}"
 
 
-def ranking(group: Sequence[Entry]) -> list[Entry]:
-    """The drafters of one caption, fastest first, the baseline among them."""
-    return sorted(group, key=lambda e: e.summary.speed_up.value if e.summary.speed_up else 0.0, reverse=True)
-
-
-VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
-
-
-def versus(group: Sequence[Entry]) -> list[list[str]]:
-    """Every drafter against every slower one: a difference is called only where its interval excludes none at all."""
-    lines = []
-    drafters = [e for e in ranking(group) if e.name != BASELINE]
-    for i, a in enumerate(drafters):
-        for b in drafters[i + 1 :]:
-            speed = contrast(RATES["speed_up"], a.totals, b.totals, ratio=True)
-            tau = contrast(RATES["tau"], a.totals, b.totals)
-            calls = called(speed, 1.0, "yes", "no"), called(tau, 0.0, "yes", "no, less")
-            lines.append([a.name, b.name, shown(speed), shown(tau), *calls])
-    return lines
-
-
 def called(effect: Interval | None, neutral: float, above: str, below: str) -> str:
     """What may be said of an effect: nothing while its interval holds the neutral value."""
     if effect is None:
-        return "nothing shared"
+        return "not compared"
+    if effect.low == effect.high:  # a single question, resampled
+        return "not shown"
     return above if effect.low > neutral else below if effect.high < neutral else "not shown"
 
 
-def verdict(group: Sequence[Entry]) -> str:
-    """One sentence: which drafter wins, by how much, and whether that is real."""
-    first, *others = ranking(group)
-    drafters = [e for e in others if e.name != BASELINE]
-    if not any(e.summary.speed_up for e in (first, *drafters)):
-        return "No speed-up was measured here."
-    if first.name == BASELINE or first.summary.speed_up is None:
-        return "No drafter is faster than plain decoding here."
-    up = first.summary.speed_up
-    sure = "" if up.low > 1 else ", which the interval does not tell from 1"
-    said = f"{first.name} is fastest: {shown(up)} times plain decoding{sure}."
-    gap = contrast(RATES["speed_up"], first.totals, drafters[0].totals, ratio=True) if drafters else None
-    if gap is not None:
-        real = "a real difference" if gap.low > 1 else "not told apart by these prompts"
-        said += f" Next comes {drafters[0].name}; the ratio of the two is {shown(gap)}, {real}."
-    most = max(
-        (e for e in (first, *drafters)), key=lambda e: e.summary.tau_interval.value if e.summary.tau_interval else 0.0
-    )
-    return said + f" {most.name} accepts most: tau {shown(most.summary.tau_interval)}."
+def known_depths(entry: Entry) -> int:
+    """So many draft steps were tried often enough for a share to say anything."""
+    return int((entry.totals.pooled()["tried"] >= TRIES).cumprod().sum())
 
 
 ALPHAS = ("drafter", "tau [95%]", *(f"step {i + 1} [95%]" for i in range(6)))
 
 
 def alphas(entry: Entry) -> list[str]:
-    """tau and per-step acceptance with their intervals, in the order of `ALPHAS`."""
-    steps = [shown(interval(RATES[f"alpha{i}"], entry.totals)) for i in range(6)]
+    """tau and per-step acceptance with their intervals, in the order of `ALPHAS`; steps that hardly occurred are absent."""
+    depths = known_depths(entry)
+    steps = [shown(interval(RATES[f"alpha{i}"], entry.totals)) if i < depths else ABSENT for i in range(6)]
     return [entry.name, shown(entry.summary.tau_interval), *steps]
 
 

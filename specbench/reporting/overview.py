@@ -1,0 +1,295 @@
+"""What a reader wants to know first of a benchmark: who is fastest, what each drafter accepts, who beats whom, and why.
+
+Speeds come from rows that were decoded with the clock, acceptances from replayed rows where there are any, since these
+hold more questions. Two drafters are compared only if their rows were measured alike (`specbench.reporting.claims.unlike`).
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specbench.metrics import BASELINE, RATES, Interval, contrast
+from specbench.reporting.cells import Entry
+from specbench.reporting.claims import unlike
+from specbench.reporting.document import Cell, Table
+from specbench.reporting.tables import ABSENT, called, number, shown
+
+PHASES = ("draft", "target", "verify", "rest")
+FREE = ("tree", "code")  # a benchmark is about drafters with their trees; its rows name the commit that made them
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was decoded, and how."""
+
+    dataset: str
+    temperature: float
+
+    def __str__(self) -> str:
+        return self.dataset if self.temperature == 0 else f"{self.dataset}, T={self.temperature:g}"
+
+
+def where(e: Entry) -> tuple[str, str, str]:
+    """What two drafters must have in common for one to be called better: target, precision, machine."""
+    return e.model, e.dtype, e.machine
+
+
+class Overview:
+    """Entries of one target in one precision on one machine, by setting.
+
+    Of several cells about one thing the largest counts, of those the newest.
+    """
+
+    def __init__(self, entries: Iterable[Entry]):
+        self.entries = list(entries)
+        timed: Counter[Setting] = Counter()
+        replayed: Counter[Setting] = Counter()
+        for e in self.entries:
+            (replayed if e.replayed else timed)[setting(e)] += e.summary.prompts
+        self.settings = sorted({*timed, *replayed}, key=lambda s: (s.temperature, -timed[s], -replayed[s], s.dataset))
+
+    @property
+    def first(self) -> Setting | None:
+        """The setting that the answer is about: greedy, with most generations."""
+        return next(iter(self.settings), None)
+
+    def timed(self, at: Setting | None) -> list[Entry]:
+        """A setting's drafters as decoded with the clock, fastest first."""
+        return ranking(self._best(e for e in self.entries if setting(e) == at and not e.replayed))
+
+    def known(self, at: Setting | None) -> list[Entry]:
+        """A setting's drafters, the baseline among them, as their acceptance is known best."""
+        return self._best(e for e in self.entries if setting(e) == at)
+
+    def accepting(self, at: Setting | None) -> list[Entry]:
+        """The same without the baseline, most accepting first."""
+        found = [e for e in self.known(at) if e.name != BASELINE]
+        return sorted(found, key=lambda e: e.summary.tau if math.isfinite(e.summary.tau) else 0.0, reverse=True)
+
+    @staticmethod
+    def _best(entries: Iterable[Entry]) -> list[Entry]:
+        best: dict[str, Entry] = {}
+        for e in entries:
+            rival = best.get(e.name)
+            if rival is None or _weight(e) > _weight(rival):
+                best[e.name] = e
+        return list(best.values())
+
+
+def _weight(e: Entry) -> tuple[bool, bool, int, str]:
+    return not e.lossy, e.replayed, e.summary.prompts, str(e.header.get("started", ""))
+
+
+def setting(e: Entry) -> Setting:
+    return Setting(e.dataset, e.temperature)
+
+
+def ranking(entries: Iterable[Entry]) -> list[Entry]:
+    """Fastest first; the baseline's speed-up is 1."""
+
+    def speed(e: Entry) -> float:
+        return 1.0 if e.name == BASELINE else e.summary.speed_up.value if e.summary.speed_up else -1.0
+
+    return sorted(entries, key=speed, reverse=True)
+
+
+def family(e: Entry) -> str:
+    """Arms of one family draft with the same weights, and differ in their trees."""
+    said = {key: e.arm.get(key) for key in ("checkpoint", "verify")} | _without_tree(e.arm["drafter"])
+    known = {key: value for key, value in said.items() if value is not None}
+    return json.dumps(known, sort_keys=True) if "weights" in known else e.name
+
+
+def _without_tree(drafter: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in drafter.items() if key not in ("name", "growth")}
+    return kept | ({"base": _without_tree(kept["base"])} if isinstance(kept.get("base"), Mapping) else {})
+
+
+def families(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Drafters, the one with the fastest arm first, each with its arms side by side. entries: fastest first."""
+    found: dict[str, list[Entry]] = {}
+    for e in entries:
+        found.setdefault(family(e), []).append(e)
+    return list(found.values())
+
+
+# The answer -----------------------------------------------------------------------------------------------------------
+
+
+def answer(group: Sequence[Entry]) -> str:
+    """One sentence: which drafter is fastest, by how much, and whether that is real. group: fastest first."""
+    drafters = [e for e in group if e.name != BASELINE and e.summary.speed_up is not None]
+    if not drafters:
+        return "No speed-up was measured here."
+    best, up = drafters[0], drafters[0].summary.speed_up
+    gain = called(up, 1.0, "gain", "loss")
+    if gain == "loss":
+        return (
+            f"No drafter pays on this machine: the fastest, {best.name}, decodes at {shown(up)} times the speed of plain "
+            "decoding, a real loss."
+        )
+    if gain != "gain":
+        return (
+            f"No drafter is surely faster than plain decoding on this machine: {best.name} comes first with {shown(up)} "
+            "times its speed, which these prompts do not tell from no gain at all."
+        )
+    said = f"{best.name} is fastest on this machine: {shown(up)} times as fast as plain decoding, a real gain"
+    gap = against(best, drafters[1], "speed_up", ratio=True) if len(drafters) > 1 else None
+    if gap is None:
+        return f"{said}."
+    if called(gap, 1.0, "lead", "") == "lead":
+        return f"{said}, and {shown(gap)} times as fast as the next, {drafters[1].name}, a real lead."
+    return f"{said}; its lead over the next, {drafters[1].name}, is not ({shown(gap)} times as fast)."
+
+
+def against(a: Entry, b: Entry, metric: str, ratio: bool) -> Interval | None:
+    """One drafter against another, if their rows were measured alike."""
+    if unlike(a, b, FREE):
+        return None
+    return contrast(RATES[metric], a.totals, b.totals, ratio=ratio)
+
+
+def apart(group: Sequence[Entry]) -> list[str]:
+    """In what the rows of a group differ that should not, so that some of its drafters are not compared."""
+    return sorted({aspect for e in group for aspect in unlike(group[0], e, FREE)})
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+NUMBERS = ("drafter", "speed-up [95%]", "tok/s", "tau [95%]", "draft nodes", "output")
+
+
+def numbers(group: Sequence[Entry]) -> Table:
+    """What stands behind the first chart. group: fastest first."""
+    lines: list[list[str | Cell]] = []
+    for e in group:
+        s = e.summary
+        name = e.name + (f" ({e.failed} FAILED)" if e.failed else "")
+        up = Cell(shown(s.speed_up), _tone(s.speed_up, 1.0)) if e.name != BASELINE else "1"
+        output = s.lossless if e.name != BASELINE else "the reference"
+        lines.append([name, up, number("{:.1f}", s.speed), shown(s.tau_interval), number("{:.0f}", s.nodes), output])
+    return Table(NUMBERS, lines)
+
+
+def acceptance(view: Overview) -> Table:
+    """tau by drafter and setting."""
+    chosen = {at: {e.name: e for e in view.accepting(at)} for at in view.settings}
+    return _by_setting(view, chosen, lambda e: shown(e.summary.tau_interval), "tau by dataset (generations)")
+
+
+def speeds(view: Overview) -> Table:
+    """Speed-up by drafter and setting."""
+    chosen = {at: {e.name: e for e in view.timed(at) if e.name != BASELINE} for at in view.settings}
+    return _by_setting(view, chosen, lambda e: shown(e.summary.speed_up), "speed-up by dataset (generations)")
+
+
+def _by_setting(view: Overview, chosen: Mapping[Setting, Mapping[str, Entry]], say: Any, caption: str) -> Table:
+    """A line a drafter, most accepting first; a column a setting, with what its rows are, where they are all the same."""
+    names = dict.fromkeys(e.name for at in view.settings for e in view.accepting(at))
+    columns, kinds = [], {}
+    for at, found in chosen.items():
+        kind = {_kind(e) for e in found.values()}
+        kinds[at] = kind.pop() if len(kind) == 1 else ""
+        columns.append(f"{at} ({kinds[at]})" if kinds[at] else str(at))
+    lines: list[list[str | Cell]] = []
+    for name in names:
+        line: list[str | Cell] = [name]
+        for at, found in chosen.items():
+            e = found.get(name)
+            value = ABSENT if e is None else say(e)
+            aside = f" ({_kind(e)})" if e is not None and not kinds[at] else ""
+            line.append(Cell(ABSENT, "away") if value == ABSENT else value + aside)
+        lines.append(line)
+    kept = [i for i, at in enumerate(chosen) if chosen[at]]
+    return Table(
+        ("drafter", *(columns[i] for i in kept)), [[x[0], *(x[i + 1] for i in kept)] for x in lines if kept], caption
+    )
+
+
+def _kind(e: Entry) -> str:
+    return f"{e.summary.prompts} {'replayed' if e.replayed else 'timed'}"
+
+
+def matrix(group: Sequence[Entry], metric: str) -> Table:
+    """Every drafter against every other one: the line's over the column's, coloured where the interval excludes none."""
+    ratio = metric != "tau"
+    caption = (
+        "speed of the line's drafter over that of the column's"
+        if ratio
+        else "tau of the line's drafter minus that of the column's"
+    )
+    lines: list[list[str | Cell]] = [
+        [a.name, *(_duel(a, b, metric, ratio) if a is not b else Cell("", "away") for b in group)]
+        for a in group
+    ]  # fmt: skip
+    return Table(("", *(e.name for e in group)), lines, caption, "matrix")
+
+
+def _duel(a: Entry, b: Entry, metric: str, ratio: bool) -> Cell:
+    pair = f"{a.name} against {b.name}"
+    if differ := unlike(a, b, FREE):
+        return Cell(ABSENT, "away", hint=f"{pair}: rows that differ in {', '.join(differ)} are not compared")
+    effect = contrast(RATES[metric], a.totals, b.totals, ratio=ratio)
+    if effect is None:
+        return Cell(ABSENT, "away", hint=f"{pair}: nothing to compare")
+    said = f"{effect.value:.2f}" if ratio else f"{effect.value:+.2f}"
+    return Cell(said, _tone(effect, 1.0 if ratio else 0.0), hint=f"{pair}: {shown(effect)}")
+
+
+def _tone(effect: Interval | None, neutral: float) -> str:
+    return {"more": "good", "less": "bad"}.get(called(effect, neutral, "more", "less"), "")
+
+
+VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
+
+
+def versus(group: Sequence[Entry]) -> list[list[str]]:
+    """The matrices once more, a pair a line and with intervals. group: fastest first, the baseline left out."""
+    drafters = [e for e in group if e.name != BASELINE]
+    lines = []
+    for i, a in enumerate(drafters):
+        for b in drafters[i + 1 :]:
+            speed, tau = against(a, b, "speed_up", ratio=True), against(a, b, "tau", ratio=False)
+            calls = called(speed, 1.0, "yes", "no"), called(tau, 0.0, "yes", "no, less")
+            lines.append([a.name, b.name, shown(speed), shown(tau), *calls])
+    return lines
+
+
+TIMES = (
+    "drafter",
+    "nodes",
+    "draft, ms",
+    "target, ms",
+    "verify, ms",
+    "rest, ms",
+    "cycle, ms",
+    "tau",
+    "measured speed-up",
+    "predicted (times)",
+    "predicted (parameters)",
+)
+
+
+def times(group: Sequence[Entry]) -> Table:
+    """Where the time of a cycle goes, and what speed-up tau alone would give: measured beside predicted."""
+    lines = []
+    for e in group:
+        sums, s = e.totals.pooled(), e.summary
+        cycle = 1000 * float(sums["seconds"] / sums["cycles"]) if sums["cycles"] else math.nan
+        parts = [number("{:.1f}", cycle * s.split[phase]) for phase in PHASES]
+        up = s.speed_up.value if s.speed_up and e.name != BASELINE else math.nan
+        expected = (s.predicted, s.predicted_by_parameters) if e.name != BASELINE else (math.nan, math.nan)
+        lines.append(
+            [
+                e.name,
+                number("{:.0f}", s.nodes),
+                *parts,
+                number("{:.1f}", cycle),
+                number("{:.2f}", s.tau),
+                *(number("{:.2f}", v) for v in (up, *expected)),
+            ]
+        )
+    return Table(TIMES, lines)
