@@ -47,8 +47,8 @@ class Needs(TypedDict, total=False):
     """What must be there for a study to run, or for a claim to be judged.
 
     device: cuda. vocabulary: a target with as many ids. billions: a target of as many parameters. trained: tokens that
-    every trained arm has seen. alike: all trained arms saw as many tokens, within 5%. pretrained: an arm whose weights
-    somebody else trained on far more text. project: what this project has not.
+    every trained arm has seen. alike: all trained arms saw as many tokens, within 5%, seeds averaged. pretrained: an arm
+    whose weights somebody else trained on far more text. project: what this project has not.
     """
 
     device: Literal["cuda"]
@@ -194,10 +194,14 @@ def unmet(needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool
         found.append(f"a target with {needs['vocabulary']:,} ids")
     if header["target"]["parameters"] < 0.8e9 * needs.get("billions", 0):
         found.append(f"a target of {needs['billions']:g} billion parameters")
-    seen = {name: arm["weights"]["tokens_seen"] for name, arm in header["arms"].items() if arm["weights"].get("history")}
-    if seen and min(seen.values()) < needs.get("trained", 0):
+    seen: dict[str, list[int]] = {}  # tokens by arm, of each of its seeds
+    for label, arm in header["arms"].items():
+        if arm["weights"].get("history"):
+            seen.setdefault(arm.get("of", label), []).append(arm["weights"]["tokens_seen"])
+    means = [sum(tokens) / len(tokens) for tokens in seen.values()]
+    if seen and min(map(min, seen.values())) < needs.get("trained", 0):
         found.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")
-    if needs.get("alike") and seen and max(seen.values()) > 1.05 * min(seen.values()):
+    if needs.get("alike") and means and max(means) > 1.05 * min(means):
         found.append("drafters trained on as many tokens each")
     if needs.get("pretrained") in seen:
         found.append(f"a pretrained draft model as {needs['pretrained']}")

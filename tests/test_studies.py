@@ -222,6 +222,19 @@ def test_speeds_are_judged_on_a_gpu():
             assert not timed or "device" in needs or claim["says"].startswith(ON_ANY_MACHINE), f"{name}: {claim['says']}"
 
 
+@pytest.mark.parametrize(("tokens", "alike"), [((100, 120, 104, 117), True), ((100, 120, 120, 130), False)])
+def test_arms_are_trained_alike_over_their_seeds(tokens, alike):
+    """A seed shuffles the rows, and so the tokens of as many steps differ from seed to seed."""
+    trained = zip(("a@0", "a@1", "b@0", "b@1"), tokens, strict=True)
+    header = {
+        "target": {"parameters": 1, "vocabulary": 1},
+        "arms": {label: {"of": label[0], "weights": {"history": [{}], "tokens_seen": n}} for label, n in trained},
+    }
+    assert (studies.unmet({"alike": True}, header, cuda=False) == []) == alike
+    assert studies.unmet({"trained": 101}, header, cuda=False), "the least trained seed counts"
+    assert studies.unmet({"pretrained": "a"}, header, cuda=False) == ["a pretrained draft model as a"]
+
+
 def test_a_claim_without_a_test_says_what_it_waits_for():
     one = {**STUDIES["eagle_table7"], "claims": [{"says": "x", "source": "x", "published": "x", "tests": []}]}
     with pytest.raises(SpecBenchError, match=r"study s: 'x' has no test; say in needs\.project"):
