@@ -8,7 +8,7 @@ from test_records import random_row, settings
 
 from specbench.metrics import RATES, contrast
 from specbench.records import Cell, Row
-from specbench.reporting import cells, figures, overview, sections, tables
+from specbench.reporting import cells, figures, look, overview, sections, tables
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.overview import Overview, Setting
 from specbench.trace import BINS
@@ -201,6 +201,15 @@ def test_bars_are_sorted_and_a_drafters_trees_stand_together(tmp_path):
     places = figure.axes[0].get_yticks()
     assert places[1] - places[0] < places[2] - places[1], "trees of one drafter stand closer"
     figures.plt.close(figure)
+
+
+def test_an_arm_named_after_a_drafter_has_its_colour_and_looks_like_no_other():
+    names = ["vanilla", "medusa", "eagle1", "eagle2", "hass", "coral", "coral_router", "eagle2_router", "beagle", "moa"]
+    fitted = [f"{name}_fitted" for name in names]
+    assert [look.style(name)["color"] for name in names] == [look.style(name)["color"] for name in fitted]
+    looks = [look.style(name) for name in [*names, *fitted]]
+    assert len({(s["color"], s["marker"]) for s in looks}) == len(looks), "told apart as points"
+    assert len({(s["color"], s["hatch"]) for s in looks}) == len(looks), "told apart as bars"
 
 
 def test_a_heat_maps_scale_spans_the_intervals(tmp_path):

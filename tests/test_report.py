@@ -362,11 +362,13 @@ def test_nothing_is_hidden_on_a_wide_screen_and_a_phone_scrolls_tables_alone(tmp
         "title: MoA\nsource: ['MoA, Table 2']\ncells: [[dataset=mtbench]]\nvaries: [dataset]\n"
         "arms: {moa: {run: [drafter=moa]}, eagle2: {run: [drafter=eagle2]}}\n"
         "shows: [{paper: moa, table: Table 2, rows: {Ours (TLI=0): moa, EAGLE-2: eagle2}}]\n"
-        "claims: [{says: MoA accepts more than EAGLE-2, source: 'MoA, Table 2', published: 4.22,\n"
+        "claims: [{says: MoA accepts more than EAGLE-2, source: 'MoA, Table 2', published: more,\n"
         "          tests: [{metric: tau, of: moa, over: eagle2, is: more},\n"
         "                  {metric: speed_up, of: moa, than: 1, is: less}]}]\n"
     )
-    page = report(tmp_path / "r", studies=tmp_path / "studies").write()
+    found = report(tmp_path / "r", studies=tmp_path / "studies")
+    assert not found.problems and found.verdicts and found.insights["calibration"] and any(p.measured for p in found.papers)
+    page = found.write()
     probed = tmp_path / "probed.html"
     probed.write_text(page.read_text().replace("</body>", RULER))
     (tmp_path / "phone.html").write_text(PHONE % probed.as_uri())
