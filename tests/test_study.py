@@ -236,7 +236,7 @@ def test_measurements_are_compared_from_five_repetitions_on(tmp_path):
     for repetition in range(5):
         assert compare(test, Evidence(SPEC, cells.collect([cell.path])))[0] is None
         for name, peak in (("a", 90.0), ("b", 100.0)):
-            cell.write(Measurement(name, "memory", repetition, {"peak": peak + repetition / 10}))
+            cell.write(Measurement(name, "memory", repetition, {"peak": peak + repetition / 10, "kv": 1.0}))
     effect, _ = compare(test, Evidence(SPEC, cells.collect([cell.path])))
     assert effect is not None and effect.value == pytest.approx(90.2 / 100.2) and effect.high < 1
     assert claims.judge(test, effect) == claims.REPRODUCED
