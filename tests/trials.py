@@ -2,7 +2,7 @@
 
 A trial is the shipped recipe's predecessor with one thing changed; it and its base train on the same tokens in the same
 order for as many steps, with the same seeds, and are measured on the same held-out answers. A row a training goes to
-FOLDER/rows.jsonl as soon as it is there; what is there is not done again. The table is FOLDER/README.md. `tokens` confines
+FOLDER/trials.jsonl as soon as it is there; what is there is not done again. The table is FOLDER/README.md. `tokens` confines
 a training to the corpus' first shards, for a machine that has not read the states of the others yet.
 """
 
@@ -143,7 +143,7 @@ def train(folder: Path, trial: Trial, seed: int, steps: int, tokens: int | None)
 
 def main(folder: Path, chosen: list[str], seeds: list[int], steps: int, tokens: int | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "rows.jsonl"
+    path = folder / "trials.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {(r["drafter"], r["trial"], r["seed"]) for r in rows}
     for seed in seeds:
@@ -166,7 +166,7 @@ def write_table(folder: Path, rows: list[dict[str, object]]) -> None:
         "",
         "One thing changed at a time, beside the same training without it: same tokens, order and steps; seeds pooled;",
         "tau of a chain of 5 on the held-out answers, resampled alike for both. Written by `tests/trials.py` from",
-        f"`rows.jsonl` ({', '.join(machines)}).",
+        f"`trials.jsonl` ({', '.join(machines)}).",
         "",
         markdown_table(TRIALS, trial_lines(trials(), rows)),
         "",
