@@ -2,8 +2,8 @@
 
 A trial is the shipped recipe's predecessor with one thing changed; it and its base train on the same tokens in the same
 order for as many steps, with the same seeds, and are measured on the same held-out answers. A row a training goes to
-FOLDER/trials.jsonl as soon as it is there; what is there is not done again. The table is FOLDER/README.md. `tokens` confines
-a training to the corpus' first shards, for a machine that has not read the states of the others yet.
+FOLDER/trials.jsonl as soon as it is there; what is there is not done again. The table is FOLDER/README.md. `tokens`
+confines a training to the corpus' first shards, for a machine that has not read the states of the others yet.
 """
 
 import json
