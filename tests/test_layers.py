@@ -110,4 +110,5 @@ def test_every_recipe_composes_and_instantiates(recipe):
 
 def test_no_yaml_is_long():
     for path in (ROOT / "conf").rglob("*.yaml"):
-        assert len(path.read_text().splitlines()) <= 60, path
+        longest = 100 if path.parent.name == "study" else 60  # a study holds its paper's claims, too
+        assert len(path.read_text().splitlines()) <= longest, path
