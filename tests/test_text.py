@@ -136,6 +136,7 @@ def fill(folder, names, dataset="mtbench", model="m"):
     for i, name in enumerate(names):
         header = settings(name, dataset=dataset)
         header["config"] = {**header["config"], "model": {"name": model}}
+        header["arms"][name]["drafter"]["growth"] = {"_target_": "specbench.engine.grow.Chain", "gamma": 4}
         cell = Cell(folder / "m" / "mtbench" / f"x-{i}", header)
         for q in range(2):
             for who in ("none", name):

@@ -48,7 +48,7 @@ def _answer(report: "Report") -> list[Block]:
     most = max(e.summary.prompts for e in group)
     said = f"{group[0].caption}, {most} generations a drafter. 95% intervals, coloured (bold) where they exclude 1."
     blocks: list[Block] = [Says(report.answer, "answer"), Says(said, "note")]
-    blocks += [Says(busy, lead="BUSY") for busy in tables.disturbances(group)]
+    blocks += [Says(busy, lead="CAUTION") for busy in tables.disturbances(group)]
     if differ := overview.apart(group):
         blocks.append(Says(f"These rows differ in {', '.join(differ)}: such drafters are not compared below.", "note"))
     return [*blocks, Figures(("speed_up",), wide=True), overview.numbers(group)]
