@@ -53,7 +53,8 @@ install: $(READY) ## create the virtual environment, once
 
 bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
 	$(if $(BRIEF),$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(BRIEF) train=brief train.missing=true)
-	@status=0; $(BIN)/python -m specbench.study study=bench model=$(MODEL) arms=[$(DRAFTERS)] datasets=[$(DATASETS)] \
+	@status=0; $(BIN)/python -m specbench.study study=bench cells=[0] model=$(MODEL) arms=[$(DRAFTERS)] \
+		datasets=[$(DATASETS)] \
 		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false trace=1 || status=$$?; \
 	$(BIN)/python -m specbench.report; exit $$status
 

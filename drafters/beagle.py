@@ -205,7 +205,7 @@ class Beagle(TrainedDrafter):
             # Recomputed in the backward pass, from what is then a fuller `simulated`: the mask hides the rest of it.
             predicted = checkpoint(predict, queries, use_reentrant=False)[own]
             rows, places = own.nonzero()[:, 0], queries[own]
-            simulated[rows, places] = predicted.detach()
+            simulated[rows, places] = predicted.detach().to(simulated)
             yield rows, places, predicted
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:

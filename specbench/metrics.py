@@ -209,21 +209,28 @@ def interval(rate: Rate, totals: Totals) -> Interval | None:
     return _bounded(rate, (totals.pooled(),), (totals.resampled(),))
 
 
-def contrast(rate: Rate, ours: Totals, theirs: Totals, ratio: bool = False, other: Rate | None = None) -> Interval | None:
+def contrast(
+    rate: Rate, ours: Totals, theirs: Totals, ratio: bool = False, other: Rate | None = None, paired: bool = True
+) -> Interval | None:
     """Difference (or ratio) of a rate between two drafters on the questions they share, resampled alike for both.
 
-    other: the rate of the second drafter, if it is another one.
+    other: the rate of the second drafter, if it is another one. paired: False: each side has questions of its own, which
+    are resampled apart.
     """
-    shared = sorted(set(ours.questions) & set(theirs.questions))
-    if not shared:
+    if paired:
+        shared = sorted(set(ours.questions) & set(theirs.questions))
+        ours, theirs = ours.among(shared), theirs.among(shared)
+    if not ours.questions or not theirs.questions:
         return None
-    a, b = ours.among(shared), theirs.among(shared)
 
     def effect(mine: Sums, yours: Sums) -> np.ndarray:
         first, second = rate(mine), (other or rate)(yours)
         return first / second if ratio else first - second
 
-    return _bounded(effect, (a.pooled(), b.pooled()), (a.resampled(), b.resampled()))
+    second = theirs.resampled()
+    if not paired:  # as many questions on both sides have the same samples: the other way round they are unrelated
+        second = {name: sums[::-1] for name, sums in second.items()}
+    return _bounded(effect, (ours.pooled(), theirs.pooled()), (ours.resampled(), second))
 
 
 def _bounded(effect: Callable[..., np.ndarray], pooled: tuple[Sums, ...], resampled: tuple[Sums, ...]) -> Interval | None:

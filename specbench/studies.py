@@ -20,7 +20,7 @@ from specbench.metrics import RATES
 from specbench.options import Name, Natural, Text
 
 FOLDER = ROOT / "conf" / "study"
-OF_ARMS = ("parameters", "draft_cost", "draft_cost_by_parameters")  # what is no sum over rows
+OF_ARMS = ("parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up")  # what is no sum over rows
 METRICS = (*RATES, *OF_ARMS)
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as typed behind a door
@@ -47,8 +47,8 @@ class Needs(TypedDict, total=False):
     """What must be there for a study to run, or for a claim to be judged.
 
     device: cuda. vocabulary: a target with as many ids. billions: a target of as many parameters. trained: tokens that
-    every trained arm has seen. alike: all trained arms saw as many tokens, within 5%. pretrained: an arm whose weights
-    somebody else trained on far more text. project: what this project has not.
+    every trained arm has seen. alike: all trained arms saw as many tokens, within 5%, seeds averaged. pretrained: an arm
+    whose weights somebody else trained on far more text. project: what this project has not.
     """
 
     device: Literal["cuda"]
@@ -61,9 +61,13 @@ class Needs(TypedDict, total=False):
 
 
 class At(TypedDict, total=False):
-    """Which of a study's cells; the first one's dataset and greedy decoding, unless said otherwise."""
+    """Which of a study's cells; the first one's dataset and greedy decoding, unless said otherwise.
+
+    category: of its prompts; `over_at` then stands for all other categories.
+    """
 
     dataset: Name
+    category: Name
     temperature: Annotated[float, Gt(0)]
 
 
@@ -95,17 +99,19 @@ def _complete(test: Test) -> Test:
         raise ValueError(
             "a test compares: with another arm (`over`), cell (`over_at`), metric (`over_metric`) or number (`than`)"
         )
+    if "category" in test.get("over_at", {}):
+        raise ValueError("`over_at` names no category: it stands for all others than the one of `at`")
     return test
 
 
 class Claim(TypedDict):
-    """What a paper says, what it printed, and the tests of it."""
+    """What a paper says, what it printed, and the tests of it; none where the project lacks what they would be about."""
 
     says: Text
     source: Text
     published: Text
     needs: NotRequired[Needs]
-    tests: Annotated[list[Annotated[Test, AfterValidator(_complete)]], MinLen(1)]
+    tests: list[Annotated[Test, AfterValidator(_complete)]]
 
 
 class Shown(TypedDict):
@@ -144,6 +150,8 @@ def check(study: Study, name: str) -> Study:
     named = [a["weights"] for a in arms.values() if "weights" in a]
     named += [arm for shown in study.get("shows", []) for arm in shown["rows"].values()]
     for claim in study.get("claims", []):
+        if not claim["tests"] and "project" not in {**study.get("needs", {}), **claim.get("needs", {})}:
+            raise SpecBenchError(f"study {name}: {claim['says']!r} has no test; say in needs.project what it waits for")
         named += [test[side] for test in claim["tests"] for side in ("of", "over") if side in test]
     for arm in named:
         if arm not in arms and arm != "none":
@@ -186,10 +194,14 @@ def unmet(needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool
         found.append(f"a target with {needs['vocabulary']:,} ids")
     if header["target"]["parameters"] < 0.8e9 * needs.get("billions", 0):
         found.append(f"a target of {needs['billions']:g} billion parameters")
-    seen = {name: arm["weights"]["tokens_seen"] for name, arm in header["arms"].items() if arm["weights"].get("history")}
-    if seen and min(seen.values()) < needs.get("trained", 0):
+    seen: dict[str, list[int]] = {}  # tokens by arm, of each of its seeds
+    for label, arm in header["arms"].items():
+        if arm["weights"].get("history"):
+            seen.setdefault(arm.get("of", label), []).append(arm["weights"]["tokens_seen"])
+    means = [sum(tokens) / len(tokens) for tokens in seen.values()]
+    if seen and min(map(min, seen.values())) < needs.get("trained", 0):
         found.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")
-    if needs.get("alike") and seen and max(seen.values()) > 1.05 * min(seen.values()):
+    if needs.get("alike") and means and max(means) > 1.05 * min(means):
         found.append("drafters trained on as many tokens each")
     if needs.get("pretrained") in seen:
         found.append(f"a pretrained draft model as {needs['pretrained']}")

@@ -42,10 +42,11 @@ class Options(RunOptions):
     study: Study
     arms: list[Name] | None
     seeds: list[Natural] | None
+    cells: list[Natural] | None
     datasets: list[Name] | None
 
 
-OURS = ("study", "arms", "seeds", "datasets")
+OURS = ("study", "arms", "seeds", "cells", "datasets")
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,12 @@ def _members(study: Study, config: DictConfig) -> Iterator[Member]:
 
 
 def _cells(study: Study, config: DictConfig) -> Iterator[list[str]]:
-    """What each cell says; with other datasets, each cell for each of them."""
-    for said in study["cells"]:
+    """What each chosen cell says; with other datasets, each cell for each of them."""
+    count = len(study["cells"])
+    for number in range(count) if config.cells is None else config.cells:
+        if number >= count:
+            raise SpecBenchError(f"cells: this study has no cell {number}; there are 0 to {count - 1}")
+        said = study["cells"][number]
         if config.datasets is None:
             yield said
         else:

@@ -69,8 +69,8 @@ def walked(drafter, batch, answers, steps):
             hits = [table[j][row][root + j] == tokens[row][root + j + 1] for j in range(ahead)]
             accepted = hits.index(False) if False in hits else ahead
             drafted = ahead
-            if accepted == last - root:
-                accepted -= 1
+            if accepted == last - root:  # the last token comes as a bonus: what was drafted there was never put to the test
+                accepted = drafted = accepted - 1
             result.add(accepted, drafted)
             root += accepted + 1
     return result

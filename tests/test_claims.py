@@ -1,34 +1,96 @@
-"""The ledger of claims: every verdict from synthetic rows, and the shipped list well-formed."""
+"""Verdicts: every kind of test on synthetic rows, what makes a claim's verdict of its tests', and what readers are told."""
 
 import numpy as np
 import pytest
-from conftest import DRAFTERS, ROOT
+from test_records import arm, settings
 
 from specbench import metrics
-from specbench.errors import SpecBenchError
-from specbench.metrics import Totals
-from specbench.records import Row
-from specbench.reporting import claims
-from specbench.reporting.bundle import claims_listed
-from specbench.reporting.claims import INCONCLUSIVE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, Evidence
+from specbench.records import Cell, Measurement, Row
+from specbench.reporting import cells, claims
+from specbench.reporting.claims import (
+    INCONCLUSIVE,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    NOT_TESTABLE,
+    REPRODUCED,
+    Evidence,
+    Verdict,
+    compare,
+    judge,
+    judge_study,
+    rate,
+)
+
+ARMS = {  # tokens accepted in turn, and how much faster than the baseline a token is
+    "good": ([3, 3, 4, 2], 2.0),
+    "poor": ([1, 1, 2, 0], 1.0),
+    "mixed": ([0, 1, 5, 3], 1.0),
+}
+STUDY = {
+    "title": "x",
+    "source": ["x"],
+    "varies": ["temperature", "dataset"],
+    "cells": [["dataset=a"]],
+    "arms": {name: {"run": [f"drafter={name}"]} for name in ARMS},
+}
+CLAIM = {"says": "x", "source": "x", "published": "x"}
+CATEGORIES = ("coding", "writing", "maths")
 
 
-def evidence(accepted, speed=1.0, questions=12, parameters=100):
-    """Rows whose cycles accept `accepted[i % len]` tokens in turn; the baseline's beside them."""
-    rows, baseline = [], []
+def rows(name, questions=12):
+    """Ten cycles a question, drafting 0.1 s each, that accept what `ARMS` says; with the baseline's, a second a token."""
+    accepted, speed = ARMS[name]
     for q in range(questions):
         path = [accepted[(q + c) % len(accepted)] for c in range(10)]
         tokens = [0] * (1 + sum(path) + len(path))
-        ours = Row("x", str(q), "", 0, 5, tokens, 0.1, len(tokens) / speed, accepted=path, drafted=[5] * len(path))
-        ours.nodes, ours.peak, ours.draft_s = [5] * len(path), {"resident": 2**20}, 1.0
-        rows.append(ours)
-        baseline.append(Row("none", str(q), "", 0, 5, tokens, 0.1, float(len(tokens)), accepted=[0] * (len(tokens) - 1)))
-        baseline[-1].target_s = len(tokens) - 1.0  # a second a pass; drafting takes a second a question, 0.1 a cycle
-    return Evidence(Totals.of(rows, baseline), len(rows), parameters, target_parameters=1000, passes=2), rows
+        yield row(name, q, tokens, path, len(tokens) / speed, drafted=[5] * len(path), draft_s=1.0)
 
 
-def verdict(test, known, files=None):
-    return claims.ledger([{"tests": [test]}], lambda _: known, files or {})[0].verdict
+def row(name, question, tokens, path, seconds, drafted, **more):
+    nodes, ranks = [d * (name != "none") for d in drafted], [[0] * a for a in path]
+    category = CATEGORIES[question % 3]
+    return Row(name, str(question), category, 0, 5, tokens, 0.1, seconds, nodes, drafted, path, ranks, **more)
+
+
+def plain(questions=12, length=36):
+    for q in range(questions):
+        tokens = [0] * length
+        passes = length - 1
+        yield row("none", q, tokens, [0] * passes, float(length), drafted=[0] * passes, target_s=float(passes))
+
+
+def write(folder, header, *names, questions=12, change=lambda r: r):
+    """A cell of the study with these drafters' rows."""
+    cell = Cell(folder, {"study": "s", **header})
+    for name in names:
+        for one in plain(questions) if name == "none" else rows(name, questions):
+            cell.write(change(one))
+    return cell
+
+
+def header(**more):
+    known = settings(*ARMS, dataset="a", **more)
+    known["arms"] = {"none": arm("none")} | {n: arm(n, parameters=50 if n == "good" else 100, passes=2) for n in ARMS}
+    known["target"] |= {"parameters": 1000}
+    return known
+
+
+def gathered(folder, **more):
+    return Evidence({**STUDY, **more}, cells.collect(sorted(folder.rglob("rows.jsonl")), folder))
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("claims")
+    cell = write(folder / "s" / "m" / "a" / "decode-0", header(), "none", *ARMS)
+    for repetition in range(5):
+        for name, peak in (("good", 90.0), ("poor", 100.0), ("mixed", 100.5)):
+            cell.write(Measurement(name, "memory", repetition, {"peak": peak + repetition % 3}))
+    return gathered(folder)
+
+
+def verdict(test, known):
+    return judge(test, compare(test, known)[0])
 
 
 @pytest.mark.parametrize(
@@ -43,32 +105,29 @@ def verdict(test, known, files=None):
         ({"metric": "speed_up", "of": "good", "over": "poor", "is": "more"}, REPRODUCED),
         ({"metric": "speed_up", "of": "poor", "over": "poor", "within": 0.05}, REPRODUCED),
         ({"metric": "speed_up", "of": "good", "over": "poor", "within": 0.05}, NOT_REPRODUCED),
+        ({"metric": "speed_up", "of": "good", "than": 1.5, "is": "more"}, REPRODUCED),
         ({"metric": "late_alpha", "of": "good", "over": "poor", "is": "more"}, REPRODUCED),
         ({"metric": "alpha0", "of": "good", "over_metric": "alpha4", "is": "more"}, REPRODUCED),
         ({"metric": "parameters", "of": "good", "over": "poor", "is": "less"}, REPRODUCED),
-        ({"metric": "memory", "of": "good", "over": "poor", "within": 0.01}, REPRODUCED),
         ({"metric": "draft_ms", "of": "good", "over": "poor", "within": 0.01}, REPRODUCED),
         ({"metric": "tau", "of": "poor", "than": 1.9, "is": "more"}, REPRODUCED),
         ({"metric": "tau", "of": "poor", "than": 2.1, "is": "more"}, NOT_REPRODUCED),
+        ({"metric": "tau", "of": "poor", "than": 2.0, "within": 0.1}, REPRODUCED),
         ({"metric": "draft_cost", "of": "good", "over_metric": "draft_cost_by_parameters", "within": 0.1}, REPRODUCED),
         ({"metric": "draft_cost", "of": "poor", "over_metric": "draft_cost_by_parameters", "within": 0.1}, NOT_REPRODUCED),
-        ({"file": "numbers.json", "of": "a.1", "over": "a.2", "within": 0.1}, REPRODUCED),
-        ({"file": "numbers.json", "of": "a.3", "over": "a.2", "is": "more", "by": 0.5}, REPRODUCED),
-        ({"file": "numbers.json", "of": "a.3", "over": "a.2", "within": 0.1}, NOT_REPRODUCED),
-        ({"file": "numbers.json", "of": "a.words", "over": "a.2", "within": 0.1}, NOT_RUN),
-        ({"file": "numbers.json", "of": "a.2", "over": "a.nothing", "within": 0.1}, NOT_RUN),
-        ({"file": "numbers.json", "of": "a.1.deeper", "over": "a.2", "within": 0.1}, NOT_RUN),
-        ({"file": "missing.json", "of": "a.3", "over": "a.2", "within": 0.1}, NOT_RUN),
+        ({"measured": "memory.peak", "of": "good", "over": "poor", "is": "less"}, REPRODUCED),
+        ({"measured": "memory.peak", "of": "poor", "over": "mixed", "within": 0.05}, REPRODUCED),
+        ({"measured": "memory.peak", "of": "poor", "over": "mixed", "is": "less"}, INCONCLUSIVE),
+        ({"measured": "memory.loaded", "of": "good", "over": "poor", "is": "less"}, NOT_RUN),
+        ({"measured": "training.peak", "of": "good", "over": "poor", "is": "less"}, NOT_RUN),
+        ({"metric": "identical", "of": "good", "than": 0.999, "is": "more"}, NOT_RUN),  # these rows hold no audit
     ],
 )
-def test_verdicts(test, expected):
-    files = {"numbers.json": {"a": {"1": 10.2, "2": 10.0, "3": 30.0, "words": "x", "nothing": 0}}}
-    known = {"good": evidence([3, 3, 4, 2], speed=2.0, parameters=50)[0], "poor": evidence([1, 1, 2, 0])[0]}
-    assert verdict(test, known, files) == expected
+def test_verdicts(known, test, expected):
+    assert verdict(test, known) == expected
 
 
-def test_a_claim_is_as_good_as_its_worst_test():
-    known = {"good": evidence([3, 3, 4, 2])[0], "poor": evidence([1, 1, 2, 0])[0]}
+def test_a_claim_is_as_good_as_its_worst_test(known):
     right = {"metric": "tau", "of": "good", "over": "poor", "is": "more"}
     wrong, open_, absent = {**right, "is": "less"}, {**right, "over": "good"}, {**right, "over": "absent"}
     for tests, expected in (
@@ -77,49 +136,140 @@ def test_a_claim_is_as_good_as_its_worst_test():
         ([open_, wrong, right], NOT_REPRODUCED),
         ([wrong, absent], NOT_RUN),
     ):
-        assert claims.ledger([{"tests": tests}], lambda _: known, {})[0].verdict == expected
+        study = {**STUDY, "claims": [{**CLAIM, "tests": tests}]}
+        assert judge_study("s", study, known.entries)[0].verdict == expected
 
 
-def test_late_acceptance_is_everything_behind_the_first_step():
-    e, rows = evidence([0, 1, 5, 3])
+def test_a_claim_that_waits_for_the_project_needs_no_test(known):
+    claim = {**CLAIM, "needs": {"project": "a time machine"}, "tests": []}
+    (found,) = judge_study("s", {**STUDY, "claims": [claim]}, known.entries)
+    assert (found.verdict, found.said) == (NOT_TESTABLE, "needs a time machine")
+
+
+def test_late_acceptance_is_everything_behind_the_first_step(known):
+    entry = known.find("mixed", None, timed=False)
     tried = passed = 0
-    for row in rows:
-        for accepted, drafted in zip(row.accepted, row.drafted, strict=True):
+    for one in entry.rows:
+        for accepted, drafted in zip(one.accepted, one.drafted, strict=True):
             for depth in range(2, drafted + 1):
                 if accepted >= depth - 1:
                     tried, passed = tried + 1, passed + (accepted >= depth)
-    assert float(e.rate("late_alpha")(e.totals.pooled())) == pytest.approx(passed / tried)
+    assert 0 < passed < tried
+    assert float(rate(entry, "late_alpha")(entry.totals.pooled())) == pytest.approx(passed / tried)
 
 
-def test_effects_are_those_of_a_bootstrap_written_out():
-    ours, rows = evidence([0, 1, 5, 3])
-    theirs, other = evidence([2, 2, 0])
-    found = claims.compare({"metric": "tau", "of": "a", "over": "b", "is": "more"}, {"a": ours, "b": theirs}, {})
-    names = sorted({r.question for r in rows})
+def test_the_expected_speed_up_is_that_of_tokens_drawn_one_by_one(known):
+    """Theorem 3.8: draft gamma tokens, each right with probability alpha, at a cost of c target passes each."""
+    entry = known.find("good", None, timed=True)
+    sums = entry.totals.pooled()
+    alpha, gamma = float(metrics.RATES["alpha"](sums)), entry.arm["passes"]
+    cost = float(rate(entry, "draft_cost")(sums))
+    emitted = sum(alpha**depth for depth in range(gamma + 1))  # the bonus, and each token that all before it let through
+    assert 0 < alpha < 1 and cost == pytest.approx(0.05)
+    assert float(rate(entry, "expected_speed_up")(sums)) == pytest.approx(emitted / (gamma * cost + 1))
+
+
+def test_effects_are_those_of_a_bootstrap_written_out(known):
+    found, _ = compare({"metric": "tau", "of": "mixed", "over": "poor", "is": "more"}, known)
+    ours, theirs = (known.find(name, None, timed=False).rows for name in ("mixed", "poor"))
+    names = sorted({r.question for r in ours})
     effects = []
     for sample in metrics.draws(len(names)):
         asked = [names[i] for i in sample]
-        taus = [metrics.tau([r for q in asked for r in part if r.question == q]) for part in (rows, other)]
+        taus = [metrics.tau([r for q in asked for r in part if r.question == q]) for part in (ours, theirs)]
         effects.append(taus[0] - taus[1])
     assert found is not None
     assert (found.low, found.high) == pytest.approx(tuple(np.percentile(effects, [2.5, 97.5])))
-    assert found.value == pytest.approx(metrics.tau(rows) - metrics.tau(other))
+    assert found.value == pytest.approx(metrics.tau(ours) - metrics.tau(theirs))
 
 
-def test_an_unknown_metric_is_named():
-    with pytest.raises(SpecBenchError, match="unknown metric beauty"):
-        verdict({"metric": "beauty", "of": "a", "over": "a", "is": "more"}, {"a": evidence([1])[0]})
+def test_a_category_stands_against_all_others(tmp_path):
+    def change(one):
+        if one.category == "coding" and one.drafter == "good":  # as good as it gets
+            one.accepted, one.tokens, one.ranks = [5] * 10, [0] * 61, [[0] * 5 for _ in range(10)]
+        return one
+
+    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", *ARMS, change=change)
+    known = gathered(tmp_path)
+    test = {"metric": "tau", "of": "good", "at": {"category": "coding"}, "over_at": {}, "is": "more"}
+    found, _ = compare(test, known)
+    entry = known.find("good", None, timed=False)
+    parts = [[r for r in entry.rows if (r.category == "coding") == mine] for mine in (True, False)]
+    assert found is not None and found.value == pytest.approx(metrics.tau(parts[0]) - metrics.tau(parts[1]))
+    assert judge(test, found) == REPRODUCED
+    alone, _ = compare({"metric": "tau", "of": "good", "at": {"category": "coding"}, "than": 6.0, "within": 0.1}, known)
+    assert alone is not None and alone.value == pytest.approx(0)
+    both, _ = compare({"metric": "tau", "of": "good", "at": {"category": "coding"}, "over": "poor", "is": "more"}, known)
+    poor = [r for r in known.find("poor", None, timed=False).rows if r.category == "coding"]
+    assert both is not None and both.value == pytest.approx(6 - metrics.tau(poor))
+    none, why = compare({**test, "at": {"category": "cooking"}}, known)
+    assert none is None and why == "no questions of both sides"
 
 
-def test_the_shipped_claims_are_well_formed():
-    listed = claims_listed(ROOT / "results" / "claims")
-    assert len(listed) > 15
-    for claim in listed:
-        for test in claim["tests"]:
-            if "file" not in test:
-                names = [test[k].split(":")[-1].split("-")[0] for k in ("of", "over") if k in test]
-                assert any(n in DRAFTERS for n in names) or claim["run"].startswith("there is no")
-    verdicts = claims.ledger(listed, lambda _: {}, {})
-    assert {v.verdict for v in verdicts} == {NOT_RUN}
-    shown = claims.markdown(verdicts)
-    assert all(claim["run"] in shown and claim["says"] in shown for claim in listed)
+def test_prompt_sets_are_compared_without_pairing_their_questions(tmp_path):
+    """Both have a question 0, which are two questions."""
+    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", "good")
+    other = header()
+    other["config"] = {**other["config"], "dataset": {"name": "b"}}
+    write(tmp_path / "s" / "m" / "b" / "decode-0", other, "none", "good", questions=5)
+    known = gathered(tmp_path)
+    test = {"metric": "tau", "of": "good", "at": {"dataset": "a"}, "over_at": {"dataset": "b"}, "is": "more"}
+    found, _ = compare(test, known)
+    ours, theirs = (known.find("good", {"dataset": name}, timed=False).rows for name in "ab")
+    assert (len(ours), len(theirs)) == (12, 5)
+    assert found is not None and found.value == pytest.approx(metrics.tau(ours) - metrics.tau(theirs))
+
+
+def test_unpaired_intervals_are_as_wide_as_the_two_sides_say(known):
+    """Of independent sides the variances add; paired with itself an arm has no spread at all."""
+    totals = known.find("mixed", None, timed=False).totals
+    assert metrics.contrast(metrics.RATES["tau"], totals, totals).low == 0
+    alone = metrics.interval(metrics.RATES["tau"], totals)
+    apart = metrics.contrast(metrics.RATES["tau"], totals, totals, paired=False)
+    assert apart.high - apart.low == pytest.approx(2**0.5 * (alone.high - alone.low), rel=0.15)
+
+
+def test_what_was_replayed_is_compared_with_what_was_decoded_on_decoded_rows(tmp_path):
+    """Temperature 1 cannot be replayed; temperature 0 has both cells, of which the replayed one is larger."""
+    warm = header()
+    warm["config"] = {**warm["config"], "sampler": {"temperature": 1.0}}
+    write(tmp_path / "s" / "m" / "a" / "replay-0", {**header(), "replay": True}, "none", "good")
+    write(tmp_path / "s" / "m" / "a" / "decode-1", warm, "none", "good", questions=6)
+    test = {"metric": "tau", "of": "good", "at": {"temperature": 1}, "over_at": {}, "is": "less"}
+    effect, why = compare(test, gathered(tmp_path))
+    assert effect is None and "replay" in why
+    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", "good", questions=6)
+    known = gathered(tmp_path)
+    assert known.find("good", None, timed=False).replayed
+    effect, _ = compare(test, known)
+    assert effect is not None and effect.value == 0
+
+
+def test_readers_are_told_effects_in_words(known):
+    tau = {"metric": "tau", "of": "good", "is": "more"}
+    said = {
+        "tau of good over poor: +2.00 [+2.00, +2.00]": {**tau, "over": "poor"},
+        "speed-up of good over 1.5: x1.34 [1.34, 1.34]": {"metric": "speed_up", "of": "good", "than": 1.5, "is": "more"},
+        "memory: peak of good over poor: x0.90 [": {"measured": "memory.peak", "of": "good", "over": "poor", "is": "less"},
+        "tau of good at coding over all others: +0.00 [": {**tau, "at": {"category": "coding"}, "over_at": {}},
+        "tau of good at T=1 over greedy: no rows of good": {**tau, "at": {"temperature": 1}, "over_at": {}},
+        "tau of good over at b: no rows of good": {**tau, "over_at": {"dataset": "b"}},
+    }
+    study = {**STUDY, "claims": [{**CLAIM, "tests": [test]} for test in said.values()]}
+    for expected, found in zip(said, judge_study("s", study, known.entries), strict=True):
+        assert found.said.startswith(expected), found.said
+    assert claims.words("training.peak") == "training: peak" and claims.words("alpha2") == "acceptance of step 3"
+
+
+def test_the_tally_counts_verdicts_and_leaves_out_what_there_is_none_of():
+    kinds = [REPRODUCED, NOT_TESTABLE, REPRODUCED, NOT_RUN]
+    verdicts = [Verdict("s", CLAIM, (), kind, "said") for kind in kinds]
+    assert claims.tally(verdicts) == "2 reproduced, 1 not testable here, 1 not run"
+    shown = claims.markdown(verdicts[:1])
+    assert shown.splitlines()[-1] == "| x | x | x | said | reproduced |"
+
+
+def test_what_was_not_run_says_how_to(known):
+    study = {**STUDY, "claims": [{**CLAIM, "tests": [{"metric": "tau", "of": "good", "than": 1, "is": "more"}]}]}
+    (found,) = judge_study("elsewhere", study, known.entries)
+    assert found.verdict == NOT_RUN and found.said == "python -m specbench.study study=elsewhere"

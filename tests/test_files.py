@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from test_records import SETTINGS, arm, random_row
 from test_report import fill
 
-from specbench import files, report
+from specbench import files, report, studies
 from specbench.errors import SpecBenchError
 from specbench.metrics import BASELINE
 from specbench.records import Cell, CellFailure, Failure, Measurement, has_failed, read_cell
-from specbench.reporting import bundle, cells, claims, published, tables, trainings, translate
+from specbench.reporting import bundle, cells, published, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
 from specbench.shapes import Provenance, Trace
 
@@ -208,7 +208,7 @@ def test_any_value_in_any_field_is_shown_or_refused(tmp_path, place, value):
     assert not (entries and problems)
     assert all(len(p.splitlines()) == 1 and p.startswith(str(path)) for p in problems)
     for caption, group in cells.groups(entries).items():
-        assert bundle._part(caption, group)["verdict"]
+        assert bundle._part(caption, group)["tables"]["decoding"][1]
     tables.training_lines(entries)
     tables.markdown(entries, problems)
 
@@ -301,7 +301,7 @@ def test_every_format_says_on_top_what_is_broken_and_goes_on(tmp_path, capsys, n
         assert (f"**LEFT OUT** {path}" in shown) == (path.suffix == ".jsonl" or path.name.endswith(".failed.json"))
     assert "LEFT OUT" in top
     for text in (readme, shown):
-        assert text.index("**LEFT OUT**") < text.index("| drafter |") < text.index("| eagle2 |") < text.index("| vanilla |")
+        assert text.index("**LEFT OUT**") < text.index("| drafter |") < text.index("| eagle2 |")
     assert page.index("LEFT OUT") < page.index("<td>eagle2</td>")
 
 
@@ -312,47 +312,61 @@ def test_a_folder_with_nothing_readable_is_one_line(tmp_path):
     assert "rows.jsonl is empty" in (refusal(Report, Sources(tmp_path)) or "")
 
 
-def test_claims_can_be_chosen_at_the_door(tmp_path, capsys, no_figures):
+def test_studies_whose_claims_are_judged_can_be_chosen_at_the_door(tmp_path, capsys, no_figures):
     fill(tmp_path, ("eagle2",), questions=2, dataset="mtbench")
-    door(capsys, f"results={tmp_path}", "claims=[beagle]")
-    sources = set((tmp_path / "README.md").read_text().split("## Claims")[1].split("## Figures")[0].split(" | "))
+    door(capsys, f"results={tmp_path}", "studies=[beagle_table1]")
+    sources = set((tmp_path / "README.md").read_text().split("claims hold here")[1].split("\n## ")[0].split(" | "))
     assert any(s.startswith("Beagle, ") for s in sources) and not any(s.startswith("HASS") for s in sources)
 
 
-def test_broken_claims_and_published_numbers_are_left_out(tmp_path):
+def test_broken_studies_and_published_numbers_are_left_out(tmp_path):
     fill(tmp_path / "r", ("eagle2",), questions=2, dataset="mtbench")
-    shutil.copytree(ROOT / "results" / "claims", tmp_path / "claims")
+    shutil.copytree(ROOT / "conf" / "study", tmp_path / "study")
     shutil.copytree(ROOT / "results" / "published", tmp_path / "published")
-    (tmp_path / "claims" / "moa.yaml").write_text("- says: [")
+    (tmp_path / "study" / "moa_table2.yaml").write_text("claims:\n  - says: [")
     (tmp_path / "published" / "moa.csv").write_bytes(b"\xff")
-    found = Report(Sources(tmp_path / "r", published=tmp_path / "published", claims=tmp_path / "claims"))
-    assert ["moa.yaml" in p or "moa.csv" in p for p in found.problems] == [True, True]
+    found = Report(Sources(tmp_path / "r", published=tmp_path / "published", studies=tmp_path / "study"))
+    assert "moa_table2.yaml" in found.problems[0] and "moa.csv" in found.problems[1]
+    assert all("shows moa" in p and p.endswith("not among the published numbers") for p in found.problems[2:])
     assert len(found.verdicts) > 10 and {p.paper for p in found.papers} == {"beagle", "coral", "eagle", "slides"}
 
 
-CLAIM = {"says": "a", "source": "b", "needs": "c", "published": "d", "run": "e"}
 TEST = {"metric": "tau", "of": "a", "over": "b", "is": "more"}
+STUDY = {
+    "title": "t",
+    "source": ["s"],
+    "cells": [["dataset=mtbench"]],
+    "arms": {"a": {"run": ["drafter=eagle2"]}, "b": {"run": ["drafter=hass"]}},
+}
 
 
 @pytest.mark.parametrize(
     "test",
     [
         TEST | {"metric": "beauty"},
+        TEST | {"measured": "memory.peak"},
         TEST | {"is": "mor"},
         TEST | {"within": 0.1},
         TEST | {"than": "two"},
+        TEST | {"at": {"temperature": 0}},
+        TEST | {"over_at": {"category": "coding"}},
         {"metric": "tau", "of": "a", "over": "b"},
+        {"metric": "tau", "of": "a", "is": "more"},
         {"of": "a", "over": "b", "is": "more"},
-        {"file": "x.json", "of": "a", "is": "more"},
+        {"measured": "memory", "of": "a", "over": "b", "is": "more"},
         TEST | {"off": "a"},
     ],
 )
 def test_a_claim_that_cannot_be_judged_is_refused(tmp_path, test):
     path = tmp_path / "x.yaml"
-    path.write_text(json.dumps([CLAIM | {"tests": [TEST, test]}]))
-    assert f"{path}: 0.tests.1" in (refusal(claims.read, path) or "")
-    path.write_text(json.dumps([CLAIM | {"tests": [TEST]}]))
-    assert refusal(claims.read, path) is None
+
+    def wrong(*tests):
+        claim = {"says": "a", "source": "b", "published": "d", "tests": tests}
+        path.write_text(json.dumps({**STUDY, "claims": [claim]}))
+        return refusal(studies.read, path)
+
+    assert f"{path}: claims.0.tests.1" in (wrong(TEST, test) or "")
+    assert wrong(TEST) is None
 
 
 def test_broken_provenances_are_left_out_of_the_held_out_table(tmp_path):

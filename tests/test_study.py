@@ -102,6 +102,7 @@ def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
         (("is: more}]}\n  -", "is: more, within: 0.1}]}\n  -"), (), "a test expects"),
         (("title", "title"), ("arms=[eagle9]",), "no arm eagle9"),
         (("title", "title"), ("drafter=hass",), "arms=[NAME,…]"),
+        (("title", "title"), ("cells=[2]",), "no cell 2; there are 0 to 1"),
         (("varies:", "needs: {device: cuda}\nvaries:"), (), "not testable here: it needs a GPU"),
         (("replay=true", "replay=true, sampler.temperature=1"), (), "replay=true follows"),
     ],
@@ -125,7 +126,8 @@ def test_an_arm_that_is_not_to_be_had_costs_itself_alone(home, tmp_path):
 
 def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, tmp_path):
     weights = f"drafter.weights={home / 'weights' / 'eagle2'}"
-    study(home, TWO, "two", f"results={tmp_path}", "arms=[none,eagle1]", "datasets=[mtbench]", weights)
+    study(home, TWO, "two", f"results={tmp_path}", "arms=[none,eagle1]", "datasets=[mtbench]", "cells=[0]", weights)
+    assert not list(tmp_path.rglob("replay-*"))
     assert list(read_cell(next(tmp_path.rglob("decode-*/rows.jsonl")))[0]["arms"]) == ["none", "eagle1"]
 
 

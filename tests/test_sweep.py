@@ -4,14 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, configuration
 from doors import call, kill_after_rows, start, typed
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from specbench.records import Failure, read_cell
-
-EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
 def sweep(home, results, *arguments, drafters="vanilla,eagle2", weights=None, by=call):
@@ -100,24 +95,3 @@ def test_launchers_work_in_their_local_modes(home, tmp_path, launcher):
     for drafter in ("eagle2", "vanilla"):
         assert len(rows(tmp_path / "results", drafter)[1]) == 8
     assert "sweep: 2 of 2 cells complete" in done.stderr
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiments_say_their_command_and_compose(name):
-    first, command_line, *_ = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().splitlines()
-    assert first == "# @package _global_"  # Hydra reads it on the first line only
-    assert command_line.startswith(f"# python -m specbench.run -m experiment={name}")
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        plain = compose("run", [f"experiment={name}"], return_hydra_config=True)
-        swept = OmegaConf.to_container(plain.hydra.sweeper.params)
-        assert swept, "sweeps over nothing"
-        choices = [f"{key}={str(value).split(',')[0]}" for key, value in swept.items()]
-        compose("run", [f"experiment={name}", *choices])
-    for drafter in str(swept["drafter"]).split(","):
-        assert configuration(drafter).drafter.name
-
-
-def test_an_unknown_experiment_is_named(home, tmp_path):
-    done = sweep(home, tmp_path, "experiment=beagle_tabel1", drafters="eagle2")
-    assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "beagle_tabel1" in done.stderr and "beagle_table1" in done.stderr

@@ -1,8 +1,9 @@
-"""Every mend of a recipe or a network alone: `python tests/trials.py FOLDER [DRAFTER[:NAME] …] [seeds=0,1] [steps=240]`.
+"""Every mend alone: `python tests/trials.py FOLDER [DRAFTER[:NAME] …] [seeds=0,1] [steps=240] [tokens=N]`.
 
 A trial is the shipped recipe's predecessor with one thing changed; it and its base train on the same tokens in the same
 order for as many steps, with the same seeds, and are measured on the same held-out answers. A row a training goes to
-FOLDER/rows.jsonl as soon as it is there; what is there is not done again. The table is FOLDER/README.md.
+FOLDER/rows.jsonl as soon as it is there; what is there is not done again. The table is FOLDER/README.md. `tokens` confines
+a training to the corpus' first shards, for a machine that has not read the states of the others yet.
 """
 
 import json
@@ -115,21 +116,23 @@ def trials() -> list[Trial]:
     return found
 
 
-def options_of(trial: Trial, seed: int, steps: int) -> list[str]:
+def options_of(trial: Trial, seed: int, steps: int, tokens: int | None = None) -> list[str]:
     """What the trainer's door is told."""
     changed = CHANGES[trial.drafter].get(trial.name, ("", ()))[1]
     options = [*BUDGET, *BEFORE[trial.drafter], *changed, f"train.settings.steps={steps}", f"train.settings.seed={seed}"]
+    if tokens is not None:
+        options.append(f"train.corpus.tokens={tokens}")
     if trial.drafter == "moa":  # its target runs beside it
         options.append("train.batch=4")
     by_key = {o.lstrip("+").partition("=")[0]: o for o in options}  # the last word counts
     return [f"drafter={trial.drafter}", *by_key.values()]
 
 
-def train(folder: Path, trial: Trial, seed: int, steps: int) -> dict[str, object]:
+def train(folder: Path, trial: Trial, seed: int, steps: int, tokens: int | None) -> dict[str, object]:
     """One training; its row."""
     name = f"{trial.drafter}-{trial.name}-{seed}"
     out = ROOT / "results/local/trials" / name
-    options = options_of(trial, seed, steps)
+    options = options_of(trial, seed, steps, tokens)
     command = [sys.executable, "-m", "specbench.train", *options]
     command += [f"train.name=trial-{name}", f"train.out={out}", "train.missing=true"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
@@ -138,7 +141,7 @@ def train(folder: Path, trial: Trial, seed: int, steps: int) -> dict[str, object
     return {"drafter": trial.drafter, "trial": trial.name, "seed": seed, "options": options} | {k: said[k] for k in kept}
 
 
-def main(folder: Path, chosen: list[str], seeds: list[int], steps: int) -> None:
+def main(folder: Path, chosen: list[str], seeds: list[int], steps: int, tokens: int | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -149,7 +152,7 @@ def main(folder: Path, chosen: list[str], seeds: list[int], steps: int) -> None:
             if not wanted or (trial.drafter, trial.name, seed) in done:
                 continue
             print(f"== {trial.drafter} {trial.name} seed {seed}", flush=True)
-            rows.append(train(folder, trial, seed, steps))
+            rows.append(train(folder, trial, seed, steps, tokens))
             with path.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             write_table(folder, rows)
@@ -173,7 +176,7 @@ def write_table(folder: Path, rows: list[dict[str, object]]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        raise SystemExit("usage: python tests/trials.py FOLDER [DRAFTER[:NAME] …] [seeds=0,1] [steps=240]")
+        raise SystemExit("usage: python tests/trials.py FOLDER [DRAFTER[:NAME] …] [seeds=0,1] [steps=240] [tokens=N]")
     measure.commit()
     said = dict(a.split("=") for a in sys.argv[2:] if "=" in a)
     main(
@@ -181,4 +184,5 @@ if __name__ == "__main__":
         [a for a in sys.argv[2:] if "=" not in a],
         [int(s) for s in said.get("seeds", "0,1").split(",")],
         int(said.get("steps", "240")),
+        int(said["tokens"]) if "tokens" in said else None,
     )

@@ -6,6 +6,7 @@ A claim is a list of tests (`specbench/studies.py`); a test compares a metric of
     {metric: speed_up, of: beagle, over: eagle2, within: 0.05}    the ratio lies in 1 +- 0.05
     {metric: tau, of: medusa, than: 2.0, is: more}                tau(medusa) > 2, a number instead of another arm
     {metric: tau, of: eagle2, at: {temperature: 1}, over_at: {}, is: less}     one arm in two cells
+    {metric: tau, of: eagle1, at: {category: coding}, over_at: {}, is: more}   some prompts of a cell against all others
     {measured: memory.peak, of: beagle, over: eagle2, is: less}   what was measured beside the rows, five times or more
     {measured: generate.ratio, of: none, than: 1, is: more}       the same against a number
 
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from specbench.metrics import BASELINE, RATES, Interval, Rate, contrast, interval, medians, repeated
+from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval, medians, repeated
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import markdown_table
 from specbench.studies import Study, unmet
@@ -27,7 +28,7 @@ from specbench.studies import Study, unmet
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
 NOT_TESTABLE, NOT_RUN = "not testable here", "not run"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTABLE, NOT_RUN)
-TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "identical")  # what replayed rows do not hold
+TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "identical")  # not of replayed rows
 FEWEST = 5  # repetitions of a measurement, for an interval
 
 
@@ -77,7 +78,14 @@ def rate(e: Entry, metric: str) -> Rate:
     if metric == "draft_cost":  # seconds of a draft pass over seconds of a target pass for one token
         passes = max(e.arm["passes"], 1)
         return lambda s: s["draft"] / s["cycles"] / passes / (s["base_target"] / s["base_cycles"])
+    if metric == "expected_speed_up":
+        return lambda s: _expected(RATES["alpha"](s), rate(e, "draft_cost")(s), e.arm["passes"])
     return RATES[metric]
+
+
+def _expected(alpha: np.ndarray, cost: np.ndarray, gamma: int) -> np.ndarray:
+    """Theorem 3.8 of Leviathan et al.: what a chain of gamma brings where a wide pass costs no more than a narrow one."""
+    return (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * cost + 1))
 
 
 class Evidence:
@@ -117,18 +125,39 @@ def compare(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, 
     ours = known.find(test["of"], test.get("at"), timed)
     if ours is None:
         return None, f"no rows of {test['of']}"
+    category = test.get("at", {}).get("category")
     if "than" in test:
-        found = interval(rate(ours, metric), ours.totals)
+        found = interval(rate(ours, metric), _part(ours, category))
         return (found and _against(found, test["than"], _subtracted(test))), "" if found else "no number"
     theirs = known.find(test.get("over", test["of"]), test.get("over_at", test.get("at")), timed)
     if theirs is None:
         return None, f"no rows of {test.get('over', test['of'])}"
+    if ours.replayed != theirs.replayed:  # one of them was not replayed: neither counts as such
+        ours, theirs = (known.find(e.name, _place(e), timed=True) or e for e in (ours, theirs))
     if differ := unlike(ours, theirs, known.study.get("varies", [])):
         return None, f"rows that differ in {', '.join(differ)} are not compared"
+    apart = category is not None and "over_at" in test
     found = contrast(
-        rate(ours, metric), ours.totals, theirs.totals, ratio=not _subtracted(test), other=rate(theirs, second)
+        rate(ours, metric),
+        _part(ours, category),
+        _part(theirs, category, others=apart),
+        ratio=not _subtracted(test),
+        other=rate(theirs, second),
+        paired=ours.dataset == theirs.dataset and not apart,
     )
-    return found, "" if found else "no questions in common"
+    return found, "" if found else "no questions of both sides"
+
+
+def _place(e: Entry) -> dict[str, Any]:
+    return {"dataset": e.dataset, "temperature": e.temperature}
+
+
+def _part(e: Entry, category: str | None, others: bool = False) -> Totals:
+    """Of the questions of one category, or of all others; of all questions where there is none."""
+    if category is None:
+        return e.totals
+    wanted = {row.question for row in e.rows if (row.category == category) != others}
+    return e.totals.among([question for question in e.totals.questions if question in wanted])
 
 
 def _compare_measured(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, str]:
@@ -238,6 +267,7 @@ METRIC_WORDS = {
     "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "draft_ms": "drafting a cycle", "alpha": "acceptance",
     "late_alpha": "acceptance behind the first step", "identical": "identical answers", "parameters": "parameters",
     "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
+    "expected_speed_up": "speed-up by Theorem 3.8",
 }  # fmt: skip
 
 
@@ -255,7 +285,8 @@ def _said(test: Mapping[str, Any], effect: Interval | None, why: str) -> str:
     if test.get("over", test["of"]) != test["of"]:
         name += f" over {test['over']}"
     if "over_at" in test:
-        name += f" over{_where(test['over_at']) or ' greedy'}"
+        other = "all others" if "category" in test.get("at", {}) else "greedy"
+        name += f" over{_where(test['over_at']) or f' {other}'}"
     if "than" in test:
         name += f" over {test['than']:g}"
     if test.get("over_metric"):
@@ -268,5 +299,6 @@ def _said(test: Mapping[str, Any], effect: Interval | None, why: str) -> str:
 
 
 def _where(at: Mapping[str, Any] | None) -> str:
-    parts = [f"T={at['temperature']:g}" if "temperature" in at else "", str(at.get("dataset", ""))] if at else []
+    at = at or {}
+    parts = [f"T={at['temperature']:g}" if "temperature" in at else "", at.get("dataset", ""), at.get("category", "")]
     return "".join(f" at {part}" for part in parts if part)

@@ -1,0 +1,242 @@
+"""The shipped studies: every table and figure of the sources has one, and each says what the doors understand."""
+
+import re
+from collections import defaultdict
+
+import pytest
+from conftest import ROOT
+from omegaconf import OmegaConf
+
+from specbench import arms, schema, studies, study, train
+from specbench.door import composed
+from specbench.errors import SpecBenchError
+from specbench.reporting import published
+
+STUDIES = studies.load()
+MODEL = "smollm2-135m"
+
+LISTED = {  # numbers of tables and of figures
+    "Beagle": ([1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
+    "CORAL": ([1, 2, 3, 4, 5, 6], [2, 6]),
+    "EAGLE": ([1, 2, 3, 4, 5, 6, 7], [1, 2, 8, 9, 10]),
+    "MoA": ([2, 3, 4, 5, 7, 8, 9, 10], [4]),
+    "Leviathan": ([2, 3], [3]),
+}
+NAMED = {"Medusa, ablation", "HASS, alignment steps", "HASS, Top-K", "HASS, loss ablation", "HASS, speed-up"}
+# What papers claim of what, study by study: arms, and the metric that decides. None: the project lacks what it takes.
+CLAIMED = [
+    ("beagle_table1", "speed_up", "beagle", "eagle2"),
+    ("beagle_table1", "parameters", "beagle", "eagle2"),
+    ("beagle_table1", "memory.peak", "beagle", "eagle2"),
+    ("beagle_table1", "tau", "medusa", "eagle2"),
+    ("beagle_table1", "tau", "medusa", 2.0),
+    ("beagle_table1", "speed_up", "medusa", 1.8),
+    ("beagle_table1", "speed_up", "vanilla", 1.2),
+    ("beagle_table1", None, "Self-speculation hardly pays", None),
+    ("beagle_figure3", "late_alpha", "beagle_60", "eagle2_60"),
+    ("beagle_figure4", "tau", "k3", "k1"),
+    ("beagle_figure5", "tau", "late_4", "k5"),
+    ("beagle_figure5", "tau", "late_4", "late_uniform"),
+    ("beagle_figure5", "tau", "k5", "k1"),
+    ("beagle_figure11", "speed_up", "dynamic", "dynamic_concat"),
+    ("beagle_training", "training.peak", "beagle_5", "beagle_1"),
+    ("beagle_training", "training.peak", "hass_3", "hass_1"),
+    ("coral_table1", "draft_cost", "chain", "draft_cost_by_parameters"),
+    ("coral_table2", "tau", "coral_router", "coral"),
+    ("coral_table2", "speed_up", "coral_router", "coral"),
+    ("coral_table2", "draft_ms", "coral_router", "coral"),
+    ("coral_table2", "tau", "eagle2", {"temperature": 1}),
+    ("coral_table3", "tau", "coral_3", "hass_3"),
+    ("coral_table3", "tau", "hass_3", "hass_1"),
+    ("coral_table3", "tau", "coral_2", "hass_2"),
+    ("coral_table3", "tau", "coral_4", "hass_4"),
+    ("coral_table3", None, "Contrast with a single step harms", None),
+    ("coral_table4", "speed_up", "n16_top2", "n8_top1"),
+    ("eagle_table1", "alpha0", "chain", "alpha1"),
+    ("eagle_table1", "alpha1", "chain", "alpha2"),
+    ("eagle_table5", "tau", "static", "chain"),
+    ("eagle_table5", "speed_up", "static", "chain"),
+    ("eagle_table5", "tau", "dynamic", "static"),
+    ("eagle_table5", "tau", "dynamic_26", "static"),
+    ("eagle_table6", "tau", "answers", "text"),
+    ("eagle_table7", None, "The speed-up falls with the batch size", None),
+    ("eagle_figure1", "speed_up", "eagle1", "medusa"),
+    ("eagle_figure10", "tau", "shifted", "unshifted"),
+    ("eagle_figure10", "tau", "unshifted", "feature"),
+    ("eagle_figure10", "tau", "feature", "token"),
+    ("hass", "tau", "hass", "eagle2"),
+    ("hass", "late_alpha", "hass_chain", "eagle2_chain"),
+    ("hass_steps", "tau", "n3", "n1"),
+    ("hass_steps", "tau", "n4", "n3"),
+    ("hass_steps", "tau", "top10", "n3"),
+    ("leviathan", "speed_up", "gamma1", "gamma3"),
+    ("leviathan", "alpha", "gamma5", {"temperature": 1}),
+    ("moa_table2", "tau", "moa", "eagle2"),
+    ("moa_table2", "speed_up", "moa", "eagle2"),
+    ("moa_table5", "tau", "tli0", "tli0_states"),
+    ("moa_table5", "speed_up", "tli0", "tli0_states"),
+    ("moa_table5", "tau", "tli1", "tli0"),
+    ("moa_table5", "tau", "tli3", "tli1"),
+    ("moa_table5", "speed_up", "tli3", "tli1"),
+    ("moa_table3", None, "Between client and server MoA beats EAGLE-2", None),
+    ("moa_table3", None, "Cut off from the server", None),
+    ("bench", "identical", "vanilla", 0.999),
+]
+
+
+def test_every_table_and_figure_has_a_study():
+    there = studies.sources(STUDIES.values())
+    wanted = {f"{paper}, Table {number}" for paper, (tables, _) in LISTED.items() for number in tables}
+    wanted |= {f"{paper}, Figure {number}" for paper, (_, figures) in LISTED.items() for number in figures}
+    assert not (wanted | NAMED) - there
+    assert {path.stem for path in (ROOT / "conf" / "study").glob("*.yaml")} == set(STUDIES)
+
+
+@pytest.mark.parametrize(("name", "metric", "of", "against"), CLAIMED)
+def test_what_papers_claim_is_tested_or_waits_for_the_project(name, metric, of, against):
+    named = STUDIES[name]["claims"]
+    if metric is None:
+        (claim,) = [c for c in named if c["says"].startswith(of)]
+        assert not claim["tests"] and (claim.get("needs") or STUDIES[name]["needs"])["project"]
+        return
+    tests = [t for claim in named for t in claim["tests"] if t["of"] == of and t.get("metric", t.get("measured")) == metric]
+    assert against in [t.get(key) for t in tests for key in ("over", "than", "over_metric", "at")]
+
+
+# What the doors are told ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_door_reads_what_reports_read(name):
+    """Hydra resolves what is between braces; a report leaves it as it stands."""
+    config = composed("study", [f"study={name}"])
+    schema.check(config, study.Options)
+    read = OmegaConf.to_container(config.study, resolve=True)
+    trained = [(a["train"], read["arms"][n]["train"]) for n, a in STUDIES[name]["arms"].items() if "train" in a]
+    assert all([o.replace("${model.name}", MODEL) for o in plain] == resolved for plain, resolved in trained)
+    assert list(read["arms"]) == list(STUDIES[name]["arms"]) and read["cells"] == STUDIES[name]["cells"]
+    assert read.get("claims") == STUDIES[name].get("claims") and read.get("shows") == STUDIES[name].get("shows")
+
+
+def keys(said):
+    return {o.lstrip("+~").split("=")[0] for o in said}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_cells_and_arms_are_configurations_of_a_run(name):
+    """Arms and cells say nothing of the same options, so that each needs to be tried but once."""
+    one = STUDIES[name]
+    cells = {tuple(said) for said in one["cells"]}
+    runs = {tuple(arm["run"]) for arm in one["arms"].values()}
+    assert len(cells) == len(one["cells"]) and len(runs) == len(one["arms"]) - _alike(one)
+    assert not set().union(*map(keys, cells)) & set().union(*map(keys, runs))
+    first = one["cells"][0]
+    assert any(o.startswith("dataset=") for o in first), "the first cell's dataset is the study's"
+    for said in cells:
+        _hold([*said, *one["arms"][next(iter(one["arms"]))]["run"]])
+    for said in runs:
+        _hold([*first, *said])
+
+
+def _alike(one):
+    """Arms that decode as another one does, with weights of their own training."""
+    trained = [tuple(arm["run"]) for arm in one["arms"].values() if "train" in arm]
+    return len(trained) - len(set(trained))
+
+
+def _hold(said):
+    config = composed("run", said)
+    schema.check(config, arms.RunOptions)
+    arms.settle(config)
+
+
+TRAININGS = dict(
+    study._training(study.Member(label, 0, label, arm), one, [])
+    for one in STUDIES.values()
+    for label, arm in one["arms"].items()
+    if "train" in arm
+)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trainings_are_configurations_of_a_training(name, tmp_path):
+    config = composed("train", [*TRAININGS[name], f"train.out={tmp_path}"])
+    schema.check(config, train.Options)
+    train._settle(config)
+
+
+def test_trained_arms_have_two_seeds_and_train_briefly():
+    for name, one in STUDIES.items():
+        for label, arm in one["arms"].items():
+            if "train" in arm:
+                steps = next(int(o.split("=")[1]) for o in arm["train"] if o.startswith("train.settings.steps="))
+                assert arm["seeds"] == [0, 1] and steps <= 312, f"{name}: {label}"
+
+
+# What stands beside ----------------------------------------------------------------------------------------------------
+
+PUBLISHED = published.load(ROOT / "results" / "published")
+TABLES = dict(list(PUBLISHED.groupby(["paper", "table"], sort=False)))
+SHOWN = [(name, shown) for name, one in STUDIES.items() for shown in one.get("shows", [])]
+
+
+@pytest.mark.parametrize(("name", "shown"), SHOWN)
+def test_shown_rows_are_in_the_published_tables_and_no_arm_stands_twice_in_a_column(name, shown):
+    table = TABLES[shown["paper"], shown["table"]]
+    known = {(row, column) for row, column in zip(table["row"], table["column"], strict=True)}
+    arm_of = {}
+    for key, arm in shown["rows"].items():
+        row, _, column = key.partition(" | ")
+        assert (row, column) in known if column else row in set(table["row"]), key
+        arm_of[row, column] = arm
+    beside = defaultdict(set)
+    for cell in table.itertuples():
+        arm = arm_of.get((cell.row, cell.column), arm_of.get((cell.row, "")))
+        beside[arm, cell.column, cell.temperature].add(cell.row)
+    assert all(len(rows) == 1 for (arm, *_), rows in beside.items() if arm is not None), name
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_numbers_that_a_claim_quotes_from_a_table_stand_there(name):
+    """As printed. Differences have a sign before them, numbers of the running text `(text)` behind."""
+    for claim in STUDIES[name].get("claims", []):
+        for paper, which, numbers in re.findall(r"(\w+), (Table|Figure)s? ([\d, and]+)", claim["source"]):
+            tables = [(paper.lower(), f"{which} {number}") for number in re.findall(r"\d+", numbers)]
+            tables += [("slides", f"{paper} {table}") for _, table in tables]
+            printed = {value for key in tables if key in TABLES for value in TABLES[key]["number"]}
+            quoted = re.findall(r"(?<![+\w.])\d+\.\d+(?![\d%x]* \(text\))", claim["published"])
+            if printed and paper in claim["source"].split("; ")[0]:
+                assert set(map(float, quoted)) <= printed, f"{claim['says']}: {claim['published']}"
+
+
+SPEEDS = ("speed_up", "tokens_per_s")
+ON_ANY_MACHINE = "The best chain length is the theorem's"  # of what is measured here, as is what it expects
+
+
+def test_speeds_are_judged_on_a_gpu():
+    """The papers' are: a CPU is busy with a pass of 60 tokens where a GPU waits for its memory."""
+    for name, one in STUDIES.items():
+        for claim in one.get("claims", []):
+            needs = {**one.get("needs", {}), **claim.get("needs", {})}
+            timed = any(test.get("metric") in SPEEDS for test in claim["tests"])
+            assert not timed or "device" in needs or claim["says"].startswith(ON_ANY_MACHINE), f"{name}: {claim['says']}"
+
+
+@pytest.mark.parametrize(("tokens", "alike"), [((100, 120, 104, 117), True), ((100, 120, 120, 130), False)])
+def test_arms_are_trained_alike_over_their_seeds(tokens, alike):
+    """A seed shuffles the rows, and so the tokens of as many steps differ from seed to seed."""
+    trained = zip(("a@0", "a@1", "b@0", "b@1"), tokens, strict=True)
+    header = {
+        "target": {"parameters": 1, "vocabulary": 1},
+        "arms": {label: {"of": label[0], "weights": {"history": [{}], "tokens_seen": n}} for label, n in trained},
+    }
+    assert (studies.unmet({"alike": True}, header, cuda=False) == []) == alike
+    assert studies.unmet({"trained": 101}, header, cuda=False), "the least trained seed counts"
+    assert studies.unmet({"pretrained": "a"}, header, cuda=False) == ["a pretrained draft model as a"]
+
+
+def test_a_claim_without_a_test_says_what_it_waits_for():
+    one = {**STUDIES["eagle_table7"], "claims": [{"says": "x", "source": "x", "published": "x", "tests": []}]}
+    with pytest.raises(SpecBenchError, match=r"study s: 'x' has no test; say in needs\.project"):
+        studies.check(one, "s")
+    studies.check({**one, "needs": {"project": "more"}}, "s")
