@@ -344,7 +344,7 @@ def summarise(
     """Everything the table shows about one drafter. header, arm: of its cell, for parameter counts and the rule."""
     value, totals = tau(rows), Totals.of(rows, baseline)
     sampled = header["config"]["sampler"]["temperature"] > 0
-    peaks = [values["peak"] for values in (measured or {}).get("memory", ())]
+    peaks = [values["peak"] for values in (measured or {}).get("memory", ()) if "peak" in values]
     return Summary(
         drafter=name,
         prompts=len(rows),

@@ -21,6 +21,7 @@ from specbench.options import Name, Text
 from specbench.records import by_error
 from specbench.reporting import cells, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
+from specbench.reporting.claims import tally
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def main(config: DictConfig) -> None:
     for error, lost in by_error(report.failures).items():
         print(visible(f"FAILED {', '.join(lost)}: {error}"))
     print(visible(report.answer))
+    if report.verdicts:
+        print("claims: " + ", ".join(f"{count} {kind}" for kind, count in tally(report.verdicts).items()))
     print(f"report: {report.write()}")
 
 

@@ -8,8 +8,9 @@ from test_records import random_row, settings
 
 from specbench.metrics import RATES, contrast
 from specbench.records import Cell, Row
-from specbench.reporting import cells, figures, look, overview, sections, tables
+from specbench.reporting import cells, document, figures, look, overview, sections, tables
 from specbench.reporting.bundle import Report, Sources
+from specbench.reporting.claims import Verdict
 from specbench.reporting.overview import Overview, Setting
 from specbench.trace import BINS
 
@@ -241,3 +242,24 @@ def test_no_legend_lies_over_data(tmp_path):
         assert not any(axes.get_legend() for axes in figure.axes)
         assert not any(box.overlaps(axes.bbox) for box in boxes for axes in figure.axes)
         figures.plt.close(figure)
+
+
+def test_the_ledger_shows_what_was_judged_and_folds_the_rest(tmp_path):
+    kinds = {"reproduced": 2, "not reproduced": 1, "not testable here": 3, "not run": 1}
+    bench(tmp_path, {"a": 2.0})
+    found = Report(Sources(tmp_path))
+    claim = {"says": "x", "source": "y", "published": "z"}
+    found.verdicts = [Verdict("s", claim, (), kind, "one; two") for kind, n in kinds.items() for _ in range(n)]
+    tally, *_, decided, needy, unrun = sections._ledger(found)
+    assert [(c.text, c.tone) for c in tally.counts] == [
+        ("2 reproduced", "good"),
+        ("1 not reproduced", "bad"),
+        ("3 not testable here", "away"),
+        ("1 not run", "away"),
+    ]
+    assert [line[0].text for line in decided.lines] == ["reproduced"] * 2 + ["not reproduced"]
+    assert decided.lines[0][4].parts == ("one", "two")
+    assert (needy.title, len(needy.blocks[0].lines)) == ("3 not testable here", 3) and unrun.title == "1 not run"
+    assert "7 claims: **2 reproduced**, **1 not reproduced**, 3 not testable here" in document.markdown(
+        [document.Section("c", "C", "C", sections._ledger(found))], {}
+    )

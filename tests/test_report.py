@@ -409,7 +409,8 @@ def test_a_trace_holds_the_trees_the_loop_really_saw(target):
 
 
 def test_every_figure_is_drawn_from_what_is_there(tmp_path):
-    fill(tmp_path, ("eagle2", "vanilla", "eagle2-chain"), dataset="mtbench")
+    chain = {"growth": {"_target_": "specbench.engine.grow.Chain", "gamma": 4}}
+    fill(tmp_path, ("eagle2", "vanilla"), dataset="mtbench", said={"vanilla": chain})
     routers = {"a": {"groups": 8, "active": 1}, "b": {"groups": 16, "active": 2}}
     fill(tmp_path / "ablations" / "router", routers, dataset="mtbench", said=routers)
     measure(tmp_path / "costs")
@@ -422,7 +423,7 @@ def test_every_figure_is_drawn_from_what_is_there(tmp_path):
         for suffix in ("png", "svg"):
             assert (tmp_path / "figures" / f"{name}.{suffix}").stat().st_size > 2000
     nothing = bundle.figures.draw_all([], [], {}, tmp_path / "none")
-    assert set(nothing) <= {"theory"}
+    assert not nothing
 
 
 def test_two_targets_in_one_folder_are_kept_apart(tmp_path):

@@ -136,6 +136,7 @@ def fill(folder, names, dataset="mtbench", model="m"):
     for i, name in enumerate(names):
         header = settings(name, dataset=dataset)
         header["config"] = {**header["config"], "model": {"name": model}}
+        header["arms"][name]["drafter"]["growth"] = {"_target_": "specbench.engine.grow.Chain", "gamma": 4}
         cell = Cell(folder / "m" / "mtbench" / f"x-{i}", header)
         for q in range(2):
             for who in ("none", name):
@@ -288,7 +289,7 @@ def test_a_folder_of_nothing_but_cells_without_cycles_is_reported(tmp_path, no_f
     assert found.answer == "No speed-up was measured here."
     for entries in ([e] for e in found.main):
         assert figures.time_split(entries) is None and figures.step_alphas(entries) is None
-    assert bundle.claims.markdown(found.verdicts) and found.write().exists()
+    assert found.write().exists()
 
 
 def test_a_temperature_that_is_no_number_costs_its_cell_alone(tmp_path):

@@ -22,7 +22,6 @@ import numpy as np
 
 from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval, medians, repeated
 from specbench.reporting.cells import Entry
-from specbench.reporting.tables import markdown_table
 from specbench.studies import Study, unmet
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
@@ -252,15 +251,10 @@ def cells(v: Verdict) -> list[str]:
     return [v.claim["says"], v.claim["source"], v.claim["published"], v.said, v.verdict]
 
 
-def tally(verdicts: Sequence[Verdict]) -> str:
-    """How many claims became what."""
+def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """How many claims became what, of what any became."""
     counts = {kind: sum(v.verdict == kind for v in verdicts) for kind in VERDICTS}
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-
-
-def markdown(verdicts: Sequence[Verdict]) -> str:
-    """The ledger as a table."""
-    return markdown_table(COLUMNS, map(cells, verdicts)) + "\n"
+    return {kind: count for kind, count in counts.items() if count}
 
 
 METRIC_WORDS = {

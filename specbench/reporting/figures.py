@@ -291,6 +291,8 @@ def tree_cost(entries: Sequence[Entry]) -> Figure | None:
 def theory(entries: Sequence[Entry]) -> Figure | None:
     """Leviathan et al.: tokens a pass and speed-up of a chain by acceptance alpha, with measured greedy chains."""
     chains = [e for e in entries if _gamma(e) and e.temperature == 0 and interval(RATES["alpha"], e.totals) is not None]
+    if not chains:
+        return None
     alpha = np.linspace(0.01, 0.99, 99)
     figure, (left, right) = _axes(8.0, 3.4, ncols=2)
     for gamma in sorted({2, 5, *map(_gamma, chains)}):

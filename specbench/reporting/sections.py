@@ -3,7 +3,7 @@
 Then, for one who has longer: the claims, the papers' tables, every cell.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.metrics import BASELINE
@@ -48,7 +48,7 @@ def _answer(report: "Report") -> list[Block]:
     most = max(e.summary.prompts for e in group)
     said = f"{group[0].caption}, {most} generations a drafter. 95% intervals, coloured (bold) where they exclude 1."
     blocks: list[Block] = [Says(report.answer, "answer"), Says(said, "note")]
-    blocks += [Says(busy, lead="BUSY") for busy in tables.disturbances(group)]
+    blocks += [Says(busy, lead="CAUTION") for busy in tables.disturbances(group)]
     if differ := overview.apart(group):
         blocks.append(Says(f"These rows differ in {', '.join(differ)}: such drafters are not compared below.", "note"))
     return [*blocks, Figures(("speed_up",), wide=True), overview.numbers(group)]
@@ -131,28 +131,39 @@ def _others(others: Sequence[Overview]) -> list[Block]:
 TONES = {claims.REPRODUCED: "good", claims.NOT_REPRODUCED: "bad", claims.INCONCLUSIVE: "open"}
 
 
+UNDECIDED = (claims.NOT_TESTABLE, claims.NOT_RUN)
+LEDGER = ("verdict", "claim", "source", "published", "measured here")
+
+
 def _ledger(report: "Report") -> list[Block]:
+    """What was judged, and behind a line each what needs more than is here, and what was not run."""
     if not report.verdicts:
         return []
-    lines: list[list[str | Cell]] = []
-    for v in report.verdicts:
-        says, source, printed, measured, verdict = claims.cells(v)
-        effects = Cell("", parts=tuple(measured.split("; ")))
-        lines.append([Cell(verdict, TONES.get(verdict, "away")), says, source, printed, effects])
-    kinds = [v.verdict for v in report.verdicts]
-    counts = [Cell(f"{kinds.count(k)} {k}", TONES.get(k, "away")) for k in claims.VERDICTS if k in kinds]
+    counts = claims.tally(report.verdicts)
+    chips = [Cell(f"{count} {kind}", TONES.get(kind, "away")) for kind, count in counts.items()]
     rule = (
         "A claim compares arms of its own study alone, measured alike. Reproduced: the 95% interval of every effect lies "
         "on its side. Not reproduced: one lies on the other. Not testable here: the study needs what is not there."
     )
     judged = [Says(report.judged, "note")] if report.judged else []
-    columns = ("verdict", "claim", "source", "published", "measured here")
+    decided = _claims(v for v in report.verdicts if v.verdict not in UNDECIDED)
+    rest = {kind: _claims(v for v in report.verdicts if v.verdict == kind) for kind in UNDECIDED if kind in counts}
     return [
-        Tally(f"{len(lines)} claim{'s' * (len(lines) > 1)}", counts),
+        Tally(f"{len(report.verdicts)} claim{'s' * (len(report.verdicts) > 1)}", chips),
         *judged,
         Says(rule, "note"),
-        Table(columns, lines, look="words"),
+        *([decided] if decided.lines else []),
+        *(Fold(f"{counts[kind]} {kind}", [table]) for kind, table in rest.items()),
     ]
+
+
+def _claims(verdicts: Iterable[claims.Verdict]) -> Table:
+    lines: list[list[str | Cell]] = []
+    for v in verdicts:
+        says, source, printed, measured, verdict = claims.cells(v)
+        effects = Cell("", parts=tuple(measured.split("; ")))
+        lines.append([Cell(verdict, TONES.get(verdict, "away")), says, source, printed, effects])
+    return Table(LEDGER, lines, look="words")
 
 
 STUDIES = ("study", "what it is", "source", "state")

@@ -102,7 +102,7 @@ def memory_lines(group: Sequence[Entry]) -> list[list[str]]:
     """
     lines = []
     for e in group:
-        found = e.measured.get("memory", [])
+        found = [values for values in e.measured.get("memory", ()) if {"peak", "kv"} <= set(values)]
         if not found or "bytes" not in e.arm:
             continue
         middle = sorted(found, key=lambda values: values["peak"])[len(found) // 2]
