@@ -259,8 +259,6 @@ def _contradiction(row: Any, arms: Iterable[str]) -> str | None:
         return "a second header"
     if row.drafter not in arms:
         return f"{row.drafter} is none of the header's drafters, {', '.join(arms)}"
-    if isinstance(row, Measurement) and row.what == "memory" and not {"peak", "kv"} <= set(row.values):
-        return "a measurement of memory holds its peak and that of the caches (kv)"
     if not isinstance(row, Row):
         return None
     if len({len(row.nodes), len(row.drafted), len(row.accepted), len(row.ranks)}) > 1:
