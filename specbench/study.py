@@ -24,6 +24,7 @@ from specbench import arms, cell, contents, schema, studies
 from specbench.arms import Arm, RunOptions
 from specbench.assets import cache_root, require_writable
 from specbench.door import CONF, composed, run_door, spoken
+from specbench.engine import weights
 from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Rule
 from specbench.errors import SpecBenchError, visible
@@ -95,17 +96,12 @@ def main(config: DictConfig) -> None:
     for ran in found:
         arms.require_lossless(ran.cell)
     broken, unmeasured = sum(ran.failed for ran in found), sum(ran.unmeasured for ran in found)
-    absent = len(members) - min((len(done_arms(ran.cell)) for ran in found), default=0) + 1
+    absent = 1 + len(members) - min(len({label for label, *_ in ran.cell.rows}) for ran in found)  # the baseline is one
     if broken or unmeasured or absent:
         raise SpecBenchError(
             f"{broken} generations and {unmeasured} measurements failed and {absent} arms are missing, named above; "
             "run it again to retry them"
         )
-
-
-def done_arms(done: Cell) -> set[str]:
-    """Drafters with rows."""
-    return {key[0] for key in done.rows}
 
 
 def _chosen(study: Study, config: DictConfig, name: str) -> Study:
@@ -178,7 +174,8 @@ def _repetitions(study: Study, base: DictConfig, users: list[str]) -> dict[str, 
 def _training(member: Member, study: Study, users: list[str]) -> tuple[str, list[str]] | None:
     """Where a member's weights are trained, and what the training is told; None if it takes what lies there.
 
-    The folder is named by all that the training is told, so that no other training is ever taken for it.
+    The folder is named by all that the training is told, and by the weights that it starts from as they are now, so that
+    no other training is ever taken for it.
     """
     if member.seed is None:
         return None
@@ -187,7 +184,8 @@ def _training(member: Member, study: Study, users: list[str]) -> tuple[str, list
     model = [o for o in users if o.split("=")[0].split(".")[0] in ("model", "threads")]
     said = [*model, *own, *source.get("train", []), f"train.settings.seed={member.seed}"]
     drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]
-    return f"{drafter}-{contents.of(said)[:12]}", said
+    starts = [weights.PROJECT / o.partition("=")[2] / weights.WEIGHTS for o in said if o.startswith("train.start=")]
+    return f"{drafter}-{contents.of([said, [contents.of_file(path) for path in starts if path.is_file()]])[:12]}", said
 
 
 def _folder(member: Member, study: Study, users: list[str]) -> Path | None:
@@ -197,24 +195,23 @@ def _folder(member: Member, study: Study, users: list[str]) -> Path | None:
 
 def _train(name: str, members: list[Member], study: Study, users: list[str]) -> set[str]:
     """Train, one after the other, each in a process of its own, what is not there; the members that are lost."""
+    failed: set[Path] = set()
     lost = set()
-    done: set[Path] = set()
     for member in members:
-        training = _training(member, study, users)
-        if training is None:
+        training, folder = _training(member, study, users), _folder(member, study, users)
+        if training is None or folder is None or (folder / weights.WEIGHTS).exists():
             continue
-        folder = cache_root() / "studies" / training[0]
-        if folder in done or (folder / "model.safetensors").exists():
-            continue
-        print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
-        ways = [f"train.name={training[0]}", f"train.out={folder}", "train.missing=true"]
-        code = subprocess.run([sys.executable, "-m", "specbench.train", *training[1], *ways]).returncode
-        if code < 0 or code == 130:
-            raise KeyboardInterrupt
-        if code:
-            print(f"specbench: {name}: the training of {member.label} failed; see above", file=sys.stderr)
-            lost.add(member.label)
-        done.add(folder)
+        if folder not in failed:  # of a training that several arms share
+            print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
+            ways = [f"train.name={training[0]}", f"train.out={folder}", "train.missing=true"]
+            code = subprocess.run([sys.executable, "-m", "specbench.train", *training[1], *ways]).returncode
+            if code < 0 or code == 130:
+                raise KeyboardInterrupt
+            if not code:
+                continue
+            failed.add(folder)
+        print(f"specbench: {name}: the training of {member.label} failed; see above", file=sys.stderr)
+        lost.add(member.label)
     return lost
 
 
@@ -238,15 +235,15 @@ def _prepared(
     base = _base(said, users, results)
     sides = []
     for member in members:
-        weights = _folder(member, study, users)
-        own = [] if weights is None else [f"++drafter.weights={weights}"]
+        trained = _folder(member, study, users)
+        own = [] if trained is None else [f"++drafter.weights={trained}"]
         config = composed("run", [*said, *member.spec["run"], *own, *users])
         config.results = base.results
         place = arms.failure_path(config, member.label)
         try:
             schema.check(config, RunOptions)
             arms.settle(config)
-            if weights is not None:
+            if trained is not None:
                 config.checkpoint = None  # its own are trained by then, whatever is published
             if config.model != base.model:
                 raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")

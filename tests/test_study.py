@@ -4,14 +4,14 @@ import copy
 import json
 
 import pytest
-from conftest import ROOT
 from doors import call, run
 from test_records import arm, random_row, settings
 
-from specbench import records, studies
-from specbench.records import Cell, Measurement, Row, read_cell
+from specbench import studies
+from specbench import study as study_door
+from specbench.records import Cell, Measurement, read_cell
 from specbench.reporting import cells, claims
-from specbench.reporting.claims import Evidence, compare, judge_study, unlike
+from specbench.reporting.claims import Evidence, compare, judge_study
 
 TWO = """\
 title: Two drafters
@@ -251,6 +251,12 @@ def test_temperatures_are_compared_where_a_study_is_about_them(tmp_path):
     assert compare(test, known)[0] is not None
 
 
-def test_the_committed_studies_are_well_formed():
-    for name in (p.stem for p in (ROOT / "conf" / "study").glob("*.yaml")):
-        assert unlike and records and Row and studies.read(ROOT / "conf" / "study" / f"{name}.yaml")["title"]
+def test_a_training_that_starts_from_other_weights_is_another_one(home, monkeypatch):
+    spec = {"run": ["drafter=eagle2"], "train": ["train.start=start"], "seeds": [0]}
+    monkeypatch.setattr(study_door.weights, "PROJECT", home)
+    (home / "start").mkdir()
+    names = []
+    for content in ("one", "two", "one"):
+        (home / "start" / study_door.weights.WEIGHTS).write_text(content)
+        names.append(study_door._training(study_door.Member("a", 0, "a@0", spec), {**SPEC, "arms": {"a": spec}}, [])[0])
+    assert names[0] == names[2] != names[1]

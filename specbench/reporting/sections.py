@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbench.metrics import BASELINE
 from specbench.records import by_error
-from specbench.reporting import claims, overview, published, tables
+from specbench.reporting import claims, insight, overview, published, tables
 from specbench.reporting.cells import Entry, groups
 from specbench.reporting.document import Block, Cell, Figures, Fold, Says, Section, Table, Tally
 from specbench.reporting.overview import Overview
@@ -62,7 +62,7 @@ def _accepted(view: Overview) -> list[Block]:
         "tau: tokens that one pass of the target yields, the bonus included. Replayed rows follow the baseline's answers "
         "without target passes: they accept what decoding accepts, hold more questions and no speeds."
     )
-    steps = f"Acceptance by draft step; steps tried fewer than {tables.TRIES} times are left out"
+    steps = f"Acceptance by draft step; steps tried fewer than {insight.FEWEST} times are left out"
     blocks: list[Block] = [Says(said, "note"), overview.acceptance(view)]
     timed = overview.speeds(view)
     if len(timed.columns) > 2:

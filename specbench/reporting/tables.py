@@ -10,9 +10,9 @@ from rich.table import Table
 from specbench.metrics import BASELINE, RATES, Interval, interval
 from specbench.reporting import text
 from specbench.reporting.cells import Entry, groups
+from specbench.reporting.insight import FEWEST
 
 ABSENT = "-"
-TRIES = 10  # of a draft step; from fewer no acceptance is shown
 
 COLUMNS = (
     "drafter",
@@ -79,7 +79,7 @@ def called(effect: Interval | None, neutral: float, above: str, below: str) -> s
 
 def known_depths(entry: Entry) -> int:
     """So many draft steps were tried often enough for a share to say anything."""
-    return int((entry.totals.pooled()["tried"] >= TRIES).cumprod().sum())
+    return int((entry.totals.pooled()["tried"] >= FEWEST).cumprod().sum())
 
 
 ALPHAS = ("drafter", "tau [95%]", *(f"step {i + 1} [95%]" for i in range(6)))
