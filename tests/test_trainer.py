@@ -422,16 +422,16 @@ def test_the_papers_numbers():
 
 @pytest.mark.parametrize("trial", trials(), ids=lambda t: f"{t.drafter}-{t.name}")
 def test_every_trial_is_something_the_door_takes(trial):
-    config = composed("train", *options_of(trial, seed=1, steps=7))
+    config = composed("train", *options_of(trial, seed=1, tokens=700))
     settings = instantiate(config.train.settings)
-    assert (settings.steps, settings.seed) == (7, 1) and config.train.build is False
+    assert (settings.epochs, settings.seed) == (1, 1) and config.train.build is False
     made = instantiate(config.drafter, weights=None)
     target = tiny()
     made.bind(target)
     check(made, settings)
     if trial.base is not None:
         base = next(t for t in trials() if (t.drafter, t.name) == (trial.drafter, trial.base))
-        assert options_of(trial, 1, 7) != options_of(base, 1, 7), "nothing is changed"
+        assert options_of(trial, 1, 700) != options_of(base, 1, 700), "nothing is changed"
 
 
 @pytest.mark.parametrize("scale", ["small", "paper", "gpu", "brief"])

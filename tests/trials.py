@@ -1,9 +1,8 @@
-"""Every mend alone: `python tests/trials.py FOLDER [DRAFTER[:NAME] …] [seeds=0,1] [steps=240] [tokens=N]`.
+"""Every mend alone: `python tests/trials.py FOLDER [DRAFTER[:NAME] …] [seeds=0,1] [tokens=500000]`.
 
-A trial is the shipped recipe's predecessor with one thing changed; it and its base train on the same tokens in the same
-order for as many steps, with the same seeds, and are measured on the same held-out answers. A row a training goes to
-FOLDER/trials.jsonl as soon as it is there; what is there is not done again. The table is FOLDER/README.md. `tokens`
-confines a training to the corpus' first shards, for a machine that has not read the states of the others yet.
+A trial is the shipped recipe's predecessor with one thing changed; it and its base train once on the corpus' first
+`tokens`, with the same seeds, and are measured on the same held-out answers. A row a training goes to FOLDER/trials.jsonl
+as soon as it is there; what is there is not done again. The table is FOLDER/README.md.
 """
 
 import json
@@ -29,6 +28,7 @@ BUDGET = (
     "train.settings.phases=[{share: 0.97}, {share: 0.03, vocabulary: null}]",
     "train.settings.decay=cosine",
     "train.settings.floor=0",
+    "train.settings.epochs=1",
 )
 
 
@@ -56,7 +56,12 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "beagle": ("++drafter.grouped=true", "++drafter.noise=0", halves(EARLY, LATE)),
     "vanilla": ("++drafter.norm_from=ones",),
     "medusa": (),
-    "moa": ("++drafter.periods=[5,15]", "++drafter.confine=0", "drafter.mlp_ratios={lsa: 0.8, sa: 0.8, ca: 0.8}"),
+    "moa": (
+        "train.batch=4",
+        "++drafter.periods=[5,15]",
+        "++drafter.confine=0",
+        "drafter.mlp_ratios={lsa: 0.8, sa: 0.8, ca: 0.8}",
+    ),
 }
 SCHEDULE = ("train.settings.decay=linear", "train.settings.floor=0.05")
 CHANGES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -68,7 +73,10 @@ CHANGES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "clip-value": ("gradients clipped by value, as the authors do", ("train.settings.clip_by=value",)),
         "noise-authors": ("the authors' noise, 0.1 * 512 / T", ("++drafter.noise_law=authors",)),
         "sampled-3072": ("3,072 ids a batch in the loss", ("train.settings.sampled=3072",)),
-        "packed": ("packed rows instead of padding", ("train.row_tokens=640", "train.batch=9")),
+        "packed": ("packed rows instead of padding", ("train.row_tokens=640", "train.batch=13")),
+        "batch-4": ("4 dialogues a step instead of 16", ("train.batch=4",)),
+        "batch-2": ("2 dialogues a step", ("train.batch=2",)),
+        "muon": ("Muon for matrices", ("train.settings.optimizer=muon", "train.settings.lr=0.01")),
     },
     "hass": {
         "aligned-from-0": ("aligned from the first step", (phases(f"share: 0.97, {HASS}", f"share: 0.03, {FULL}"),)),
@@ -116,23 +124,21 @@ def trials() -> list[Trial]:
     return found
 
 
-def options_of(trial: Trial, seed: int, steps: int, tokens: int | None = None) -> list[str]:
+def options_of(trial: Trial, seed: int, tokens: int) -> list[str]:
     """What the trainer's door is told."""
     changed = CHANGES[trial.drafter].get(trial.name, ("", ()))[1]
-    options = [*BUDGET, *BEFORE[trial.drafter], *changed, f"train.settings.steps={steps}", f"train.settings.seed={seed}"]
-    if tokens is not None:
-        options.append(f"train.corpus.tokens={tokens}")
-    if trial.drafter == "moa":  # its target runs beside it
-        options.append("train.batch=4")
+    if trial.drafter == "moa":  # its target runs beside it, over every layer of which its own attention runs
+        tokens //= 4
+    options = [*BUDGET, *BEFORE[trial.drafter], *changed, f"train.settings.seed={seed}", f"train.corpus.tokens={tokens}"]
     by_key = {o.lstrip("+").partition("=")[0]: o for o in options}  # the last word counts
     return [f"drafter={trial.drafter}", *by_key.values()]
 
 
-def train(folder: Path, trial: Trial, seed: int, steps: int, tokens: int | None) -> dict[str, object]:
+def train(folder: Path, trial: Trial, seed: int, tokens: int) -> dict[str, object]:
     """One training; its row."""
     name = f"{trial.drafter}-{trial.name}-{seed}"
     out = ROOT / "results/local/trials" / name
-    options = options_of(trial, seed, steps, tokens)
+    options = options_of(trial, seed, tokens)
     command = [sys.executable, "-m", "specbench.train", *options]
     command += [f"train.name=trial-{name}", f"train.out={out}", "train.missing=true"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
@@ -141,7 +147,7 @@ def train(folder: Path, trial: Trial, seed: int, steps: int, tokens: int | None)
     return {"drafter": trial.drafter, "trial": trial.name, "seed": seed, "options": options} | {k: said[k] for k in kept}
 
 
-def main(folder: Path, chosen: list[str], seeds: list[int], steps: int, tokens: int | None) -> None:
+def main(folder: Path, chosen: list[str], seeds: list[int], tokens: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "trials.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -152,7 +158,7 @@ def main(folder: Path, chosen: list[str], seeds: list[int], steps: int, tokens: 
             if not wanted or (trial.drafter, trial.name, seed) in done:
                 continue
             print(f"== {trial.drafter} {trial.name} seed {seed}", flush=True)
-            rows.append(train(folder, trial, seed, steps, tokens))
+            rows.append(train(folder, trial, seed, tokens))
             with path.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             write_table(folder, rows)
@@ -164,7 +170,7 @@ def write_table(folder: Path, rows: list[dict[str, object]]) -> None:
     text = [
         "# Trials",
         "",
-        "One thing changed at a time, beside the same training without it: same tokens, order and steps; seeds pooled;",
+        "One thing changed at a time, beside the same training without it: same tokens, in the same order; seeds pooled;",
         "tau of a chain of 5 on the held-out answers, resampled alike for both. Written by `tests/trials.py` from",
         f"`trials.jsonl` ({', '.join(machines)}).",
         "",
@@ -176,13 +182,12 @@ def write_table(folder: Path, rows: list[dict[str, object]]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        raise SystemExit("usage: python tests/trials.py FOLDER [DRAFTER[:NAME] …] [seeds=0,1] [steps=240] [tokens=N]")
+        raise SystemExit("usage: python tests/trials.py FOLDER [DRAFTER[:NAME] …] [seeds=0,1] [tokens=500000]")
     measure.commit()
     said = dict(a.split("=") for a in sys.argv[2:] if "=" in a)
     main(
         Path(sys.argv[1]).resolve(),
         [a for a in sys.argv[2:] if "=" not in a],
         [int(s) for s in said.get("seeds", "0,1").split(",")],
-        int(said.get("steps", "240")),
-        int(said["tokens"]) if "tokens" in said else None,
+        int(said.get("tokens", "500000")),
     )
