@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, Taps
+from specbench.engine.products import hasten
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
 from specbench.options import Name, Text
@@ -112,6 +113,10 @@ class TrainedDrafter(nn.Module):
         """Compile what runs at every level; lengths stay dynamic, since every level has its own."""
         for name in self.compiled:
             setattr(self, name, torch.compile(getattr(self, name), backend=backend, dynamic=True))
+
+    def hasten(self) -> None:
+        """Make drafting fast, once weights and device are final; not for training."""
+        hasten([self])
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""

@@ -16,6 +16,7 @@ gather copies what it saves: a cycle waits for the device once per level instead
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from drafters.blocks import TrainedDrafter, chooser
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, NoShortcut, TargetStates
+from specbench.engine.products import products
 from specbench.engine.target import Target
 from specbench.options import Count, Name, Text
 
@@ -65,8 +67,15 @@ class Routed(TrainedDrafter):
     def compile_network(self, backend: str = "inductor") -> None:
         self.base.compile_network(backend)
 
+    def hasten(self) -> None:
+        super().hasten()
+        whole = self.head.weight.split(self.size)
+        alike = products([(rows, None) for rows in whole if len(rows) == self.size])
+        self.slices = [*alike, *products([(rows, None) for rows in whole[len(alike) :]])]
+
     def bind(self, target: Target) -> None:
         super().bind(target)
+        self.slices = [partial(F.linear, weight=rows) for rows in self.head.weight.split(self.size)]
         self.provenance |= {"base": self.base.provenance}
         self.contents |= {f"base/{name}": digest for name, digest in self.base.contents.items()}
         head = self.head.weight.numel()
@@ -82,7 +91,7 @@ class Routed(TrainedDrafter):
         logits = share.new_full((flat.shape[0], self.head.weight.shape[0]), -torch.inf)
         for group in (g for g, asked in enumerate(wanted) if asked):
             rows = slice(group * self.size, (group + 1) * self.size)
-            within = F.linear(flat, self.head.weight[rows]).float().log_softmax(-1)
+            within = self.slices[group](flat).float().log_softmax(-1)
             logits[:, rows] = share[:, group : group + 1] + within
         return logits.reshape(*states.shape[:-1], -1)
 

@@ -140,6 +140,9 @@ class Vanilla(TrainedDrafter):
     def compile_network(self, backend: str = "inductor") -> None:
         self.lm.run = torch.compile(self.lm.run, backend=backend, dynamic=True)  # type: ignore[method-assign]
 
+    def hasten(self) -> None:
+        self.lm.hasten()
+
     # Decoding -----------------------------------------------------------------------------------------------------------
 
     def reset(self, capacity: int) -> None:

@@ -107,6 +107,8 @@ def load(config: DictConfig) -> tuple[Target, Chat]:
             raise SpecBenchError("backend=compile needs a C++ compiler on a CPU; install g++ or leave it out")
         torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
         target.compile()
+    elif spec.forward == "lean":
+        target.hasten()
     return target, chat
 
 
@@ -163,6 +165,8 @@ def build(
     drafter.bind(target)
     if config.backend == "compile" and hasattr(drafter, "compile_network"):
         drafter.compile_network()
+    elif config.model.forward == "lean" and hasattr(drafter, "hasten"):
+        drafter.hasten()
     settings = plain(config)
     own = {key: settings[key] for key in OWN}
     own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration

@@ -25,6 +25,7 @@ from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.grow import Chain
 from specbench.engine.interface import Batch, DraftTree, Step
 from specbench.engine.pretrained import quiet
+from specbench.engine.products import as_made
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.tree import build
@@ -149,7 +150,7 @@ def _generating(target: Target, helper: Any, gamma: int) -> Iterator[Callable[[l
     try:
         for model in models:
             model.generation_config = GenerationConfig(do_sample=False, **fixed)
-        with quiet():
+        with quiet(), as_made(models):
             yield generate
     finally:
         for model, own in zip(models, kept, strict=True):

@@ -28,6 +28,8 @@ class ModelSpec:
         path, hub, revision, wheel: where it comes from; see `model_folder`.
         device: auto, cpu, cuda, cuda:1 … dtype: auto, float32, bfloat16, float16.
         device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
+        forward: how decoding runs it: `lean`, written for few tokens where its kind is known, with fast products; or
+            `plain`, Transformers' own.
         max_context: rows the cache may take, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
         template: a Jinja chat template for tokenizers that bring none (the papers' prompt formats).
@@ -46,6 +48,7 @@ class ModelSpec:
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device_map: Literal["auto"] | None = None
+    forward: Literal["lean", "plain"] = "lean"
     max_context: Count = 4096
     system: str | None = None
     template: str | None = None

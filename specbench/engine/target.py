@@ -1,6 +1,6 @@
 """Any unforked Hugging Face causal LM, run over trees with tapped states. Knows no drafter.
 
-The only file that knows Transformers' internals: 4-D masks and explicit positions pass straight through sdpa, a cache
+Knows Transformers' internals, as `lean` does: 4-D masks and explicit positions pass straight through sdpa, a cache
 of preallocated rows stands in for the model's own, and forward hooks read the layers that a drafter taps.
 """
 
@@ -19,7 +19,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 from specbench import contents
 from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.interface import DraftTree, Taps, TargetStates
+from specbench.engine.lean import Lean, lean_forward
 from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of, random_model, read_model
+from specbench.engine.products import hasten
 from specbench.engine.tensors import finite
 from specbench.errors import SpecBenchError, refusing
 
@@ -81,6 +83,20 @@ class CausalLM:
         window = getattr(self.config, "sliding_window", None)
         self.kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         self.window: int | None = window if window and self.kinds != {"full_attention"} else None
+        self.lean: Lean | None = None
+
+    def hasten(self) -> None:
+        """Make passes over few tokens fast, for decoding: a lean forward where one is known, fast products where they pay.
+
+        Once weights and device are final, and not for training. What is computed stays the same but for rounding.
+        """
+        self.lean = self.lean or lean_forward(self)
+        hasten([self.head] if self.lean else [self.decoder, self.head])
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for this model, wherever its layers lie."""
+        devices = [next(layer.parameters()).device for layer in self.decoder.layers]
+        return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None)
 
     def logits(self, last: Tensor) -> Tensor:
         """LM head on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
@@ -100,6 +116,8 @@ class CausalLM:
         Returns:
             [B, T, D] post-norm states.
         """
+        if self.lean is not None and not torch.is_grad_enabled():
+            return self.lean(tokens, positions, mask, None if cache is None else cache.append)
         out = self.decoder(
             input_ids=tokens,
             position_ids=positions,
@@ -128,6 +146,8 @@ class CausalLM:
         """
         if getattr(self.config, "sliding_window", None):
             raise SpecBenchError(f"{self.config.model_type}: target layers with a sliding window cannot be run alone")
+        if self.lean is not None and not torch.is_grad_enabled():
+            return self.decoder.norm(self.lean.layers(self.layers - count, hidden, positions, mask, append))
         rotary = self.decoder.rotary_emb(hidden, positions)
         for layer in self.decoder.layers[-count:]:
             hidden = layer(
@@ -228,11 +248,6 @@ class Target(CausalLM):
     def contents(self) -> dict[str, str]:
         """SHA-256, by name, of the files it was loaded from; empty if there are none."""
         return {} if self.path is None else contents_of(Path(self.path))
-
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for this model, wherever its layers lie."""
-        devices = [next(layer.parameters()).device for layer in self.decoder.layers]
-        return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None)
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         """Start a new sequence. capacity: the most rows it can need (prompt + new tokens + one tree)."""
@@ -364,7 +379,9 @@ class Target(CausalLM):
 
     @contextmanager
     def _reading(self, layers: tuple[int, ...]) -> Iterator[None]:
-        """Hooks that put the output of these layers into `_tapped` during one pass."""
+        """The output of these layers goes into `_tapped` during one pass."""
+        if self.lean is not None:
+            self.lean.read, self.lean.seen = layers, self._tapped
 
         def reader(index: int):
             def hook(_module, _inputs, output):

@@ -1,0 +1,155 @@
+"""Lean forward and packed products compute what the model's own forward computes, or step aside."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ARCHITECTURES, SIZES, make, tiny
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from specbench.engine import products
+from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.interface import Taps
+from specbench.engine.lean import Lean
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.tree import build
+from specbench.engine.verify import Lossless
+
+OTHERS = {  # kinds that have a lean forward, in shapes that the default target has not
+    "untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+    "no-groups": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 4})),
+    "wide-heads": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=16)),
+    "stretched": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SIZES,
+            rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
+        )
+    ),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+}
+
+
+@pytest.fixture(autouse=True)
+def always_packed(monkeypatch):
+    """What is timed on tiny layers says nothing: packed products are to be tested, not chosen."""
+    monkeypatch.setattr(products, "_timed", lambda weights, packs: (True,) * len(products.ROWS))
+
+
+def loud(model) -> Target:
+    """Large random weights, biases and norms: a forward that forgets one of them shows."""
+    torch.manual_seed(3)
+    model.config._attn_implementation = "sdpa"
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.4) if p.ndim == 2 else p.uniform_(0.5, 1.5)
+    model.generation_config.eos_token_id = None
+    return Target(model)
+
+
+def answer(target, drafter, tokens=24):
+    events = decode(target, drafter, [3, 1, 4, 1, 5, 9, 2, 6], Limits(tokens), Lossless(), Sampler())
+    return [t for e in events for t in ([e.token] if isinstance(e, Prefill) else e.tokens)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16, 33, 64, 65, 130])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_packed_product_is_the_product(rows, biased):
+    layer = nn.Linear(48, 40, bias=biased).requires_grad_(False)
+    x = torch.randn(1, rows, 48)
+    expected = layer(x)
+    products.hasten([layer])
+    with torch.inference_mode():
+        assert isinstance(layer.forward, products.Packed)
+        assert torch.allclose(layer(x), expected, atol=1e-5) and layer(x).shape == expected.shape
+
+
+def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
+    monkeypatch.setattr(products, "_timed", lambda weights, packs: tuple(rows >= 4 for rows in products.ROWS))
+    monkeypatch.setattr(products, "_packs", {})
+    layer, seen = nn.Linear(48, 40), []
+    products.hasten([layer])
+    monkeypatch.setattr(products, "multiply", lambda x, packed, bias: seen.append(x.shape[0]) or F.linear(x, layer.weight))
+    with torch.inference_mode():
+        for rows in (1, 2, 3, 4, 9, 200):
+            layer(torch.randn(rows, 48))
+    assert seen == [3, 4, 9, 200]  # 3 rows count as 4
+
+
+def test_what_is_trained_or_cast_multiplies_as_before():
+    layer = nn.Linear(8, 8)
+    products.hasten([layer])
+    x = torch.randn(3, 8, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.weight.grad is not None
+
+
+def test_products_can_be_set_aside():
+    layer = nn.Linear(8, 8)
+    products.hasten([layer])
+    with products.as_made([nn.Sequential(layer)]):
+        assert "forward" not in vars(layer)
+    assert isinstance(layer.forward, products.Packed)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_lean_forward_is_the_models(kind):
+    plain, lean = loud(OTHERS[kind]()), loud(OTHERS[kind]())
+    before = lean.fingerprint()
+    lean.hasten()
+    assert isinstance(lean.lean, Lean)
+    assert lean.fingerprint() == before, "the parameters are not what they were"
+    taps = Taps(hidden=(0, -1), kv=(1,))
+    with torch.inference_mode():
+        found = []
+        for target in (plain, lean):
+            target.reset(40, taps)
+            first = target.prefill(torch.arange(9))
+            found.append((first, target.forward(branching())))
+    for one, other in zip(*found, strict=True):
+        for a, b in [(one.last, other.last), (one.logits, other.logits)]:
+            assert torch.allclose(a, b, atol=2e-4, rtol=1e-4)
+        for layer, hidden in one.hidden.items():
+            assert torch.allclose(hidden, other.hidden[layer], atol=2e-4, rtol=1e-4)
+        for layer, (keys, values) in one.kv.items():
+            assert torch.allclose(keys, other.kv[layer][0], atol=2e-4) and torch.allclose(
+                values, other.kv[layer][1], atol=2e-4
+            )
+
+
+def branching():
+    """Two children, three grandchildren of one, one below."""
+    parents = torch.tensor([-1, 0, 0, 1, 1, 3])
+    return build(
+        torch.tensor([5, 7, 8, 9, 1, 2]), parents, torch.tensor([0, 1, 1, 2, 2, 3]), torch.tensor([0, 0, 1, 0, 1, 0]), 3, 2
+    )
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
+def test_a_kind_that_is_not_known_keeps_its_own_forward_with_fast_products(architecture):
+    target = tiny(architecture)
+    expected = answer(target, make("none", target))
+    target.hasten()
+    assert target.lean is None
+    assert isinstance(target.decoder.layers[0].mlp.up_proj.forward, products.Packed)
+    assert answer(target, make("none", target)) == expected
+
+
+def test_a_model_that_does_otherwise_than_its_kind_keeps_its_own_forward():
+    model = ARCHITECTURES["llama"]()
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+    target = loud(model)
+    target.hasten()
+    assert target.lean is None
+
+
+@pytest.mark.parametrize("drafter", ["eagle2", "vanilla", "moa", "medusa", "beagle", "coral_router"])
+def test_drafters_draft_the_same_on_fast_products(drafter):
+    slow = tiny()
+    expected = answer(slow, make(drafter, slow))
+    fast = tiny()
+    fast.hasten()
+    made = make(drafter, fast)
+    made.hasten()
+    assert answer(fast, made) == expected
