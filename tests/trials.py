@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = "base"
 BUDGET = (
     "~recipe",
-    "train.batch=16",
+    "train.batch=2",
     "train.settings.lr=1.0e-3",
     "train.settings.checkpoint_minutes=5",
     "train.settings.validate_minutes=1000",  # at the end only
@@ -57,7 +57,6 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "vanilla": ("++drafter.norm_from=ones",),
     "medusa": (),
     "moa": (
-        "train.batch=4",
         "++drafter.periods=[5,15]",
         "++drafter.confine=0",
         "drafter.mlp_ratios={lsa: 0.8, sa: 0.8, ca: 0.8}",
@@ -73,10 +72,13 @@ CHANGES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "clip-value": ("gradients clipped by value, as the authors do", ("train.settings.clip_by=value",)),
         "noise-authors": ("the authors' noise, 0.1 * 512 / T", ("++drafter.noise_law=authors",)),
         "sampled-3072": ("3,072 ids a batch in the loss", ("train.settings.sampled=3072",)),
-        "packed": ("packed rows instead of padding", ("train.row_tokens=640", "train.batch=13")),
-        "batch-4": ("4 dialogues a step instead of 16", ("train.batch=4",)),
-        "batch-2": ("2 dialogues a step", ("train.batch=2",)),
-        "muon": ("Muon for matrices", ("train.settings.optimizer=muon", "train.settings.lr=0.01")),
+        "packed": ("packed rows instead of padding", ("train.row_tokens=1040", "train.batch=1")),
+        "batch-16": ("16 dialogues a step instead of 2", ("train.batch=16",)),
+        "batch-4": ("4 dialogues a step instead of 2", ("train.batch=4",)),
+        "muon-16": (
+            "Muon for matrices, 16 dialogues a step",
+            ("train.batch=16", "train.settings.optimizer=muon", "train.settings.lr=0.01"),
+        ),
     },
     "hass": {
         "aligned-from-0": ("aligned from the first step", (phases(f"share: 0.97, {HASS}", f"share: 0.03, {FULL}"),)),
