@@ -34,10 +34,12 @@ class TrainedDrafter(nn.Module):
         provenance: where the loaded weights come from. contents: SHA-256 of the files read for them, by name.
         compiled: names of the functions that `compile_network` compiles.
         phased: options of the objective that may change from phase to phase of a training.
+        deepest: levels that its trees can have at most; None for as many as one likes.
     """
 
     compiled: tuple[str, ...] = ("network",)
     phased: tuple[str, ...] = ()
+    deepest: int | None = None
 
     taps = Taps()
 
@@ -46,11 +48,16 @@ class TrainedDrafter(nn.Module):
 
     def __init__(self, name: Name, growth: Growth, weights: Text | None = None):
         super().__init__()
-        self.name, self.growth, self.weights = name, growth, weights
-        self.nodes, self.passes = growth.nodes, growth.depth
+        self.name, self.weights = name, weights
+        self.regrow(growth)
         self.checkpoint: stored.Checkpoint | None = None
         self.provenance: dict[str, Any] = {}
         self.contents: dict[str, str] = {}
+
+    def regrow(self, growth: Growth) -> None:
+        """Grow other trees from now on."""
+        self.growth = growth
+        self.nodes, self.passes = growth.nodes, growth.depth
 
     def bind(self, target: Target) -> None:
         """Build the network for this target, share its frozen parts, load the weights.

@@ -78,9 +78,13 @@ class Medusa(TrainedDrafter):
         if head_per_level and head_rank:
             raise SpecBenchError(f"drafter.head_rank={head_rank} corrects the target's head; leave out head_per_level")
         self.heads, self.layers, self.decay, self.head_per_level = heads, layers, decay, head_per_level
-        self.head_rank, self.passes = head_rank, 1
+        self.head_rank, self.deepest = head_rank, heads
         if not isinstance(growth, Calibrated) and growth.depth > heads:
             raise SpecBenchError(f"tree of depth {growth.depth}, but drafter.heads={heads}; choose a tree= of that depth")
+
+    def regrow(self, growth: Growth) -> None:
+        super().regrow(growth)
+        self.passes = 1  # all heads at once
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -124,7 +128,7 @@ class Medusa(TrainedDrafter):
         blocks = [place for place in places if "block" in place]
         if not blocks:
             raise checkpoint.refuse("no tensor is named like a block of a Medusa head (0.0.linear.weight)")
-        self.heads = 1 + max(int(p["head"]) for p in blocks)
+        self.heads = self.deepest = 1 + max(int(p["head"]) for p in blocks)
         self.layers = 1 + max(int(p["block"]) for p in blocks)
         self.head_per_level = len(places) > len(blocks) and not checkpoint.config.get("original_lm_head", False)
         self.head_rank = 0

@@ -52,7 +52,7 @@ class Routed(TrainedDrafter):
     ):
         super().__init__(name, growth, weights)
         self.base, self.groups, self.active = base, groups, active
-        self.taps = base.taps
+        self.taps, self.deepest = base.taps, base.deepest
 
     def build(self, target: Target) -> None:
         self.base.bind(target)
@@ -66,6 +66,11 @@ class Routed(TrainedDrafter):
 
     def compile_network(self, backend: str = "inductor") -> None:
         self.base.compile_network(backend)
+
+    def regrow(self, growth: Growth) -> None:
+        super().regrow(growth)
+        if hasattr(self, "base"):  # whose caches hold the rows
+            self.base.regrow(growth)
 
     def hasten(self) -> None:
         super().hasten()

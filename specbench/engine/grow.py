@@ -13,7 +13,7 @@ its ancestors and itself. Nothing here reads a value back to the host.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -210,6 +210,16 @@ class Calibrated(Static):
         super().__init__(paths)
 
 
+class Pool(NamedTuple):
+    """Everything that was drafted in a cycle, level by level; parents are places in the pool, -1 for the root. All [N]."""
+
+    tokens: Tensor
+    values: Tensor  # log-probability of the path
+    parents: Tensor
+    ranks: Tensor
+    depths: Tensor
+
+
 class Dynamic:
     """EAGLE-2's context-dependent tree.
 
@@ -227,6 +237,10 @@ class Dynamic:
         self.rows = top_k * (depth - 1)
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        return self.rerank(root, self.draft(drafter), self.nodes - 1)
+
+    def draft(self, drafter: Expandable) -> Pool:
+        """All levels' candidates."""
         k = self.top_k
         tokens, value = best_children(drafter.root_logits()[None], k)  # [1, K]
         frontier_tokens, frontier_value = tokens[0], value[0]
@@ -252,29 +266,32 @@ class Dynamic:
             frontier = k + (depth - 1) * k * k + best
             rows = (depth - 1) * k + best // k
             visible = torch.cat([visible[best // k], torch.eye(k, dtype=torch.bool, device=device)], 1)
-        pool = torch.cat(pool_tokens), torch.cat(pool_values), torch.cat(pool_parents), torch.cat(pool_ranks)
-        return self._rerank(root, *pool)
+        place = torch.arange(k + (self.depth - 1) * k * k, device=device)
+        depths = torch.where(place < k, 1, 2 + (place - k).div(k * k, rounding_mode="floor"))
+        parts = (torch.cat(part) for part in (pool_tokens, pool_values, pool_parents, pool_ranks))
+        return Pool(*parts, depths)
 
-    def _rerank(self, root: int, tokens: Tensor, values: Tensor, parents: Tensor, ranks: Tensor) -> DraftTree:
-        """The most valuable nodes of the pool, in pool order (levels ascending), behind the root."""
-        count = min(self.nodes - 1, tokens.shape[0])
-        chosen = values.sort(descending=True, stable=True).indices[:count].sort().values
-        node = torch.zeros(tokens.shape[0] + 1, dtype=torch.long, device=tokens.device)  # pool index -> node
-        node[chosen] = torch.arange(1, count + 1, device=tokens.device)  # the last slot serves parent -1: the root
+    def rerank(self, root: int, pool: Pool, count: int) -> DraftTree:
+        """The `count` most valuable nodes of the pool, in pool order (levels ascending), behind the root."""
+        device = pool.tokens.device
+        count = min(count, pool.tokens.shape[0])
+        if not count:
+            return tree.root_only(root, device)
+        chosen = pool.values.sort(descending=True, stable=True).indices[:count].sort().values
+        node = torch.zeros(pool.tokens.shape[0] + 1, dtype=torch.long, device=device)  # pool index -> node
+        node[chosen] = torch.arange(1, count + 1, device=device)  # the last slot serves parent -1: the root
 
         def behind_root(first: int, rest: Tensor) -> Tensor:
             return torch.cat([rest.new_full((1,), first), rest])
 
-        k = self.top_k
-        depths = torch.where(chosen < k, 1, 2 + (chosen - k).div(k * k, rounding_mode="floor"))
         return tree.build(
-            tokens=behind_root(root, tokens[chosen]),
-            parents=behind_root(-1, node[parents[chosen]]),
-            depths=behind_root(0, depths),
-            ranks=behind_root(0, ranks[chosen]),
+            tokens=behind_root(root, pool.tokens[chosen]),
+            parents=behind_root(-1, node[pool.parents[chosen]]),
+            depths=behind_root(0, pool.depths[chosen]),
+            ranks=behind_root(0, pool.ranks[chosen]),
             max_depth=self.depth,
-            width=k,
-            confidence=lambda: values[chosen].exp(),  # only a trace asks
+            width=self.top_k,
+            confidence=lambda: pool.values[chosen].exp(),  # only a trace asks
         )
 
 
