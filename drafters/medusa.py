@@ -74,10 +74,11 @@ class Medusa(TrainedDrafter):
         head_per_level: bool = False,
         head_rank: Natural = 0,
     ):
+        self.heads = heads
         super().__init__(name, growth, weights)
         if head_per_level and head_rank:
             raise SpecBenchError(f"drafter.head_rank={head_rank} corrects the target's head; leave out head_per_level")
-        self.heads, self.layers, self.decay, self.head_per_level = heads, layers, decay, head_per_level
+        self.layers, self.decay, self.head_per_level = layers, decay, head_per_level
         self.head_rank, self.deepest = head_rank, heads
         if not isinstance(growth, Calibrated) and growth.depth > heads:
             raise SpecBenchError(f"tree of depth {growth.depth}, but drafter.heads={heads}; choose a tree= of that depth")
@@ -85,6 +86,8 @@ class Medusa(TrainedDrafter):
     def regrow(self, growth: Growth) -> None:
         super().regrow(growth)
         self.passes = 1  # all heads at once
+        if hasattr(growth, "at_most"):
+            growth.at_most(self.heads)
 
     def bind(self, target: Target) -> None:
         super().bind(target)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from specbench import checkpoints, contents, measure
+from specbench import acceptance, checkpoints, contents, measure, price
 from specbench.bench import Contender, RunSettings
 from specbench.datasets import Chat, PromptSet, Question
 from specbench.door import sweeping
@@ -169,6 +169,7 @@ def build(
         drafter.hasten()
     settings = plain(config)
     own = {key: settings[key] for key in OWN}
+    fitted = _fit(drafter, config, target) if hasattr(getattr(drafter, "growth", None), "fit") else {}
     own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration
     said = own | {
         "parameters": drafter.active_parameters,
@@ -178,7 +179,23 @@ def build(
         "weights": getattr(drafter, "provenance", {}),
         "contents": getattr(drafter, "contents", {}),
     }
-    return Arm(Contender(label or drafter.name, drafter, rule), config, said | more)
+    return Arm(Contender(label or drafter.name, drafter, rule), config, said | fitted | more)
+
+
+def _fit(drafter: Any, config: DictConfig, target: Target) -> dict[str, Any]:
+    """Fit a drafter's growth to the machine; what was chosen, and from which costs.
+
+    Raises:
+        SpecBenchError: acceptance was not measured with these weights, or cannot be.
+    """
+    if config.model.get("weights") == "random" or drafter.weights is None:
+        raise SpecBenchError(f"drafter={drafter.name}: a tree can be fitted to trained weights only; choose another tree=")
+    followed = acceptance.read(PROJECT / drafter.weights)
+    growth, said = drafter.growth, {k: v for k, v in plain(config)["drafter"].items() if k != "growth"}
+    costs = price.of(target, drafter, config.model.name, {"drafter": said, "backend": config.backend})
+    growth.fit(followed, costs)
+    drafter.regrow(growth)
+    return {"fitted": {**growth.chosen, "costs": asdict(costs)}}
 
 
 def baseline(config: DictConfig, target: Target) -> Arm:

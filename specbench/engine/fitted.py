@@ -14,7 +14,7 @@ import heapq
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -146,7 +146,7 @@ def static_choices(acceptance: Acceptance, costs: Costs, limits: "Limits") -> It
 
 def worthiest(ranks: Sequence[Sequence[float]]) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Rank paths by falling worth, parents and better siblings first. ranks: [depth - 1][rank], falling by rank."""
-    heap = [(-ranks[0][0], (0,))]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-ranks[0][0], (0,))]
     while heap:
         worth, path = heapq.heappop(heap)
         yield -worth, path
@@ -169,8 +169,14 @@ class Limits:
 class _Fit:
     """What fitted growths share: they wait for costs and acceptance, and say what was chosen."""
 
+    depth: int
     limits: Limits
     chosen: dict[str, dict[str, float]]
+
+    def at_most(self, levels: int) -> None:
+        """The drafter has no more levels than these."""
+        self.depth = min(self.depth, levels)
+        self.limits = replace(self.limits, depth=min(self.limits.depth, levels))
 
     def choose(self, choices: Iterator[Choice], plain: float) -> Choice:
         """The fastest; it and the runner-up are remembered."""

@@ -268,8 +268,7 @@ class Dynamic:
             visible = torch.cat([visible[best // k], torch.eye(k, dtype=torch.bool, device=device)], 1)
         place = torch.arange(k + (self.depth - 1) * k * k, device=device)
         depths = torch.where(place < k, 1, 2 + (place - k).div(k * k, rounding_mode="floor"))
-        parts = (torch.cat(part) for part in (pool_tokens, pool_values, pool_parents, pool_ranks))
-        return Pool(*parts, depths)
+        return Pool(torch.cat(pool_tokens), torch.cat(pool_values), torch.cat(pool_parents), torch.cat(pool_ranks), depths)
 
     def rerank(self, root: int, pool: Pool, count: int) -> DraftTree:
         """The `count` most valuable nodes of the pool, in pool order (levels ascending), behind the root."""

@@ -288,6 +288,32 @@ def tree_cost(entries: Sequence[Entry]) -> Figure | None:
     return figure
 
 
+def cost_of_cycles(passes: Mapping[int, Mapping[str, float]], parts: Mapping[str, Mapping[int, float]]) -> Figure:
+    """What a cycle is made of: the target's pass by nodes and context, a draft level by its width.
+
+    passes: by tokens before the tree, `ms_<nodes>`. parts: `first` and `level`, seconds by width.
+    """
+    figure, (left, right) = _axes(8.0, 3.4, ncols=2)
+    for number, (context, found) in enumerate(passes.items()):
+        points = {int(name[3:]): ms for name, ms in found.items()}
+        left.plot(
+            list(points),
+            list(points.values()),
+            color=COLOURS[number % len(COLOURS)],
+            marker="o",
+            label=f"{context} tokens before",
+        )
+    for number, (name, title) in enumerate((("first", "first level, observing included"), ("level", "one level more"))):
+        found_s = parts[name]
+        right.plot(list(found_s), [1000 * s for s in found_s.values()], color=COLOURS[number], marker="o", label=title)
+    left.set(xlabel="nodes in the pass, root included", ylabel="milliseconds", ylim=(0, None))
+    right.set(xlabel="nodes of a level", ylabel="milliseconds", ylim=(0, None))
+    for axes in (left, right):
+        _grid(axes)
+        axes.legend(fontsize="small", frameon=False)
+    return figure
+
+
 def theory(entries: Sequence[Entry]) -> Figure | None:
     """Leviathan et al.: tokens a pass and speed-up of a chain by acceptance alpha, with measured greedy chains."""
     chains = [e for e in entries if _gamma(e) and e.temperature == 0 and interval(RATES["alpha"], e.totals) is not None]

@@ -1,0 +1,107 @@
+"""Door six: what a cycle costs on this machine, and which trees that makes the fastest for a drafter.
+
+python -m specbench.cost drafter=eagle2
+python -m specbench.cost drafter=eagle2 drafter.vocabulary=8192 contexts=[128,1024]
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import hydra
+import matplotlib.pyplot as plt
+import torch
+from omegaconf import DictConfig
+from pydantic import Field
+from rich.console import Console
+
+from specbench import arms, costs, schema
+from specbench.arms import RunOptions
+from specbench.assets import require_writable
+from specbench.door import CONF, run_door, spoken
+from specbench.errors import SpecBenchError
+from specbench.options import Count, Text
+from specbench.reporting.figures import cost_of_cycles
+from specbench.reporting.tables import markdown_table
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """What `conf/cost.yaml` may say beside what a run may be told."""
+
+    contexts: Annotated[Sequence[Count], Field(min_length=1)]
+    out: Text | None
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
+@spoken
+def main(config: DictConfig) -> None:
+    """Time passes and cycles, fit the drafter's trees to them, print and draw both."""
+    schema.check(config, Options)
+    arms.settle(config)
+    out = Path(config.out or Path(config.results) / "costs")
+    require_writable(out)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    made = arms.make(config)
+    if not hasattr(getattr(made[0], "growth", None), "fit"):
+        raise SpecBenchError(
+            f"tree=: costs are for trees that are fitted to them (fitted, fitted_static, rate), not "
+            f"{config.tree._target_.rpartition('.')[2]}"
+        )
+    target, _ = arms.load(config)
+    passes = {context: costs.target_pass(target, _text(target, context)) for context in _fitting(config.contexts, target)}
+    said: Any = arms.build(config, target, made=made).said["fitted"]
+    print(f"Milliseconds of a pass of {config.model.name}, by nodes in the tree and tokens before it\n")
+    nodes = list(next(iter(passes.values())))
+    print(
+        markdown_table(
+            ["tokens before", *(n.removeprefix("ms_") for n in nodes)],
+            [[str(c), *(f"{found[n]:.1f}" for n in nodes)] for c, found in passes.items()],
+        )
+    )
+    print(f"\nMilliseconds of drafting with {config.drafter.name}, by candidates of a node or nodes of a level\n")
+    parts = said["costs"]
+    print(
+        markdown_table(
+            ["", *map(str, parts["first"])],
+            [
+                ["first level, observing included", *(f"{1000 * s:.1f}" for s in parts["first"].values())],
+                ["one level more", *(f"{1000 * s:.1f}" for s in parts["level"].values())],
+            ],
+        )
+    )
+    print()
+    for name, title in (("choice", "fastest"), ("runner_up", "runner-up")):
+        if name in said:
+            print(f"{title}: {_words(said[name])}")
+    figure = cost_of_cycles(passes, parts)
+    path = out / f"{config.model.name}-{config.drafter.name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    Console(stderr=True).print(f"figure: {path}", highlight=False, soft_wrap=True)
+
+
+def _fitting(contexts: Sequence[int], target: Any) -> list[int]:
+    """Contexts that leave room for the largest tree."""
+    room = target.max_context - max(costs.NODES)
+    found = [context for context in contexts if context <= room]
+    if not found:
+        raise SpecBenchError(
+            f"contexts: none of them leaves room for {max(costs.NODES)} nodes in {target.max_context} positions"
+        )
+    return found
+
+
+def _text(target: Any, length: int) -> list[int]:
+    return [(7 * i + 3) % target.vocab_size for i in range(length)]
+
+
+def _words(said: Mapping[str, float]) -> str:
+    shape = ", ".join(f"{name}={said[name]}" for name in ("depth", "top_k", "nodes"))
+    return f"{shape}: tau {said['tau']:.2f} on held-out answers, {said['speedup']:.2f}x plain decoding expected"
+
+
+if __name__ == "__main__":
+    run_door(main, "cost")

@@ -1,0 +1,166 @@
+"""What a cycle costs on this machine, by its tree: timed in real cycles, kept in the cache, read by fitted trees.
+
+All trees are timed in turn within one generation, so that what the machine does meanwhile meets all alike. What is kept
+says on which machine, by which versions and for which target and drafter it was timed, and serves nothing else.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbench import contents, measure
+from specbench.assets import atomic_path, cache_root
+from specbench.engine.decode import Limits, decode
+from specbench.engine.fitted import NODES, Costs
+from specbench.engine.grow import Dynamic, Expandable
+from specbench.engine.interface import DraftTree, Step
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.tree import root_only
+from specbench.engine.verify import Lossless
+from specbench.errors import SpecBenchError
+from specbench.files import read_json
+
+CONTEXT = 192  # tokens behind which trees are timed
+TURNS = 7  # of all trees, of which the median counts; one more warms up
+WIDTHS = (1, 2, 4, 7, 10)  # candidates of a node, and nodes expanded in a level
+WIDE, DEEP = 8, 4  # top_k of the trees that are timed by nodes; levels of those that are timed by width
+BUSY = 0.3  # cores that others may take before a timing is not worth keeping
+
+Try = tuple[str, int]  # which table, and where in it
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file of the cache. made_for: what it was timed on, and for what."""
+
+    made_for: dict[str, Any]
+    costs: Costs
+
+
+class _Nothing(Dynamic):
+    """Plain decoding, by a drafter that is there."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, 2)
+
+    def grow(self, drafter: Expandable, root: int, sampler: Any, generator: torch.Generator | None) -> DraftTree:
+        return root_only(root, drafter.root_logits().device)
+
+
+def _trees(deepest: int) -> dict[Try, Dynamic]:
+    """What is timed; verify[1] is a cycle without a draft, level[k] one with DEEP levels of k nodes."""
+    deep = min(DEEP, deepest)
+    found: dict[Try, Dynamic] = {("verify", 1): _Nothing()}
+    found |= {("verify", n): Dynamic(min(2, deepest), WIDE, n) for n in NODES if deepest > 1 or n <= WIDE + 1}
+    for k in WIDTHS:
+        found["first", k] = Dynamic(1, k, k + 1)
+        if deep > 1:
+            found["level", k] = Dynamic(deep, k, 1 + k)
+    return found
+
+
+def take(target: Target, drafter: Any, context: int = CONTEXT) -> Costs:
+    """Time a drafter's cycles behind so many tokens of context.
+
+    Raises:
+        SpecBenchError: the target's context is too short for that, or the drafter grows no trees of its own.
+    """
+    if not hasattr(drafter, "regrow"):
+        raise SpecBenchError(f"drafter={drafter.name} grows no trees that could be fitted; choose another drafter=")
+    before, deepest = drafter.growth, drafter.deepest or DEEP
+    trees = _trees(deepest)
+    room = (TURNS + 1) * len(trees) * (DEEP + 1)
+    if context + room + 100 > target.max_context:
+        context = target.max_context - room - 100
+    if context < 1:
+        raise SpecBenchError(f"costs take {room + 101} positions of context, the target has {target.max_context}")
+    try:
+        found = _timed(target, drafter, trees, context, room)
+    finally:
+        drafter.regrow(before)
+    rest = {
+        at: statistics.median(step.target_s + step.verify_s + step.rest_s for step in steps) for at, steps in found.items()
+    }
+    draft = {at: statistics.median(step.draft_s for step in steps) for at, steps in found.items()}
+    levels = min(DEEP, deepest) - 1
+    return Costs(
+        verify={n: rest[what, n] for what, n in trees if what == "verify"},
+        first={k: draft["first", k] for k in WIDTHS},
+        level={k: max(0.0, draft["level", k] - draft["first", k]) / levels if levels else 0.0 for k in WIDTHS},
+    )
+
+
+def _timed(target: Target, drafter: Any, trees: Mapping[Try, Dynamic], context: int, room: int) -> dict[Try, list[Step]]:
+    """Cycles of every tree, in turn."""
+    largest = Dynamic(min(DEEP, drafter.deepest or DEEP), WIDTHS[-1], NODES[-1])
+    drafter.regrow(largest)  # caches are made for it
+    prompt = [(7 * i + 3) % target.vocab_size for i in range(context)]
+    events = decode(target, drafter, prompt, Limits(room), Lossless(), Sampler(), clock=measure.Clock(target.device))
+    next(events)
+    found: dict[Try, list[Step]] = {at: [] for at in trees}
+    for turn in range(TURNS + 1):
+        for at, growth in trees.items():
+            drafter.growth = growth
+            step = next(events)
+            assert isinstance(step, Step)
+            if turn:
+                found[at].append(step)
+    return found
+
+
+def made_for(target: Target, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What costs depend on. said: of the drafter and how it decodes, as a header has it."""
+    return {
+        "hardware": measure.hardware(target.device),
+        "versions": measure.versions(),
+        "source": measure.source_digest(),
+        "target": target.fingerprint(),
+        "dtype": str(target.dtype),
+        "lean": target.lean is not None,
+        **said,
+    }
+
+
+def path_of(model: str, drafter: str, conditions: Mapping[str, Any]) -> Path:
+    """Where they are kept."""
+    return cache_root() / "costs" / model / f"{drafter}-{contents.of(conditions)[:12]}.json"
+
+
+def of(target: Target, drafter: Any, model: str, said: Mapping[str, Any]) -> Costs:
+    """The costs here, from the cache or timed now. They are kept unless other work disturbed them."""
+    conditions = made_for(target, said)
+    path = path_of(model, drafter.name, conditions)
+    if path.is_file():
+        return read(path, conditions)
+    others = measure.Others()
+    others.start()
+    costs = take(target, drafter)
+    if (others.read() or 0.0) < BUSY:
+        write(path, costs, conditions)
+    return costs
+
+
+def write(path: Path, costs: Costs, conditions: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(asdict(Kept(dict(conditions), costs)), indent=1) + "\n")
+
+
+def read(path: Path, conditions: Mapping[str, Any]) -> Costs:
+    """Raises `SpecBenchError` for a damaged file, and for one that was timed under other conditions, which it names."""
+    kept: Kept = read_json(path, Kept)
+    if differing := list(_differing(kept.made_for, json.loads(json.dumps(conditions)))):
+        raise SpecBenchError(f"{path} was timed with another {', '.join(differing)}; remove it, and it is timed again")
+    return kept.costs
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            yield name
