@@ -7,6 +7,9 @@ python -m specbench.train train.until=corpus train.pack=LICENCE       # the corp
 python -m specbench.train train.until=vocabulary                      # its text, and the list of its most frequent ids
 """
 
+import specbench.passive  # noqa: F401
+
+# isort: split
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
