@@ -32,7 +32,7 @@ class TrainedDrafter(nn.Module):
         weights: folder of its weights, relative to the project; None leaves them at their initial values (training, tests).
         checkpoint: weights in their authors' layout instead, set before `bind`.
         vocabulary: draft from this many of the target's most frequent ids alone; None: from all of them.
-        listed: those ids, bound to the target. lm: a language model whose head is multiplied instead of the target's.
+        listed: those ids, bound to the target.
         provenance: where the loaded weights come from. contents: SHA-256 of the files read for them, by name.
         compiled: names of the functions that `compile_network` compiles.
         phased: options of the objective that may change from phase to phase of a training.
@@ -43,7 +43,6 @@ class TrainedDrafter(nn.Module):
 
     taps = Taps()
     listed: vocabularies.Listed | None = None
-    lm: CausalLM | None = None
 
     embedding: nn.Embedding  # shared with the target by `build`, like the head
     head: nn.Linear
@@ -101,7 +100,8 @@ class TrainedDrafter(nn.Module):
                     before = sum(p.numel() for p in layer.parameters())
                     setattr(part, name, vocabularies.narrowed(layer, self.listed.ids))
                     self.active_parameters -= before - sum(p.numel() for p in getattr(part, name).parameters())
-        head = vocabularies.Head(self.lm or target, self.listed.ids)
+        model: CausalLM = getattr(self, "lm", target)  # whose head it multiplies
+        head = vocabularies.Head(model, self.listed.ids)
         self.target_logits = head
         self.active_parameters -= head.saved
 
