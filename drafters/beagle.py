@@ -57,6 +57,7 @@ class Beagle(TrainedDrafter):
         decreasing: late steps weigh s - i + 1; False: all alike, with the same sum.
         noise: standard deviation of the normal noise on states while training.
         regression, classification: weights of the two loss terms.
+        vocabulary: see `TrainedDrafter`.
     """
 
     phased = ("stage", "window", "steps", "decreasing", "noise", "regression", "classification")
@@ -75,8 +76,9 @@ class Beagle(TrainedDrafter):
         noise: Weight = 0.2,
         regression: Weight = 10.0,
         classification: Weight = 1.0,
+        vocabulary: Count | None = None,
     ):
-        super().__init__(name, growth, weights)
+        super().__init__(name, growth, weights, vocabulary)
         self.concat, self.grouped, self.window, self.steps = concat, grouped, window, steps
         self.decreasing, self.noise = decreasing, noise
         self.regression, self.classification = regression, classification

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, Taps
 from specbench.engine.products import hasten
-from specbench.engine.target import Target
+from specbench.engine.target import CausalLM, Target
 from specbench.errors import SpecBenchError
-from specbench.options import Name, Text
+from specbench.options import Count, Name, Text
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 
@@ -31,6 +32,8 @@ class TrainedDrafter(nn.Module):
         growth: how its trees are grown.
         weights: folder of its weights, relative to the project; None leaves them at their initial values (training, tests).
         checkpoint: weights in their authors' layout instead, set before `bind`.
+        vocabulary: draft from this many of the target's most frequent ids alone; None: from all of them.
+        listed: those ids, bound to the target.
         provenance: where the loaded weights come from. contents: SHA-256 of the files read for them, by name.
         compiled: names of the functions that `compile_network` compiles.
         phased: options of the objective that may change from phase to phase of a training.
@@ -42,13 +45,15 @@ class TrainedDrafter(nn.Module):
     deepest: int | None = None
 
     taps = Taps()
+    listed: vocabularies.Listed | None = None
 
     embedding: nn.Embedding  # shared with the target by `build`, like the head
     head: nn.Linear
+    target_logits: Callable[[Tensor], Tensor]  # of states, while drafting: over all ids, or the listed ones
 
-    def __init__(self, name: Name, growth: Growth, weights: Text | None = None):
+    def __init__(self, name: Name, growth: Growth, weights: Text | None = None, vocabulary: Count | None = None):
         super().__init__()
-        self.name, self.weights = name, weights
+        self.name, self.weights, self.vocabulary = name, weights, vocabulary
         self.regrow(growth)
         self.checkpoint: stored.Checkpoint | None = None
         self.provenance: dict[str, Any] = {}
@@ -87,6 +92,26 @@ class TrainedDrafter(nn.Module):
             folder = stored.PROJECT / self.weights
             self.provenance = stored.load(self, folder, target.fingerprint())
             self.contents |= stored.contents_of(folder)
+        if self.vocabulary is not None:
+            self._narrow(target, self.vocabulary)
+
+    def _narrow(self, target: Target, count: int) -> None:
+        """Draft from listed ids alone: with a copy of their rows of the head, and of every output layer of its own."""
+        width = max(self.growth.width, getattr(self.growth, "top_k", 0))
+        if count < width:
+            raise SpecBenchError(f"drafter.vocabulary={count}: the tree takes {width} candidates a node; list as many ids")
+        self.listed = vocabularies.listed(target, count)
+        self.contents[vocabularies.FILE] = self.listed.digest
+        for part in list(self.modules()):
+            for name, layer in part.named_children():
+                if isinstance(layer, nn.Linear) and layer.out_features == target.vocab_size and layer is not self.head:
+                    before = sum(p.numel() for p in layer.parameters())
+                    setattr(part, name, vocabularies.narrowed(layer, self.listed.ids))
+                    self.active_parameters -= before - sum(p.numel() for p in getattr(part, name).parameters())
+        model: CausalLM = getattr(self, "lm", target)  # whose head it multiplies
+        head = vocabularies.Head(model, self.listed.ids)
+        self.target_logits = head
+        self.active_parameters -= head.saved
 
     def build(self, target: Target) -> None:
         """Create the network. What is shared with the target stays frozen and is not saved."""
@@ -123,7 +148,10 @@ class TrainedDrafter(nn.Module):
 
     def hasten(self) -> None:
         """Make drafting fast, once weights and device are final; not for training."""
-        hasten([self])
+        head, parts = self.target_logits, [self] if self.lm is None else []
+        if self.lm is not None:
+            self.lm.hasten()
+        hasten([*parts, *([head.rows] if isinstance(head, vocabularies.Head) else [])])
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""

@@ -52,7 +52,7 @@ from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
-from specbench.options import Name, Text, Weight
+from specbench.options import Count, Name, Text, Weight
 
 OWN_TOKENS = 24  # of the target's own text, enough to see which half of fc is which, and how large states are
 Inputs = Literal["shifted", "unshifted", "feature", "token"]
@@ -70,6 +70,7 @@ class Eagle(TrainedDrafter):
         inputs: `shifted`, or an ablation: `unshifted`, `feature`, `token`.
         bias: the fully connected layer carries one (official code); vLLM serves heads without it only.
         balanced_start: the initial fc hears embeddings as loudly as states, however much smaller they are.
+        vocabulary: see `TrainedDrafter`.
     """
 
     phased: tuple[str, ...] = ("regression", "classification", "noise")
@@ -86,8 +87,9 @@ class Eagle(TrainedDrafter):
         inputs: Inputs = "shifted",
         bias: bool = True,
         balanced_start: bool = False,
+        vocabulary: Count | None = None,
     ):
-        super().__init__(name, growth, weights)
+        super().__init__(name, growth, weights, vocabulary)
         self.inputs, self.bias, self.balanced_start = inputs, bias, balanced_start
         self.regression, self.classification = regression, classification
         self.noise, self.noise_law = noise, noise_law

@@ -59,6 +59,7 @@ class Medusa(TrainedDrafter):
         heads: K. layers: residual blocks a head.
         decay: lambda. head_per_level: each head has its own output layer instead of the target's.
         head_rank: rank of what each head adds to the target's output layer, 0 for nothing.
+        vocabulary: see `TrainedDrafter`.
     """
 
     phased: tuple[str, ...] = ("decay",)
@@ -73,9 +74,10 @@ class Medusa(TrainedDrafter):
         decay: Weight = 0.8,
         head_per_level: bool = False,
         head_rank: Natural = 0,
+        vocabulary: Count | None = None,
     ):
         self.heads = heads
-        super().__init__(name, growth, weights)
+        super().__init__(name, growth, weights, vocabulary)
         if head_per_level and head_rank:
             raise SpecBenchError(f"drafter.head_rank={head_rank} corrects the target's head; leave out head_per_level")
         self.layers, self.decay, self.head_per_level = layers, decay, head_per_level

@@ -155,6 +155,7 @@ class MoA(TrainedDrafter):
         periods: least and most length of a window; None: 1 and the depth of the trees. window: a fixed length instead.
         draws: masks a training pass.
         confine: share of the training over which SA is set free from its window; 0: free from the start.
+        vocabulary: see `TrainedDrafter`.
     """
 
     compiled = ("across_layers", "_self_attention", "cross")
@@ -174,8 +175,9 @@ class MoA(TrainedDrafter):
         window: Count | None = None,
         draws: Count = 1,
         confine: Share = 0.5,
+        vocabulary: Count | None = None,
     ):
-        super().__init__(name, growth, weights)
+        super().__init__(name, growth, weights, vocabulary)
         self.tli, self.use_lsa = tli, lsa
         self.mlp_ratios = MLP_RATIOS | dict(mlp_ratios or {})
         self.regression, self.classification = regression, classification
@@ -188,6 +190,7 @@ class MoA(TrainedDrafter):
             raise SpecBenchError(f"drafter.tli={self.tli}: one of the target's {target.layers} layers must stay below")
         self.target, self.layers = target, target.layers
         self.embedding, self.head = target.embedding, target.head
+        self.target_logits = target.logits
         below = target.layers - self.tli
         read = range(0 if self.use_lsa else below, target.layers)
         self.taps = Taps(kv=tuple(read), hidden=(below - 1,) if self.tli else ())
@@ -323,7 +326,7 @@ class MoA(TrainedDrafter):
             mask = torch.cat([drafted.new_ones(drafted.shape[0], known), drafted], 1)
             hidden = self.target.tail(hidden, positions[None], mask[None, None], self.tli, append)
             self.tail_cache.keep()
-        return self.target.logits(hidden[0])
+        return self.target_logits(hidden[0])
 
     # Training -----------------------------------------------------------------------------------------------------------
 
@@ -375,7 +378,7 @@ class MoA(TrainedDrafter):
             yield partial(self._best, hidden)
 
     def _best(self, hidden: Tensor, places: Tensor) -> Tensor:
-        return self.target.logits(hidden[places]).argmax(-1)
+        return self.target_logits(hidden[places]).argmax(-1)
 
     def _causal(self, batch: Batch, mask: Tensor | None) -> Tensor:
         """SA of whole rows. mask [B, T, T], None for plainly causal -> [B, T, D]"""

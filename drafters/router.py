@@ -28,6 +28,7 @@ from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, NoShortcut, TargetStates
 from specbench.engine.products import products
 from specbench.engine.target import Target
+from specbench.errors import SpecBenchError
 from specbench.options import Count, Name, Text
 
 
@@ -39,6 +40,7 @@ class Routed(TrainedDrafter):
         base: the drafter, with its weights; it computes its logits with `target_logits` and the states of
             its draft passes with `draft_states`.
         groups: N. active: groups that each node may ask for.
+        vocabulary: None; a router chooses among all ids.
     """
 
     def __init__(
@@ -49,8 +51,14 @@ class Routed(TrainedDrafter):
         weights: Text | None = None,
         groups: Count = 16,
         active: Count = 2,
+        vocabulary: Count | None = None,
     ):
         super().__init__(name, growth, weights)
+        if vocabulary is not None or base.vocabulary is not None:
+            raise SpecBenchError(
+                f"drafter.vocabulary={vocabulary or base.vocabulary}: the router of {name} chooses among the head's rows "
+                f"already; leave it out, or take drafter={base.name} without the router"
+            )
         self.base, self.groups, self.active = base, groups, active
         self.taps, self.deepest = base.taps, base.deepest
 

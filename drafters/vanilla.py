@@ -50,6 +50,7 @@ class Vanilla(TrainedDrafter):
         start_from: where its layers begin, at `random` or as layers of the `target`, then as wide as these.
         norm_from: where its final norm begins, as the `target`'s or at `ones`.
         regression, classification: weights of its two loss terms.
+        vocabulary: see `TrainedDrafter`.
     """
 
     phased: tuple[str, ...] = ("regression", "classification")
@@ -66,8 +67,9 @@ class Vanilla(TrainedDrafter):
         norm_from: Literal["target", "ones"] = "target",
         regression: Weight = 0.1,
         classification: Weight = 1.0,
+        vocabulary: Count | None = None,
     ):
-        super().__init__(name, growth, None if path else weights)
+        super().__init__(name, growth, None if path else weights, vocabulary)
         self.path, self.layers, self.intermediate_size = path, layers, intermediate_size
         self.start_from, self.norm_from = start_from, norm_from
         self.regression, self.classification = regression, classification
@@ -79,6 +81,7 @@ class Vanilla(TrainedDrafter):
         else:
             self.lm = CausalLM(self._own(target))
         self.network, self.embedding, self.head = self.lm.decoder, self.lm.embedding, self.lm.head
+        self.target_logits = self._logits
         self.cache = KVCache(self.lm.layers, 0)
 
     def _own(self, target: Target) -> LlamaForCausalLM:
@@ -140,9 +143,6 @@ class Vanilla(TrainedDrafter):
     def compile_network(self, backend: str = "inductor") -> None:
         self.lm.run = torch.compile(self.lm.run, backend=backend, dynamic=True)  # type: ignore[method-assign]
 
-    def hasten(self) -> None:
-        self.lm.hasten()
-
     # Decoding -----------------------------------------------------------------------------------------------------------
 
     def reset(self, capacity: int) -> None:
@@ -168,11 +168,11 @@ class Vanilla(TrainedDrafter):
         return self._extend(tokens, positions, torch.cat([prefix, visible], 1))
 
     def _extend(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> Tensor:
-        """Run N tokens behind the cache and keep their rows; logits [N, V] over the target's vocabulary."""
+        """Run N tokens behind the cache and keep their rows; logits [N, V]."""
         mask = None if mask is None else mask[None, None]
         states = self.lm.run(tokens[None], positions[None], mask, self.cache)[0]
         self.cache.keep()
-        return self._logits(states[-1:] if last_only else states)
+        return self.target_logits(states[-1:] if last_only else states)
 
     def _logits(self, states: Tensor) -> Tensor:
         """The draft model's logits over the target's vocabulary. [N, D] -> [N, V]"""
@@ -198,4 +198,4 @@ class Vanilla(TrainedDrafter):
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """The same in every step: a draft model reads tokens alone."""
-        yield from [chooser(self._states(batch), self._logits)] * steps
+        yield from [chooser(self._states(batch), self.target_logits)] * steps

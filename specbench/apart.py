@@ -70,6 +70,7 @@ def training(config: dict[str, Any]) -> dict[str, float]:
     """What a training step of a run's drafter takes, from its initial weights; see `costs.training`."""
     settled, target = _loaded(config)
     drafter: Any = instantiate(settled.drafter, weights=None)
+    drafter.vocabulary = None  # a loss reads the whole head
     drafter.bind(target)
     return costs.training(target, drafter)
 

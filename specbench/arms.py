@@ -4,7 +4,6 @@ What every door that decodes does with a run configuration: settle it, build the
 """
 
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from specbench.door import sweeping
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Drafter
 from specbench.engine.sampling import Sampler
-from specbench.engine.target import Target
+from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Alphas, Rule
 from specbench.engine.weights import PROJECT
 from specbench.errors import SpecBenchError, one_line
@@ -91,6 +90,8 @@ _absent: dict[str, str] = {}  # targets that this process could not load, and wh
 
 def load(config: DictConfig) -> tuple[Target, Chat]:
     """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell."""
+    if config.backend == "compile" and pick_device(config.model.get("device", "auto")).type == "cpu":
+        raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
     wanted = str(config.model)
     if wanted in _absent:
         raise SpecBenchError(_absent[wanted])
@@ -103,8 +104,6 @@ def load(config: DictConfig) -> tuple[Target, Chat]:
         _absent[wanted] = one_line(error)
         raise
     if config.backend == "compile":
-        if target.device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-            raise SpecBenchError("backend=compile needs a C++ compiler on a CPU; install g++ or leave it out")
         torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
         target.compile()
     elif spec.forward == "lean":

@@ -45,6 +45,8 @@ def main(config: DictConfig) -> None:
     require_writable(out.parent)
     if config.drafter.get("weights", "") is None:
         raise SpecBenchError("drafter.weights=null would export random weights; name the folder of trained ones")
+    if config.drafter.get("vocabulary") is not None:
+        raise SpecBenchError("drafter.vocabulary is no part of what is exported; leave it out, and set it in the server")
     if out.exists():
         raise SpecBenchError(f"out={out} is there already; choose another folder or remove it")
     spec: ModelSpec = instantiate(config.model)

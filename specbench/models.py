@@ -13,8 +13,10 @@ from transformers.utils import logging as transformers_logging
 from specbench import measure
 from specbench.assets import Wheel, Wheels, cache_root, cached, file_from_wheel, folder_from_hub
 from specbench.datasets import Chat, Pieces
+from specbench.engine import vocabulary
 from specbench.engine.pretrained import read_config, read_gguf, read_tokenizer, shaped
 from specbench.engine.target import Target, pick_device, pick_dtype
+from specbench.engine.weights import PROJECT
 from specbench.errors import SpecBenchError
 from specbench.options import Count, Name, Positive, Text
 
@@ -71,6 +73,7 @@ class ModelSpec:
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
         target = Target.load(folder, dtype, device, processes, self.device_map)
         target.max_context = min(target.max_context, self.max_context)
+        target.listing = PROJECT / "drafters" / "weights" / self.name / vocabulary.FILE
         tokenizer = read_tokenizer(folder)
         ids = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
         if ids > target.vocab_size:

@@ -180,7 +180,9 @@ def _training(member: Member, study: Study, users: list[str]) -> tuple[str, list
     if member.seed is None:
         return None
     source = study["arms"][member.spec["weights"]] if "weights" in member.spec else member.spec
-    own = [o for o in source["run"] if o.lstrip("+~").split("=")[0].split(".")[0] == "drafter"]
+    keys = {o: o.lstrip("+~").split("=")[0] for o in source["run"]}
+    # from how many ids it will draft is nothing that a training knows of
+    own = [o for o, key in keys.items() if key.split(".")[0] == "drafter" and key != "drafter.vocabulary"]
     model = [o for o in users if o.split("=")[0].split(".")[0] in ("model", "threads")]
     said = [*model, *own, *source.get("train", []), f"train.settings.seed={member.seed}"]
     drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]

@@ -4,10 +4,14 @@ python -m specbench.train drafter=eagle2
 python -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 accelerate launch --num_processes 4 -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 python -m specbench.train train.until=corpus train.pack=LICENCE       # the corpus alone, its ids also as one file
+python -m specbench.train train.until=vocabulary                      # its text, and the list of its most frequent ids
 """
 
+import specbench.passive  # noqa: F401
+
+# isort: split
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +28,7 @@ from specbench import contents, measure, schema
 from specbench.assets import atomic_path, cache_root, require_writable
 from specbench.datasets import Conversations
 from specbench.door import CONF, run_door, spoken
-from specbench.engine import weights
+from specbench.engine import vocabulary, weights
 from specbench.engine.grow import Chain, Growth
 from specbench.engine.interface import Drafter, NoShortcut, Taps
 from specbench.engine.target import Target, pick_device
@@ -50,7 +54,7 @@ class Train:
     start: Text | None
     missing: bool
     build: bool
-    until: Literal["corpus", "weights"]
+    until: Literal["vocabulary", "corpus", "weights"]
     packed: Text
     pack: Text | None
     shard_target: bool
@@ -96,10 +100,16 @@ def main(config: DictConfig) -> None:
     with processes.main_process_first():
         text.prepare()
     shards = Shards(text)
-    if config.train.until == "corpus":
+    if config.train.until == "weights":
+        _train(config, shards, processes)
+    elif config.train.until == "corpus":
         _build(shards, processes)
     else:
-        _train(config, shards, processes)
+        _write(text, processes)
+    if config.train.until != "weights" and processes.is_main_process:
+        path = packed / vocabulary.FILE
+        vocabulary.save(path, *text.frequent(vocabulary.MOST, config.model.name))
+        print(f"frequent ids in {path}")
     if config.train.pack is not None and processes.is_main_process:
         said = {"license": config.train.pack, "questions": OmegaConf.to_container(config.train.text)}
         made = {"machine": measure.hardware(target.device), "versions": measure.versions(), "commit": measure.commit()}
@@ -116,6 +126,8 @@ def _settle(config: DictConfig) -> None:
             "process (model.device_map=auto), then train with train.build=false"
         )
     if part.until == "weights":
+        if config.drafter.get("vocabulary") is not None:
+            raise SpecBenchError("drafter.vocabulary needs no training; train without it, and draft with it")
         if "weights" not in config.drafter:
             raise SpecBenchError(f"drafter={config.drafter.name} has nothing to train; choose another drafter=")
         require_writable(Path(part.out))
@@ -127,11 +139,25 @@ def _settle(config: DictConfig) -> None:
 
 def _build(shards: Shards, processes: PartialState) -> None:
     """Write the text that is missing, then read the states. Of trainings side by side one does so, the others wait."""
-    with FileLock(shards.folder / ".lock") if processes.num_processes == 1 else nullcontext():
+    with _alone(shards.folder, processes):
         shards.text.write(processes.process_index, processes.num_processes)
         processes.wait_for_everyone()
         shards.build(processes.process_index, processes.num_processes)
         processes.wait_for_everyone()
+
+
+def _write(text: Writer, processes: PartialState) -> None:
+    """Write the text that is missing; where none is, wait for nobody who reads states of it."""
+    if not text.missing():
+        return
+    with _alone(text.folder, processes):
+        text.write(processes.process_index, processes.num_processes)
+        processes.wait_for_everyone()
+
+
+def _alone(folder: Path, processes: PartialState) -> AbstractContextManager[Any]:
+    """Commands side by side enter one after the other, the processes of one command together."""
+    return FileLock(folder / ".lock") if processes.num_processes == 1 else nullcontext()
 
 
 def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
@@ -223,7 +249,7 @@ def _shaping(config: DictConfig, target: Target) -> dict[str, Any]:
     start = None
     if config.train.start is not None:
         start = contents.of_file(weights.PROJECT / config.train.start / weights.WEIGHTS)
-    own = {k: v for k, v in drafter.items() if k not in ("name", "weights")}
+    own = {k: v for k, v in drafter.items() if k not in ("name", "weights", "vocabulary")}
     return {"drafter": own, "target": target.fingerprint(), "start": start}
 
 

@@ -1,5 +1,8 @@
 """Tiny random targets and every drafter that `conf/drafter/` declares, bound to them; a home folder for the doors."""
 
+import specbench.passive  # noqa: F401
+
+# isort: split
 import copy
 import json
 from functools import cache

@@ -1,13 +1,13 @@
-"""backend=compile: static shapes say the same as eager, and no pass is compiled twice."""
+"""backend=compile, which is for GPUs: static shapes say the same as eager, and no pass is compiled twice."""
 
 import pytest
 import torch
-from conftest import SIZES, make, tiny
-from transformers import LlamaConfig, LlamaForCausalLM
+from battery import refuse
+from conftest import make, tiny
 
+from specbench import run
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.sampling import Sampler
-from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 
 PROMPTS = ([3, 4, 5], [7] * 21, [9, 8])
@@ -50,14 +50,7 @@ def test_compiled_passes_say_what_eager_ones_do(architecture, drafter):
     assert len(passes) == 1, "one shape, one compilation, whatever the prompt"
 
 
-def test_the_real_backend_on_this_machine():
-    """One layer and a small tree: the C++ compiler takes seconds for each shape that Inductor sees."""
-    small = "tree.depth=2", "tree.top_k=2", "tree.nodes=4"
-    eager, compiled = (Target(LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))) for _ in range(2))
-    compiled.model.load_state_dict(eager.model.state_dict())
-    expected = ids(eager, make("eagle2", eager, *small), PROMPTS[:1])
-    torch._dynamo.reset()
-    made = make("eagle2", compiled, *small)
-    compiled.compile()
-    made.compile_network()
-    assert ids(compiled, made, PROMPTS[:1]) == expected
+def test_a_cpu_decodes_eagerly(tmp_path):
+    """Before a target is looked for: compiled passes take longer there. What a GPU makes of them is in `test_gpu`."""
+    arguments = ["drafter=eagle2", "backend=compile", "model.device=cpu", f"results={tmp_path}"]
+    assert refuse(run, "run", arguments, "backend=compile", [tmp_path]) is None

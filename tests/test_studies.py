@@ -81,6 +81,7 @@ CLAIMED = [
     ("moa_table3", None, "Between client and server MoA beats EAGLE-2", None),
     ("moa_table3", None, "Cut off from the server", None),
     ("bench", "identical", "vanilla", 0.999),
+    ("vocabulary", "speed_up", "eagle2_32768", "eagle2"),
 ]
 
 

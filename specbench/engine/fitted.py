@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from specbench.engine.grow import Candidates, Dynamic, Expandable, Nodes, Pool, Static, best_children
+from specbench.engine.grow import Candidates, Dynamic, Expandable, Nodes, Pool, Static, best_children, named
 from specbench.engine.interface import DraftTree
 from specbench.engine.sampling import Sampler
 from specbench.errors import SpecBenchError
@@ -251,10 +251,10 @@ class Rate(Dynamic, _Fit):
                 "a tree that follows a rate was not fitted: only doors that know the costs can decode with it"
             )
         k = self.top_k
-        tokens, values = best_children(drafter.root_logits()[None], k)  # [1, K]
-        device = tokens.device
+        places, values = best_children(drafter.root_logits()[None], k)  # [1, K]
+        device = places.device
         ranks = torch.arange(k, device=device)
-        pool = Pool(tokens[0], values[0], torch.full_like(ranks, -1), ranks, torch.ones_like(ranks))
+        pool = Pool(named(drafter, places[0]), values[0], torch.full_like(ranks, -1), ranks, torch.ones_like(ranks))
         begin = 0  # of the newest level in the pool
         of_parents = torch.full_like(ranks, -1)  # [M] rows of the newest level's parents
         seen = torch.zeros(k, 0, dtype=torch.bool, device=device)  # [M, R] what each one's parent sees
@@ -266,10 +266,10 @@ class Rate(Dynamic, _Fit):
             width, rows = len(best), seen.shape[1]
             visible = torch.cat([seen[best], torch.eye(width, dtype=torch.bool, device=device)], 1)
             logits = drafter.expand(pool.tokens[begin + best], of_parents[best], depth, visible)
-            tokens, values = best_children(logits, k)  # [F, K]
+            places, values = best_children(logits, k)  # [F, K]
             values = pool.values[begin + best][:, None] + values
             level = Pool(
-                tokens.flatten(),
+                named(drafter, places).flatten(),
                 values.flatten(),
                 (begin + best).repeat_interleave(k),
                 ranks.repeat(width),

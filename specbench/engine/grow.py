@@ -13,7 +13,7 @@ its ancestors and itself. Nothing here reads a value back to the host.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -31,7 +31,10 @@ Nodes = Annotated[int, Field(ge=2)]
 
 
 class Expandable(Protocol):
-    """The part of an autoregressive drafter that growth talks to."""
+    """The part of an autoregressive drafter that growth talks to.
+
+    `listed`, if it has one, says of which ids its logits are: [F, v] instead of [F, V].
+    """
 
     def root_logits(self) -> Tensor:
         """Logits of the tokens that may follow the root, [V]."""
@@ -51,11 +54,15 @@ class Expandable(Protocol):
 
 
 class Growth(Protocol):
-    """How a tree is grown. nodes: at most, the root included; rows: nodes expanded at most; depth: levels below root."""
+    """How a tree is grown.
+
+    nodes: at most, the root included; rows: nodes expanded at most; depth: levels below root; width: siblings at most.
+    """
 
     depth: int
     nodes: int
     rows: int
+    width: int
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         """A tree below the root."""
@@ -141,9 +148,12 @@ class Static:
             if depth:
                 logits = drafter.expand(tokens[level.expanded], level.rows, depth, level.visible)
             choice, distribution = self._choose(logits, level.wanted, sampled, sampler, generator)  # [F, wanted]
-            tokens[level.below] = choice[level.places, level.ranks]
+            tokens[level.below] = named(drafter, choice[level.places, level.ranks])
             if q is not None and distribution is not None:
                 q[level.expanded] = distribution
+        listed = getattr(drafter, "listed", None)
+        if q is not None and listed is not None:
+            q = listed.spread(q)
         with_replacement = self.candidates == "sample_with_replacement"
         fixed = shape.parents, shape.depths, shape.ancestors, shape.ranks
         return DraftTree(tokens, *fixed, self.depth, self.width, q, with_replacement)
@@ -233,7 +243,7 @@ class Dynamic:
     """
 
     def __init__(self, depth: Count, top_k: Count, nodes: Nodes):
-        self.depth, self.top_k, self.nodes = depth, top_k, nodes
+        self.depth, self.top_k, self.width, self.nodes = depth, top_k, top_k, nodes
         self.rows = top_k * (depth - 1)
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
@@ -242,9 +252,9 @@ class Dynamic:
     def draft(self, drafter: Expandable) -> Pool:
         """All levels' candidates."""
         k = self.top_k
-        tokens, value = best_children(drafter.root_logits()[None], k)  # [1, K]
-        frontier_tokens, frontier_value = tokens[0], value[0]
-        device = tokens.device
+        places, value = best_children(drafter.root_logits()[None], k)  # [1, K]
+        frontier_tokens, frontier_value = named(drafter, places[0]), value[0]
+        device = places.device
         k_range = torch.arange(k, device=device)
         pool_tokens, pool_values = [frontier_tokens], [frontier_value]
         pool_parents, pool_ranks = [torch.full_like(k_range, -1)], [k_range]  # parents as pool indices
@@ -253,7 +263,8 @@ class Dynamic:
         visible = torch.eye(k, dtype=torch.bool, device=device)
         for depth in range(1, self.depth):
             logits = drafter.expand(frontier_tokens, rows, depth, visible)
-            tokens, value = best_children(logits, k)
+            places, value = best_children(logits, k)
+            tokens = named(drafter, places)
             value = frontier_value[:, None] + value  # [K, K] log-probability of the path
             pool_tokens.append(tokens.flatten())
             pool_values.append(value.flatten())
@@ -292,6 +303,12 @@ class Dynamic:
             width=self.top_k,
             confidence=lambda: pool.values[chosen].exp(),  # only a trace asks
         )
+
+
+def named(drafter: Any, places: Tensor) -> Tensor:
+    """The ids that stand at some places of a drafter's logits: the same numbers, unless it drafts from a list."""
+    listed = getattr(drafter, "listed", None)
+    return places if listed is None else listed.ids[places]
 
 
 def best_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

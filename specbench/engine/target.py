@@ -98,9 +98,9 @@ class CausalLM:
         devices = [next(layer.parameters()).device for layer in self.decoder.layers]
         return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None)
 
-    def logits(self, last: Tensor) -> Tensor:
-        """LM head on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
-        logits = self.head(last)
+    def logits(self, last: Tensor, head: nn.Linear | None = None) -> Tensor:
+        """LM head, or a part of it, on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
+        logits = (self.head if head is None else head)(last)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if not cap else torch.tanh(logits / cap) * cap
 
@@ -188,11 +188,13 @@ class Target(CausalLM):
         max_context: positions the model was made for.
         path: the folder it was loaded from, where its tokenizer lies too.
         made_from: the configuration of a target without weights.
+        listing: where the list of its most frequent ids should lie, see `vocabulary`.
     """
 
     def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model.eval().requires_grad_(False))
         self.path = path
+        self.listing: Path | None = None
         self.made_from: PreTrainedConfig | None = None
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.head.weight.shape[0]

@@ -285,6 +285,28 @@ class Writer:
     def _training_tokens(self, texts: Iterable[Text]) -> int:
         return sum(len(t.tokens) for t in texts if t.index >= self.settings.validation)
 
+    # What it is made of -------------------------------------------------------------------------------------------------
+
+    def frequent(self, most: int, name: str) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The ids of the training text from the most frequent on, ties by id, and what was counted.
+
+        Where fewer occur than are wanted, those that never do follow in the order of their ids. name: of the target.
+        """
+        texts = [torch.tensor(t.tokens) for t in self.texts() if t.index >= self.settings.validation]
+        if not texts:
+            raise SpecBenchError(f"{self.folder} holds no training text to count; let specbench.train write it first")
+        counts = torch.cat(texts).bincount(minlength=self.target.vocab_size)
+        ids = counts.argsort(descending=True, stable=True)[:most]
+        return ids, {
+            "target": name,
+            "target_fingerprint": self.fingerprint,
+            "corpus": self.settings.digest(self.fingerprint),
+            "settings": {k: v for k, v in asdict(self.settings).items() if k not in HOW},
+            "training_tokens": int(counts.sum()),
+            "ids": len(ids),
+            "occurring": int((counts[ids] > 0).sum()),  # behind these stand ids that never occur
+        }
+
     # Text as it is ------------------------------------------------------------------------------------------------------
 
     def _as_it_is(self, index: int, messages: list[Message]) -> Text:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specbench.engine.decode import Limits, decode
+from specbench.engine.grow import named
 from specbench.engine.interface import Batch, Drafter, Step, Taps
 from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
@@ -88,7 +89,7 @@ def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, most
             drafted = step + 1
             passed = torch.zeros_like(reached)
             if reached.any():
-                passed[reached] = pick(reached) == batch.tokens.roll(-1, 1)[reached]
+                passed[reached] = named(drafter, pick(reached)) == batch.tokens.roll(-1, 1)[reached]
             accepted += passed.roll(-step, 1)  # a chain's step stands `step` places behind its root
             reached = passed.roll(1, 1) & asked
             reached[:, 0] = False

@@ -1,0 +1,11 @@
+"""Imported before torch, this lets threads sleep while they wait for one another, unless the user has said how they should.
+
+Threads that spin instead are faster on an idle machine, which timed runs are made on, and many times slower as soon as
+anything else runs beside them: so corpora are written, drafters trained and tests run with `OMP_WAIT_POLICY=PASSIVE`.
+"""
+
+import os
+import sys
+
+if "torch" not in sys.modules:  # which has read it by then; only processes started from here would notice
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
