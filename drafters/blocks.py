@@ -148,10 +148,13 @@ class TrainedDrafter(nn.Module):
 
     def hasten(self) -> None:
         """Make drafting fast, once weights and device are final; not for training."""
-        head, parts = self.target_logits, [self] if self.lm is None else []
-        if self.lm is not None:
-            self.lm.hasten()
-        hasten([*parts, *([head.rows] if isinstance(head, vocabularies.Head) else [])])
+        model = getattr(self, "lm", None)  # the whole language model that it is, if it is one
+        if isinstance(model, CausalLM):
+            model.hasten()
+        else:
+            hasten([self])
+        if isinstance(head := getattr(self, "target_logits", None), vocabularies.Head):
+            hasten([head.rows])
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""
