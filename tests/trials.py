@@ -73,6 +73,10 @@ CHANGES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "noise-authors": ("the authors' noise, 0.1 * 512 / T", ("++drafter.noise_law=authors",)),
         "sampled-3072": ("3,072 ids a batch in the loss", ("train.settings.sampled=3072",)),
         "packed": ("packed rows instead of padding", ("train.row_tokens=1040", "train.batch=1")),
+        "drawn": (
+            "3,072 of 8,192 ids and 1,024 of the others a batch, one phase, with the floor",
+            (*SCHEDULE, "train.settings.phases=[]", "train.settings.sampled=3072", "train.settings.others=1024"),
+        ),
         "batch-16": ("16 dialogues a step instead of 2", ("train.batch=16",)),
         "batch-4": ("4 dialogues a step instead of 2", ("train.batch=4",)),
         "muon-16": (

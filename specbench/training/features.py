@@ -285,14 +285,14 @@ class Corpus:
         how = {"batch": self.batch, "row_tokens": self.row_tokens, "answers_only": self.answers_only, "seed": self.seed}
         return {"texts": texts.hexdigest(), **how, "online": self.online is not None}
 
-    def frequent(self, count: int) -> Tensor:
-        """The `count` most frequent ids of the corpus, most frequent first."""
+    def frequent(self, count: int | None) -> Tensor:
+        """The `count` most frequent ids of the corpus, most frequent first; None: all that occur."""
         counts = torch.zeros(0, dtype=torch.long)
         for path in {s[0] for s in self.sequences}:
             with open_shard(path) as shard:
                 found = shard.get_tensor("tokens").long().bincount(minlength=counts.shape[0])
             counts = found + torch.nn.functional.pad(counts, (0, found.shape[0] - counts.shape[0]))
-        return counts.argsort(descending=True, stable=True)[:count]
+        return counts.argsort(descending=True, stable=True)[: int((counts > 0).sum()) if count is None else count]
 
 
 def packed(sequences: list[Span], room: int) -> list[Row]:

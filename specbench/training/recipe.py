@@ -138,6 +138,7 @@ class TrainSettings:
             GPU, and on a processor that multiplies it faster (`precision.mixed`).
         vocabulary: confine the classification loss to this many frequent ids; None for all. Phases may say otherwise.
         sampled: of these confine it to so many a batch: those in its own text, and others drawn anew; None for all of them.
+        others: beside these so many of the corpus's other ids a batch, likewise, so that none goes untrained.
         phases: see `Phase`; none is one phase that changes nothing.
         checkpoint_minutes, validate_minutes: how often.
         validation_answers: held-out answers replayed.
@@ -166,6 +167,7 @@ class TrainSettings:
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"
     vocabulary: Count | None = None
     sampled: Count | None = None
+    others: Natural = 0
     phases: tuple[Phase, ...] = ()
     checkpoint_minutes: Weight = 10.0
     validate_minutes: Weight = 15.0
@@ -227,7 +229,8 @@ def describe(settings: TrainSettings, total: int) -> str:
     said = []
     for phase, mass in zip(settings.phases, masses(settings, total), strict=True):
         count = settings.vocabulary_in(phase)
-        parts = ["over all ids" if count is None else f"confined to {count:,} ids"]
+        more = f" and {settings.others:,} drawn" if settings.others else ""
+        parts = ["over all ids" if count is None else f"confined to {count:,} ids{more}"]
         parts += [f"{name}={value}" for name, value in phase.drafter.items()]
         parts += [f"only {', '.join(phase.train)}"] if phase.train is not None else []
         said.append(f"{phase.share:.0%} {' '.join(parts)} ({mass:.0%} of the learning rate)")

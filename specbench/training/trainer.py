@@ -67,6 +67,15 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "
             yield f"{place}{name}"
 
 
+def drawn(ids: Tensor, own: Tensor, count: int) -> Tensor:
+    """So many of some ids: those that a text holds, and others at random; all, as they stand, if there are no more."""
+    if count >= len(ids):
+        return ids
+    held = torch.isin(ids, own)
+    others = ids[~held]
+    return torch.cat([ids[held], others[torch.randperm(len(others), device=ids.device)[: max(0, count - int(held.sum()))]]])
+
+
 class _Objective(nn.Module):
     """A drafter whose forward is its loss: gradients of several processes meet at a module's forward."""
 
@@ -141,9 +150,11 @@ class Trainer:
         return [items for items in self.corpus.batches(epoch) if len(items) >= self.processes]
 
     def _frequent(self) -> Tensor:
-        """As many of the corpus's most frequent ids as any phase asks for, most frequent first."""
-        counts = [self.settings.vocabulary_in(phase) or 0 for phase in self.settings.phases]
-        return (self.corpus.frequent(max(counts)) if any(counts) else torch.empty(0)).to(self.accelerator.device)
+        """The corpus's ids, most frequent first: as many as any phase asks for, or all if others are drawn beside them."""
+        counts = [count for phase in self.settings.phases if (count := self.settings.vocabulary_in(phase)) is not None]
+        if not counts:
+            return torch.empty(0, device=self.accelerator.device)
+        return self.corpus.frequent(None if self.settings.others else max(counts)).to(self.accelerator.device)
 
     @property
     def checkpoint(self) -> Path:
@@ -224,14 +235,12 @@ class Trainer:
         return metrics, total
 
     def _vocabulary(self, count: int, batch: Batch) -> Tensor:
-        """The ids that a batch's classification loss runs over: frequent ones, or some of them with the batch's own."""
-        frequent = self.frequent[:count]
-        if self.settings.sampled is None or self.settings.sampled >= count:
-            return frequent
-        own = torch.isin(frequent, batch.tokens[batch.valid])
-        others = frequent[~own]
-        drawn = others[torch.randperm(len(others), device=others.device)[: max(0, self.settings.sampled - int(own.sum()))]]
-        return torch.cat([frequent[own], drawn])
+        """The ids that a batch's classification loss runs over: frequent ones, or some of them, and some of the others."""
+        own = batch.tokens[batch.valid]
+        frequent, rest = self.frequent[:count], self.frequent[count:]
+        if self.settings.sampled is not None:
+            frequent = drawn(frequent, own, self.settings.sampled)
+        return torch.cat([frequent, drawn(rest, own, self.settings.others)]) if self.settings.others else frequent
 
     def _together(self, metrics: dict[str, Tensor], batch: Batch) -> tuple[dict[str, Tensor], int]:
         """Of several processes: means over the whole batch instead of this share of it, and its tokens.
