@@ -10,7 +10,8 @@ Greedy decoding drafts argmax chains; sampling draws x_i from q_i and accepts it
 (Algorithm S in its chain case), q being the processed distribution that is really sampled.
 
 The model trained here starts at random (`start_from=random`), or as the target with its inner layers cut out
-(`start_from=target`: the first half of its `layers` are the target's first ones, the rest its last ones).
+(`start_from=target`: the first half of its `layers` are the target's first ones, the rest its last ones, their MLPs cut to
+the neurons with the largest weights where they are to be narrower).
 
 Deviations and choices: the classification term leads, since no state is fed back into drafting (MoA's paper has no
 regression for this drafter at all, its code adds one; a tenth steadies the first steps); its final norm starts as the
@@ -47,7 +48,8 @@ class Vanilla(TrainedDrafter):
         growth: a chain as in the paper; any tree works.
         weights: folder of weights trained here. path: a causal LM to draft with instead.
         layers, intermediate_size: shape of the model trained here; None: as wide as the target's.
-        start_from: where its layers begin, at `random` or as layers of the `target`, then as wide as these.
+        start_from: where its layers begin, at `random` or as layers of the `target`, of whose neurons the loudest stay
+            if `intermediate_size` is smaller.
         norm_from: where its final norm begins, as the `target`'s or at `ones`.
         regression, classification: weights of its two loss terms.
         vocabulary: see `TrainedDrafter`.
@@ -87,6 +89,8 @@ class Vanilla(TrainedDrafter):
     def _own(self, target: Target) -> LlamaForCausalLM:
         """A small model between the target's embedding and head, at its initial weights."""
         width = self.intermediate_size or target.config.intermediate_size
+        if self.start_from == "target":
+            width = min(width, target.config.intermediate_size)
         model = LlamaForCausalLM(llama_config(target, self.layers, intermediate_size=width, tie_word_embeddings=False))
         model.set_input_embeddings(target.embedding)
         model.set_output_embeddings(target.head)
@@ -108,7 +112,7 @@ class Vanilla(TrainedDrafter):
         late = len(layers) // 2
         sources = [*target.decoder.layers[: len(layers) - late], *target.decoder.layers[target.layers - late :]]
         for layer, source in zip(layers, sources, strict=True):
-            tensors = source.state_dict()
+            tensors = _narrower(source.state_dict(), layer.mlp.up_proj.out_features)
             for name, own in layer.state_dict().items():
                 if name.endswith(".bias"):  # Llama has one on the attention's output too, Qwen2 has not
                     tensors.setdefault(name, torch.zeros_like(own))
@@ -199,3 +203,15 @@ class Vanilla(TrainedDrafter):
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """The same in every step: a draft model reads tokens alone."""
         yield from [chooser(self._states(batch), self.target_logits)] * steps
+
+
+def _narrower(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """A layer's tensors with its MLP's `width` loudest neurons: by the norms of what reads, gates and writes each."""
+    down, up, gate = (tensors.get(f"mlp.{name}_proj.weight") for name in ("down", "up", "gate"))
+    if down is None or up is None or gate is None or width >= len(up):
+        return tensors
+    loud = (down.norm(dim=0) * up.norm(dim=1) * gate.norm(dim=1)).topk(width).indices.sort().values
+    cut = {f"mlp.{name}_proj.{part}": 0 for name in ("up", "gate") for part in ("weight", "bias")} | {
+        "mlp.down_proj.weight": 1
+    }
+    return {name: t.index_select(cut[name], loud) if name in cut else t for name, t in tensors.items()}

@@ -19,7 +19,7 @@ from specbench.engine.interface import Batch
 from specbench.errors import SpecBenchError
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, masses, phase_at, rates, starts
-from specbench.training.trainer import Trainer, check
+from specbench.training.trainer import Trainer, check, drawn
 
 VOCABULARY, BATCHES = 8, 5  # ids; batches an epoch
 
@@ -98,6 +98,16 @@ def test_every_decay_has_its_shape(decay, middle, last):
     assert Schedule(decay=decay).factor(999, 1000) == pytest.approx(last)
     lifted = Schedule(decay=decay, floor=0.3)
     assert lifted.factor(999, 1000) == pytest.approx(0.3 + 0.7 * last)
+
+
+def test_drawn_ids_are_the_texts_own_and_as_many_others():
+    ids, own = torch.tensor([9, 4, 7, 1, 8, 2]), torch.tensor([7, 7, 3, 2])
+    torch.manual_seed(0)
+    for count in (2, 3, 5):
+        found = drawn(ids, own, count).tolist()
+        assert len(found) == len(set(found)) == count and {7, 2} <= set(found) <= set(ids.tolist())
+    assert drawn(ids, own, 6).tolist() == ids.tolist() and drawn(ids, own, 1).tolist() == [7, 2]
+    assert len({tuple(sorted(drawn(ids, own, 3).tolist())) for _ in range(40)}) == 4, "the others are drawn anew"
 
 
 def test_the_mass_of_a_phase_is_its_share_of_all_learning_rates():
@@ -396,7 +406,8 @@ def test_every_objective_and_vocabulary_of_the_small_recipes_is_really_trained(d
     settings = settings_of("train=small", f"drafter={drafter}")
     for total in (150, 1404):
         by_options, by_ids = objectives(settings, total)
-        assert min(by_options.values()) >= 0.15 and by_ids[None] >= 0.05
+        assert min(by_options.values()) >= 0.15
+        assert by_ids.get(None, 0.0) >= 0.05 or settings.others >= 1000, "some ids are never trained"
         assert list(by_options.values())[-1] >= 0.5  # the method's own comes last and gets the most
 
 
