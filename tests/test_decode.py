@@ -7,13 +7,15 @@ import torch
 from conftest import ARCHITECTURES, DRAFTERS, TRAINED, make, tiny
 from scipy.stats import chi2
 
+from specbench import metrics
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.grow import Dynamic
 from specbench.engine.interface import Step, Taps
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import check
+from specbench.engine.tree import check, root_only
 from specbench.engine.verify import Lossless, Typical
 from specbench.errors import SpecBenchError
+from specbench.records import Row
 
 PROMPT = [3, 14, 15, 9, 26]
 GREEDY = Sampler()
@@ -257,3 +259,43 @@ def test_typical_acceptance_is_exact_when_greedy_and_lossy_by_name():
     assert generate(target, make("eagle2", target), rule=Typical())[0] == plain(target, PROMPT, 40)
     tokens, _ = generate(target, make("eagle2", target), rule=Typical(), sampler=Sampler(0.7))
     assert len(tokens) == 40
+
+
+class Seldom(Oracle):
+    """An oracle that drafts in every third cycle only, and looks over every pass."""
+
+    def reset(self, capacity):
+        super().reset(capacity)
+        self.cycles, self.order = 0, []
+
+    def propose(self, root, sampler, generator):
+        self.cycles += 1
+        self.order.append("propose")
+        return root_only(root) if self.cycles % 3 else super().propose(root, sampler, generator)
+
+    def review(self, tree, states):
+        assert states.logits.shape[0] == states.tokens.shape[0] == len(tree), "not all nodes are shown"
+        self.order.append("review")
+
+    def observe(self, states, bonus):
+        super().observe(states, bonus)
+        self.order.append("observe")
+
+
+def test_cycles_without_a_draft_are_cycles_of_one_token():
+    target = tiny()
+    row = Row("seldom", "q", "c", 0, len(PROMPT), plain(target, PROMPT, 1), 0.0, 0.0)
+    tokens, steps = generate(target, Seldom(plain(target, PROMPT, 80)), cap=22)
+    assert tokens == plain(target, PROMPT, 22)
+    assert [(s.nodes, s.drafted, s.accepted) for s in steps] == [(0, 0, 0), (0, 0, 0), (8, 4, 4)] * 3
+    for step in steps:
+        row.add(step)
+    assert metrics.tau([row]) == 21 / 9
+    assert list(metrics.step_alphas([row])) == [1.0] * 4, "a cycle that drafted nothing rejected something"
+
+
+def test_a_drafter_may_look_over_every_pass_once_and_before_it_observes():
+    target = tiny()
+    seldom = Seldom(plain(target, PROMPT, 80))
+    _, steps = generate(target, seldom, cap=22)
+    assert seldom.order == ["observe", *["propose", "review", "observe"] * len(steps)][:-1]

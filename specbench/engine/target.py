@@ -168,7 +168,10 @@ class Target(CausalLM):
         max_context: positions the model was made for.
         path: the folder it was loaded from, where its tokenizer lies too.
         made_from: the configuration of a target without weights.
+        known: does it say what an answer is known to be, and nothing of other tokens? See `Known`.
     """
+
+    known = False
 
     def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model.eval().requires_grad_(False))
