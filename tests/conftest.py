@@ -29,7 +29,7 @@ torch.set_num_threads(1)  # tiny tensors are not worth waking another thread; `t
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml"))
-TRAINED = [d for d in DRAFTERS if d != "none"]
+DRAFTING = [d for d in DRAFTERS if d != "none"]
 
 SIZES = {
     "vocab_size": 61,
@@ -81,6 +81,7 @@ def configuration(drafter: str, *overrides: str) -> Any:
     return composed("run", f"drafter={drafter}", *overrides)
 
 
+TRAINED = [d for d in DRAFTERS if "weights" in configuration(d).drafter]
 # Of the configured drafters those whose weights for the default target lie in the repository.
 SHIPPED = [d for d in TRAINED if (ROOT / configuration(d).drafter.weights / "model.safetensors").exists()]
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, DRAFTERS, TRAINED, make, tiny
+from conftest import ARCHITECTURES, DRAFTERS, DRAFTING, TRAINED, make, tiny
 from scipy.stats import chi2
 
 from specbench import metrics
@@ -76,7 +76,7 @@ def test_baseline_equals_the_unwrapped_model(architecture):
     assert generate(target, make("none", target), cap=30)[0] == plain(target, PROMPT, 30)
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("drafter", DRAFTING)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_output_is_identical(drafter, architecture):
     target = tiny(architecture)
@@ -193,7 +193,7 @@ def test_observed_states_are_those_of_a_fresh_prefill(backend):
         torch.testing.assert_close(torch.cat(parts, -2), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("drafter", DRAFTING)
 def test_same_seed_same_tokens(drafter):
     target = tiny()
     made = make(drafter, target)
@@ -201,12 +201,12 @@ def test_same_seed_same_tokens(drafter):
     assert runs[0] == runs[1] != runs[2]
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("drafter", DRAFTING)
 def test_sampled_output_follows_the_target(drafter):
     """Continuations of three tokens against the exact product of the target's conditionals, by chi-square."""
     target, sampler, runs = tiny(), Sampler(1.0, top_k=3), 300
     made = make(drafter, target)
-    if isinstance(made.growth, Dynamic):  # three tokens end above its deeper levels
+    if isinstance(getattr(made, "growth", None), Dynamic):  # three tokens end above its deeper levels
         made.growth = Dynamic(2, made.growth.top_k, made.growth.nodes)
     expected = {(): 1.0}
     with torch.inference_mode():
@@ -229,7 +229,7 @@ def test_sampled_output_follows_the_target(drafter):
     assert chi2.sf(statistic, len(wanted) - 1) > 1e-4
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("drafter", DRAFTING)
 @pytest.mark.parametrize("sampler", [GREEDY, Sampler(1.0)])
 def test_proposed_trees_are_well_formed(drafter, sampler):
     target = tiny()
@@ -241,7 +241,7 @@ def test_proposed_trees_are_well_formed(drafter, sampler):
         tree = made.propose(11, sampler, torch.Generator().manual_seed(0))
     check(tree)
     assert tree.tokens[0] == 11
-    assert 1 < len(tree) <= made.nodes
+    assert (1 if drafter not in TRAINED else 2) <= len(tree) <= made.nodes
 
 
 def test_nan_in_the_target_is_one_clear_error():
