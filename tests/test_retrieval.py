@@ -13,10 +13,10 @@ from test_decode import PROMPT, generate, plain
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from drafters.prompt_lookup import PromptLookup
-from specbench.engine.decode import Limits, decode
+from specbench.engine.interface import Taps
+from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, paths_of
-from specbench.engine.verify import Lossless
 
 settings.register_profile("here", deadline=None, max_examples=80)
 settings.load_profile("here")
@@ -113,12 +113,75 @@ def test_several_matches_are_a_trie_of_single_ones(rule, text, matches):
     assert {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)} == prefixes
 
 
+# Token Recycling ---------------------------------------------------------------------------------------------------------
+
+
+def recycling(target, *overrides):
+    """The drafter, and what it was shown and proposed, cycle by cycle."""
+    made, seen = make("token_recycling", target, *overrides), []
+    review = made.review
+
+    def watched(tree, states):
+        seen.append((tree.tokens.tolist(), states.logits.clone()))
+        review(tree, states)
+
+    made.review = watched
+    return made, seen
+
+
+def recycled(cycles, paths, followers, matrix):
+    """The trees that a matrix of lists spells, overwritten node by node after each of them."""
+    for tokens, logits in cycles:
+        spelt = {(): tokens[0]}
+        for path in sorted(paths, key=lambda p: (len(p), p)):
+            spelt[path] = matrix.get(spelt[path[:-1]], list(range(followers)))[path[-1]]
+        yield list(spelt.values())
+        for token, row in zip(tokens, logits, strict=True):
+            matrix[token] = row.argsort(descending=True, stable=True)[:followers].tolist()
+
+
+PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (2, 0)]
+TEMPLATE = (
+    "tree=eagle1",
+    f"tree.paths={[list(p) for p in PATHS]}".replace(" ", ""),
+    "drafter.followers=4",
+)
+
+
+@pytest.mark.parametrize("state", ["none", "run"])
+def test_token_recycling_spells_its_template_with_what_was_said_last(state):
+    target = tiny()
+    made, seen = recycling(target, *TEMPLATE, f"drafter.state={state}")
+    made.remember(True)
+    matrix, begun = {}, 0
+    for prompt in (PROMPT, PROMPT[::-1], PROMPT):
+        assert generate(target, made, prompt)[0] == plain(target, prompt, 40)
+        if state == "none":
+            matrix = {}
+        assert [tokens for tokens, _ in seen[begun:]] == list(recycled(seen[begun:], PATHS, 4, matrix))
+        begun = len(seen)
+    rows = [made.adjacency[token].tolist() for token in matrix]
+    assert rows == list(matrix.values())
+    if state == "run":
+        made.remember(False)
+        assert made.adjacency[:, 0].unique().tolist() == [0], "it was to forget"
+
+
+def test_the_template_of_token_recycling_is_what_its_argument_says():
+    growth = make("token_recycling", tiny()).growth
+    costs = [0]
+    for parent, rank in zip(growth.parents[1:], growth.ranks[1:], strict=True):
+        costs.append(costs[parent] + rank + 1)
+    assert len(costs) == 64 and max(costs) == 6  # 2 ** 6 - 1 ways to add up to at most 6, and the root
+
+
 # All of them -------------------------------------------------------------------------------------------------------------
 
-RETRIEVERS = ["prompt_lookup"]
+RETRIEVERS = ["prompt_lookup", "token_recycling"]
+COPIERS = ["prompt_lookup"]
 
 
-@pytest.mark.parametrize("name", RETRIEVERS)
+@pytest.mark.parametrize("name", COPIERS)
 def test_a_long_prompt_is_looked_up_in_no_time(name):
     """Processor time of a cycle's drafting behind 4,000 tokens stays below half a millisecond: 2% of a target pass of
     25 ms, which is what this project's smallest target takes on two cores."""
@@ -146,19 +209,19 @@ def make_bare(name):
     return instantiate(configuration(name).drafter)
 
 
-@pytest.mark.parametrize("name", RETRIEVERS)
-def test_a_stop_token_inside_a_draft_ends_the_answer_there(name):
-    """The answer repeats itself, so that what was copied goes on behind the stop token."""
-    target = tiny()
-    truth = plain(target, PROMPT, 30)
-    stop = truth[11]
-    target.stop_ids = (stop,)
-    expected = truth[: truth.index(stop) + 1]
-    prompt = [*PROMPT, *truth, *PROMPT]  # all of it can be copied
-    expected = plain(target, prompt, 40)
-    expected = expected[: expected.index(stop) + 1] if stop in expected else expected
-    tokens, _ = generate(target, make(name, target), prompt, stop=(stop,))
-    assert tokens == expected
+@pytest.mark.parametrize("name", COPIERS)
+@pytest.mark.parametrize("aware", [True, False], ids=["drafter-knows", "only-the-loop-knows"])
+def test_a_stop_token_inside_a_copied_draft_ends_the_answer_there(name, aware):
+    """The target says its prompt again, which is copied, with each token once as the stop token."""
+    target, text = tiny(), list(range(5, 40))
+    known = Known(target, [*text, text[0]], text[1:], Taps())
+    target.stop_ids = ()
+    tokens, steps = generate(known, make(name, target), [*text, text[0]], cap=len(text) - 1)
+    assert tokens == text[1:] and max(s.accepted for s in steps) > 5, "nothing was copied"
+    for end, stop in enumerate(text[1:], 1):
+        target.stop_ids = (stop,) if aware else ()
+        tokens, _ = generate(known, make(name, target), [*text, text[0]], cap=len(text) - 1, stop=(stop,))
+        assert tokens == text[1 : end + 1]
 
 
 @pytest.mark.parametrize("name", RETRIEVERS)
