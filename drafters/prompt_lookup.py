@@ -60,6 +60,12 @@ class PromptLookup(Retriever):
             trie.add(self.emittable(self.text[start : start + self.length]))
         return trie.tree(self.device)
 
+    @property
+    def matched(self) -> int:
+        """Tokens of the text's end that stood there before, as far as n-grams are long."""
+        end = len(self.text)
+        return next((n for n in range(min(self.max_ngram, end), 0, -1) if len(self.places[tuple(self.text[-n:])]) > 1), 0)
+
     def starts(self) -> list[int]:
         """Where the continuations of the longest n-gram that has any begin."""
         end = len(self.text)

@@ -2,15 +2,15 @@
 
     adjacency[t] = the k ids that the target thought likeliest behind t when it was last asked     [V, k]
 
-A target pass computes logits behind every node of its tree, rejected ones included; all of them overwrite their token's row.
-The next tree spells a fixed template with it, level by level: child r of a node with token t is adjacency[t, r].
+A target pass computes logits behind every node of its tree, rejected ones included; all of them overwrite their token's
+row. The next tree spells a fixed template with it, level by level: child r of a node with token t is adjacency[t, r].
 
 Deviations and choices: rows that nothing was said of yet hold ids 0 … k-1 and not k zeros, since siblings must not repeat
 a token. If several nodes of a pass carry one token the last one counts. The matrix outlives a prompt with `state=run`, as
 the authors have it; `none`, which is the default here, lets no generation profit from an earlier one. The template is not
 the authors' but follows from a guess: if each rank is right half as often as the one above it, and the first one half the
-time, a path of ranks r_1 … r_d is right in 2^-(r_1 + … + r_d + d) of the cases, and the 63 likeliest paths are exactly those
-with at least 2^-6. Any list of rank paths can be given instead (`tree._target_=specbench.engine.grow.Static`).
+time, a path of ranks r_1 … r_d is right in 2^-(r_1 + … + r_d + d) of the cases, and the 63 likeliest paths are exactly
+those with at least 2^-6. Any list of rank paths can be given instead (`tree._target_=specbench.engine.grow.Static`).
 """
 
 from typing import Literal

@@ -13,6 +13,7 @@ from test_decode import PROMPT, generate, plain
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from drafters.prompt_lookup import PromptLookup
+from drafters.suffix import Automaton, Suffix
 from specbench.engine.interface import Taps
 from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
@@ -113,6 +114,126 @@ def test_several_matches_are_a_trie_of_single_ones(rule, text, matches):
     assert {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)} == prefixes
 
 
+# Suffix ------------------------------------------------------------------------------------------------------------------
+
+
+def occurrences(texts, string):
+    return sum(t[i : i + len(string)] == string for t in texts for i in range(len(t) - len(string) + 1))
+
+
+def occurs_before(texts, string):
+    """Somewhere that is not the end of the last text."""
+    return occurrences(texts, string) > 1
+
+
+@given(texts=st.lists(TEXT, min_size=1, max_size=3), counted=st.integers(1, 6))
+def test_the_automaton_matches_and_counts_what_a_search_does(texts, counted):
+    automaton = Automaton(counted)
+    for number, text in enumerate(texts):
+        automaton.begin()
+        for end, token in enumerate(text, 1):
+            automaton.append(token)
+            seen = [*texts[:number], text[:end]]
+            assert automaton.matched == max(n for n in range(end + 1) if n == 0 or occurs_before(seen, text[end - n : end]))
+    for text in texts:
+        for begin in range(len(text)):
+            state = 0
+            for end in range(begin, len(text)):
+                state = automaton.following[state][text[end]]
+                if end - begin < counted:
+                    assert automaton.count[state] == occurrences(texts, text[begin : end + 1])
+    assert len(automaton.length) <= 2 * sum(map(len, texts)) + 1, "more states than a suffix automaton has"
+
+
+def grown(texts, end, budget, length, least):
+    """Prefixes below an end of the text, the most frequent first; of equals the one whose place in the queue is older."""
+    alphabet = list(dict.fromkeys(t for text in texts for t in text))
+
+    def followers(prefix):
+        """In the order in which they first stood there."""
+        found = [t for t in alphabet if occurrences(texts, [*end, *prefix, t])]
+        where = [(n, i) for n, text in enumerate(texts) for i in range(len(text))]
+        string = [*end, *prefix]
+        return sorted(
+            found,
+            key=lambda t: next(k for k, (n, i) in enumerate(where) if texts[n][i : i + len(string) + 1] == [*string, t]),
+        )
+
+    whole = sum(occurrences(texts, [*end, t]) for t in followers([]))
+    taken, queue, at, expected = [], [], [], 0.0
+    while True:
+        if len(at) < length:
+            queue += [[*at, t] for t in followers(at) if t != STOP and occurrences(texts, [*end, *at, t]) >= least * whole]
+        if not queue or len(taken) == budget:
+            return taken, expected
+        at = max(queue, key=lambda p: occurrences(texts, [*end, *p]))
+        queue.remove(at)
+        taken.append(at)
+        expected += occurrences(texts, [*end, *at]) / whole
+
+
+@settings(max_examples=120)
+@given(
+    texts=st.lists(TEXT, min_size=1, max_size=3),
+    nodes=st.integers(1, 8),
+    factor=st.sampled_from([0.5, 1.0, 2.0]),
+    offset=st.integers(0, 2),
+    length=st.integers(1, 4),
+    context=st.integers(1, 4),
+    least=st.sampled_from([0.0, 0.1, 0.4]),
+)
+def test_suffix_drafts_the_most_frequent_continuations(texts, nodes, factor, offset, length, context, least):
+    """Against a search for every end of the text and every continuation."""
+    drafter = bound(Suffix("s", nodes, factor, offset, length, context, least, state="run"))
+    drafter.remember(True)
+    texts = [[7, *text] for text in texts]
+    for text in texts:
+        drafter.reset(99)
+        shown(drafter, text)
+    text = texts[-1]
+    matched = max(n for n in range(len(text) + 1) if n == 0 or occurs_before(texts, text[len(text) - n :]))
+    best, worth = [], 0.0
+    for n in range(matched, 0, -1):
+        same = n > context or (n < matched and occurrences(texts, text[-n:]) == occurrences(texts, text[-n - 1 :]))
+        if same and not (n == matched and n > context):  # the longer end was asked, or its last tokens were
+            continue
+        end = text[-min(n, context) :]
+        taken, expected = grown(texts, end, min(nodes, int(factor * n) + offset), length, least)
+        if expected > worth + 1e-9:
+            best, worth = taken, expected
+    assert drafter.matched == matched
+    _, paths = drafted(drafter, text[-1])
+    assert {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)} == {tuple(p) for p in best}
+
+
+def test_a_text_that_repeats_one_token_costs_no_more_than_others():
+    """Every end of it is a state of its own; only those that are counted are visited."""
+    automaton = Automaton(20)
+    for _ in range(300):
+        automaton.append(1)
+    visited, state = 0, automaton.tail
+    while state:
+        visited, state = visited + 1, automaton.link[state]
+    assert visited == 20 and automaton.matched == 299
+
+
+def test_the_memory_of_suffix_holds_what_its_state_says():
+    """Three generations: what follows 5 stands in an earlier generation, in the prompt, or in the answer."""
+    for state, expected in (("run", [[6]]), ("prompt", [[]]), ("none", [[]])):
+        drafter = bound(Suffix("s", offset=4, length=1, state=state))
+        drafter.remember(True)
+        drafter.reset(9)
+        shown(drafter, [5, 6, 9])
+        drafter.reset(9)
+        assert drafted(shown(drafter, [8, 5]), 5)[1] == expected
+    for state, expected in (("prompt", [[6]]), ("none", [[]])):
+        drafter = bound(Suffix("s", offset=4, length=1, state=state))
+        drafter.observe(SimpleNamespace(tokens=torch.tensor([5, 6, 7])), 5)
+        assert drafted(drafter, 5)[1] == expected
+        drafter.observe(SimpleNamespace(tokens=torch.tensor([5, 11, 12])), 5)  # what the answer says any of them may copy
+        assert [11] in drafted(drafter, 5)[1]
+
+
 # Token Recycling ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,8 +298,8 @@ def test_the_template_of_token_recycling_is_what_its_argument_says():
 
 # All of them -------------------------------------------------------------------------------------------------------------
 
-RETRIEVERS = ["prompt_lookup", "token_recycling"]
-COPIERS = ["prompt_lookup"]
+RETRIEVERS = ["prompt_lookup", "suffix", "token_recycling"]
+COPIERS = ["prompt_lookup", "suffix"]
 
 
 @pytest.mark.parametrize("name", COPIERS)
