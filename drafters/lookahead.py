@@ -7,9 +7,9 @@ A window of W columns and N - 1 levels rides along in every target pass; below t
     block 2     c_0   c_1   c_2   …            c_j stands behind b_j
 
 so a node sees its column above it and what the chain holds left of that: an ancestors-only tree in which position is
-depth, and needs no mask of its own. What the target says behind the last block becomes the next one, the topmost is dropped, and
-every column that is complete, N tokens with the new one, goes into a pool of n-grams by its first token. Guesses are the
-pool's at most G latest n-grams that begin with the root; only they may be accepted.
+depth, and needs no mask of its own. What the target says behind the last block becomes the next one, the topmost is
+dropped, and every column that is complete, N tokens with the new one, goes into a pool of n-grams by its first token.
+Guesses are the pool's at most G latest n-grams that begin with the root; only they may be accepted.
 
 Deviations and choices: the window starts with random tokens of the prompt and a level a cycle is filled, as in the authors'
 code; the window moves by one token a cycle however many were accepted, as there. `state=prompt` fills the pool with the

@@ -11,6 +11,7 @@ import torch
 from battery import COUNT
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -22,6 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import specbench.door  # noqa: F401 - what interpolations mean
 from specbench.engine import weights
 from specbench.engine.target import Target
 
@@ -89,10 +91,13 @@ SHIPPED = [d for d in TRAINED if (ROOT / configuration(d).drafter.weights / "mod
 def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
     """A drafter as configured, untrained, bound to a target."""
     config = configuration(drafter, *overrides)
+    OmegaConf.resolve(config.drafter)
     torch.manual_seed(seed)
-    for part in (config.drafter, config.drafter.get("base") or {}):
+    part = config.drafter
+    while part:
         if "weights" in part:
             part["weights"] = None
+        part = part.get("base")
     made = instantiate(config.drafter)
     made.bind(target)
     if isinstance(made, torch.nn.Module):

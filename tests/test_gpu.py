@@ -66,7 +66,7 @@ def test_sampling_runs_on_a_gpu(drafter):
 @pytest.mark.parametrize("drafter", DRAFTING)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_cycle_waits_for_the_device_twice_at_most(drafter, temperature):
-    """A router once more at each level, for its groups."""
+    """A router once more at each level, for its groups; what copies on the host as often as `test_device` says."""
     target = on_gpu()
     made = make(drafter, target)
     events(target, made, Sampler(temperature))  # warm
@@ -76,8 +76,9 @@ def test_a_cycle_waits_for_the_device_twice_at_most(drafter, temperature):
         found = events(target, made, Sampler(temperature))
         torch.cuda.synchronize()
     waits = sum(e.count for e in p.key_averages() if e.key in WAITS)
-    levels = made.growth.depth if hasattr(made, "router") else 0
-    assert waits <= (2 + levels) * (len(found) - 1) + 6, waits  # the prefill and the end have a few of their own
+    more = 4 if drafter in DRAFTING and drafter not in TRAINED else 0
+    more = made.growth.depth if hasattr(made, "router") else more
+    assert waits <= (2 + more) * (len(found) - 1) + 6, waits  # the prefill and the end have a few of their own
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle2", "beagle"])

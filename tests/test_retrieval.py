@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make, tiny
+from conftest import configuration, make, tiny
+from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode import PROMPT, generate, plain
@@ -14,10 +15,13 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from drafters.prompt_lookup import PromptLookup
 from drafters.suffix import Automaton, Suffix
+from specbench import schema
+from specbench.arms import RunOptions
 from specbench.engine.interface import Taps
 from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, paths_of
+from specbench.errors import SpecBenchError
 
 settings.register_profile("here", deadline=None, max_examples=80)
 settings.load_profile("here")
@@ -296,6 +300,48 @@ def test_the_template_of_token_recycling_is_what_its_argument_says():
     assert len(costs) == 64 and max(costs) == 6  # 2 ** 6 - 1 ways to add up to at most 6, and the root
 
 
+# Hybrid ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", ["eagle2", "vanilla", "coral_router"])
+def test_a_hybrid_copies_where_enough_matches_and_else_drafts_as_if_alone(trained):
+    """The trained drafter, which observed every cycle, proposes what it would propose had it drafted all of them."""
+    target = tiny()
+    tree = {"vanilla": "chain"}.get(trained, "eagle2")
+    text = list(range(5, 30))
+    prompt, answer = [*text, 40, text[0]], [*text[1:12], 50, 51, *text[3:20]]
+    known = Known(target, prompt, answer, Taps())
+    made = make("hybrid", target, f"drafter.trained={trained}", f"tree={tree}")
+    alone = make(trained, target, f"tree={tree}")
+    assert (made.passes, made.active_parameters) == (alone.passes, alone.active_parameters)
+    propose, proposed = made.propose, []
+
+    def watched(root, sampler, generator):
+        proposed.append((made.retrieval.matched, propose(root, sampler, generator)))
+        return proposed[-1][1]
+
+    made.propose = watched
+    tokens, steps = generate(known, made, prompt, cap=len(answer))
+    assert tokens == answer
+    copied = [matched >= made.least and len(tree) <= made.retrieval.nodes for matched, tree in proposed]
+    assert True in copied and False in copied
+    text, at = [*prompt, *answer], len(prompt)
+    with torch.inference_mode():
+        known.reset(99)
+        for (matched, tree), step in zip(proposed, steps, strict=True):
+            if matched < made.least:
+                alone.reset(99)
+                alone.observe(known.states.select(torch.arange(at)), text[at])
+                assert tree.tokens.tolist() == alone.propose(text[at], Sampler(), None).tokens.tolist()
+            at += step.accepted + 1
+
+
+def test_a_hybrid_of_what_is_no_trained_drafter_is_refused():
+    for name in ("prompt_lookup", "nothing"):
+        with pytest.raises(SpecBenchError, match=f"there is no trained drafter {name}"):
+            schema.check(configuration("hybrid", f"drafter.trained={name}"), RunOptions)
+
+
 # All of them -------------------------------------------------------------------------------------------------------------
 
 RETRIEVERS = ["prompt_lookup", "suffix", "token_recycling"]
@@ -324,9 +370,6 @@ def test_a_long_prompt_is_looked_up_in_no_time(name):
 
 
 def make_bare(name):
-    from conftest import configuration
-    from hydra.utils import instantiate
-
     return instantiate(configuration(name).drafter)
 
 
