@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,17 +12,23 @@ from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode import PROMPT, generate, plain
+from test_records import settings as header
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from drafters.prompt_lookup import PromptLookup
+from drafters.retrieval import Retriever
 from drafters.suffix import Automaton, Suffix
 from specbench import schema
 from specbench.arms import RunOptions
+from specbench.bench import Bench, Contender, RunSettings
+from specbench.datasets import Question
 from specbench.engine.interface import Taps
 from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, paths_of
+from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
+from specbench.records import Cell, Row, read_cell
 
 settings.register_profile("here", deadline=None, max_examples=80)
 settings.load_profile("here")
@@ -393,3 +400,91 @@ def test_a_stop_token_inside_a_copied_draft_ends_the_answer_there(name, aware):
 def test_short_prompts(name, prompt):
     target = tiny()
     assert generate(target, make(name, target), prompt, cap=30)[0] == plain(target, prompt, 30)
+
+
+# Memory, and cells -------------------------------------------------------------------------------------------------------
+
+REMEMBERERS = ["suffix", "token_recycling", "lookahead"]
+CHAT = SimpleNamespace(
+    encode=lambda history: [int(x) for x in history[0]["content"].split()], tokenizer=SimpleNamespace(decode=str)
+)
+QUESTIONS = [Question(str(i), "c", (f"{i} 3 14 15 9 26 {i} 3",)) for i in (5, 6, 5, 7)]
+QUESTIONS = [replace(q, id=str(n)) for n, q in enumerate(QUESTIONS)]
+
+
+def decoded(folder, *names, target=None, **options):
+    """The rows of a cell, of the baseline and some drafters. names: with overrides behind spaces."""
+    target = target or tiny()
+    target.stop_ids = ()
+    made = [(name.split()[0], make(*name.split()[:1], target, *name.split()[1:])) for name in ("none", *names)]
+    contenders = [Contender(label, drafter, Lossless()) for label, drafter in made]
+    bench = Bench(target, CHAT, contenders, Sampler(), RunSettings(max_new_tokens=20), **options)
+    cell = Cell(folder, header(*(label for label, _ in made[1:])))
+    assert bench.run(QUESTIONS, cell) == 0
+    return cell.rows
+
+
+def cycles(rows, label):
+    return [(r.tokens, r.nodes, r.accepted, r.ranks) for key, r in rows.items() if key[0] == label]
+
+
+@pytest.mark.parametrize("name", REMEMBERERS)
+def test_memory_changes_drafts_and_no_answer(name, tmp_path):
+    run, alone = (decoded(tmp_path / s, f"{name} drafter.state={s}") for s in ("run", "none"))
+    assert [r[0] for r in cycles(run, name)] == [r[0] for r in cycles(alone, name)] == [r[0] for r in cycles(run, "none")]
+    assert cycles(run, name) != cycles(alone, name), "nothing was remembered"
+    ours, other = (cycles(rows, name) for rows in (run, alone))
+    assert len(ours[2][2]) < len(other[2][2]), "a question that was answered before is answered in fewer cycles"
+
+
+@pytest.mark.parametrize("name", REMEMBERERS)
+def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
+    """The warm-up decodes the first question, and so does whatever was measured before."""
+    target = tiny()
+    target.stop_ids = ()
+    label = f"{name} drafter.state=run"
+    first = cycles(decoded(tmp_path / "a", label, target=target), name)
+    made = make(name, target, "drafter.state=run")
+    for _ in range(2):
+        generate(target, made, CHAT.encode([{"content": QUESTIONS[0].turns[0]}]), cap=20)
+    bench = Bench(target, CHAT, [Contender(name, made, Lossless())], Sampler(), RunSettings(max_new_tokens=20, warmup=3))
+    cell = Cell(tmp_path / "b", header(name))
+    bench.run(QUESTIONS, cell)
+    assert cycles(cell.rows, name) == first
+    assert not made.remembering
+
+
+@pytest.mark.parametrize("ends", [[2], [3, 1]], ids=["once", "twice"])
+def test_an_interrupted_cell_of_a_drafter_that_remembers_is_decoded_again(ends, tmp_path, monkeypatch):
+    """Its rows are those of a cell that was never interrupted, also where the second try got less far than the first."""
+    whole = decoded(tmp_path / "whole", "suffix drafter.state=run", "eagle2")
+    for end in ends:
+        begun = []
+
+        def reset(self, capacity, begun=begun, end=end):
+            begun.append(1)
+            if len(begun) > end + 1:  # the warm-up is one
+                raise KeyboardInterrupt
+            return Retriever.reset(self, capacity)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Suffix, "reset", reset, raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                decoded(tmp_path / "cut", "suffix drafter.state=run", "eagle2")
+    again = decoded(tmp_path / "cut", "suffix drafter.state=run", "eagle2")
+    for label in ("suffix", "eagle2", "none"):
+        assert cycles(again, label) == cycles(whole, label)
+    _, records = read_cell(tmp_path / "cut" / "rows.jsonl")
+    written = [r.key for r in records if isinstance(r, Row) and r.drafter == "none"]
+    assert len(written) == len(set(written)), "the others were decoded again, too"
+
+
+def test_a_replay_decodes_who_learns_from_rejected_drafts(tmp_path):
+    """Beside drafters that are replayed, before and after it."""
+    plain_rows = decoded(tmp_path / "a", "eagle2", "token_recycling", "prompt_lookup")
+    rows = decoded(tmp_path / "b", "eagle2", "token_recycling", "prompt_lookup", replay=True)
+    for label in ("eagle2", "token_recycling", "prompt_lookup"):
+        assert cycles(rows, label) == cycles(plain_rows, label)
+        mine = [r for key, r in rows.items() if key[0] == label]
+        assert all(r.replayed and r.draft_s == r.target_s == r.decode_s == 0 for r in mine)
+    assert {r.audit["verdict"] for key, r in rows.items() if key[0] == "token_recycling"} == {"identical"}
