@@ -82,7 +82,7 @@ def trained_drafter(name: str, *, _parent_: Any) -> DictConfig:
     Raises:
         SpecBenchError: there is no trained drafter of this name.
     """
-    files = {path.stem: OmegaConf.load(path) for path in sorted(Path(CONF, "drafter").glob("*.yaml"))}
+    files: dict[str, Any] = {path.stem: OmegaConf.load(path) for path in sorted(Path(CONF, "drafter").glob("*.yaml"))}
     known = {stem: file.drafter for stem, file in files.items() if "weights" in file.get("drafter", {})}
     if name not in known:
         raise SpecBenchError(f"there is no trained drafter {name}{schema.nearest(name, known)}")

@@ -63,11 +63,12 @@ class Trie:
 
     def add(self, tokens: Iterable[int]) -> None:
         """A sequence below the root. Those that come first get the nodes, and the better ranks."""
-        node: int | None = 0
+        node = 0
         for token in tokens:
-            node = self.child(node, token)
-            if node is None:
+            child = self.child(node, token)
+            if child is None:
                 return
+            node = child
 
     def child(self, parent: int, token: int) -> int | None:
         """The acceptable child of a node that has this token, a new one if there was none; None if nodes are spent."""
