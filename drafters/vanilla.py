@@ -22,7 +22,7 @@ either way) and keeps one rule for chains and trees.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,7 @@ class Vanilla(TrainedDrafter):
             SpecBenchError: the target's layers are not of this kind or width.
         """
         late = len(layers) // 2
+        layer: Any
         sources = [*target.decoder.layers[: len(layers) - late], *target.decoder.layers[target.layers - late :]]
         for layer, source in zip(layers, sources, strict=True):
             tensors = _narrower(source.state_dict(), layer.mlp.up_proj.out_features)

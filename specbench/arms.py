@@ -135,10 +135,12 @@ def _assume(config: DictConfig) -> None:
     """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
     if config.alpha is None:
         raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
-    parts: list[Any] = [config.drafter, config.drafter.get("base") or {}]
-    for part in parts:
+    OmegaConf.resolve(config.drafter)  # parts that another file has would be read anew at every look
+    part: Any = config.drafter
+    while part:
         if "weights" in part:
             part.weights = None
+        part = part.get("base")
     config.verify = {
         "_target_": "specbench.engine.verify.Simulated",
         "alpha": list(config.alpha),

@@ -4,7 +4,8 @@ Knows the engine, prompts and rows; no configuration and no concrete drafter.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,8 +56,12 @@ class Contender:
 class Bench:
     """Decodes questions with some contenders, generation by generation in turn, into one cell.
 
+    A drafter that remembers earlier prompts (`state=run`) drafts by their order, from the cell's first prompt on: where any
+    of its rows is missing all of them are decoded anew, or a cell that was interrupted would differ from one that was not.
+
     Args:
-        replay: the baseline decodes; the others draft against its answers without target passes, see `Known`.
+        replay: the baseline decodes; the others draft against its answers without target passes, see `Known`. Those that
+            learn from rejected drafts decode after all, and their seconds are left out like the others'.
     """
 
     def __init__(
@@ -85,9 +90,12 @@ class Bench:
         if all(cell.done(k) for k in keys):
             return 0
         self._warm_up(questions[0])
+        rememberers = [c for c in self.contenders if getattr(c.drafter, "state", None) == "run"]
+        for contender in rememberers:
+            _void(cell, [k for k in keys if k[0] == contender.label])
         names = [c.label for c in self.contenders]
         title = " ".join(names) if len(names) < 4 else f"{len(names)} drafters"
-        with progress(title, len(keys), "generations") as reached:
+        with progress(title, len(keys), "generations") as reached, _remembering(rememberers):
             reached(sum(map(cell.done, keys)))
             for question in questions:
                 self._question(question, cell, lambda: reached(sum(map(cell.done, keys))))
@@ -109,9 +117,12 @@ class Bench:
                 row = cell.rows.get((contender.label, question.id, turn))
                 if not isinstance(row, Row):
                     begun = Row(contender.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
-                    if self.replay and reference is not None:
+                    if self.replay and reference is not None and hasattr(contender.drafter, "review"):
+                        known = None  # its states are the target's, which decodes now
+                        row = self._guarded(begun, self._followed, contender, self.target, prompt, reference.tokens)
+                    elif self.replay and reference is not None:
                         known = known or Known(self.target, prompt, reference.tokens, self.taps)
-                        row = self._guarded(begun, self._replayed, contender, known, prompt)
+                        row = self._guarded(begun, self._followed, contender, known, prompt, reference.tokens)
                     else:
                         row = self._guarded(begun, self._decoded, contender, prompt, reference)
                     cell.write(row)
@@ -156,12 +167,14 @@ class Bench:
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
 
-    def _replayed(self, row: Row, contender: Contender, known: Known, prompt: list[int]) -> None:
-        """Fill a row with the cycles that a drafter would have had on the way to a known answer."""
+    def _followed(
+        self, row: Row, contender: Contender, target: Target | Known, prompt: list[int], answer: list[int]
+    ) -> None:
+        """Fill a row with the cycles that a drafter has on the way to a known answer, without their seconds."""
         watched = Watched(contender.drafter)
-        limits = Limits(len(known.text) - known.begin, self.target.stop_ids)
+        limits = Limits(len(answer), self.target.stop_ids)
         row.replayed = True
-        events = decode(known, watched, prompt, limits, contender.rule, self.sampler)  # type: ignore[arg-type]
+        events = decode(target, watched, prompt, limits, contender.rule, self.sampler)  # type: ignore[arg-type]
         for event in events:
             if isinstance(event, Prefill):
                 row.tokens.append(event.token)
@@ -169,6 +182,8 @@ class Bench:
                 row.add(replace(event, draft_s=0.0, target_s=0.0, verify_s=0.0, rest_s=0.0))
                 watched.count(event)
         row.confidence = watched.bins()
+        if target is self.target:
+            row.audit = audit(self.target, prompt, answer, row.tokens)
 
     def _warm_up(self, question: Question) -> None:
         """First calls pay for kernels and memory that later ones find ready; they are not rows."""
@@ -177,6 +192,27 @@ class Bench:
         for contender in list(self.contenders) * (0 if self.replay else self.settings.warmup):
             for _ in decode(self.target, contender.drafter, prompt, limits, contender.rule, self.sampler):
                 pass
+
+
+def _void(cell: Cell, keys: list[tuple[str, str, int]]) -> None:
+    """If any of these generations is missing, none counts: on disk too, where a second interruption would find them."""
+    done = [key for key in keys if cell.done(key)]
+    if len(done) < len(keys):
+        for key in done:
+            cell.write(Failure(*key, "decoded again with its whole run: state=run begins at the first prompt"))
+
+
+@contextmanager
+def _remembering(contenders: list[Contender]) -> Iterator[None]:
+    """What these drafters see goes from prompt to prompt inside, beginning with nothing; outside it never does."""
+    drafters: list[Any] = [contender.drafter for contender in contenders]
+    for drafter in drafters:
+        drafter.remember(True)
+    try:
+        yield
+    finally:
+        for drafter in drafters:
+            drafter.remember(False)
 
 
 def cached_bytes(target: Target, drafter: Any) -> int:

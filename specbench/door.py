@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -73,6 +74,24 @@ def composed(name: str, overrides: list[str]) -> DictConfig:
         return compose(name, overrides)
     with initialize_config_dir(CONF, version_base="1.3"):
         return compose(name, overrides)
+
+
+def trained_drafter(name: str, *, _parent_: Any) -> DictConfig:
+    """The options of a trained drafter, as its own file has them, within those of another: `${trained_drafter:eagle2}`.
+
+    Raises:
+        SpecBenchError: there is no trained drafter of this name.
+    """
+    files: dict[str, Any] = {path.stem: OmegaConf.load(path) for path in sorted(Path(CONF, "drafter").glob("*.yaml"))}
+    known = {stem: file.drafter for stem, file in files.items() if "weights" in file.get("drafter", {})}
+    if name not in known:
+        raise SpecBenchError(f"there is no trained drafter {name}{schema.nearest(name, known)}")
+    found: DictConfig = known[name]
+    found._set_parent(_parent_)  # its own interpolations are into the whole configuration
+    return found
+
+
+OmegaConf.register_new_resolver("trained_drafter", trained_drafter)
 
 
 def sweeping() -> bool:

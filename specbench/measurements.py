@@ -49,6 +49,10 @@ def _drafters(arm: Arm) -> bool:
     return not _baseline(arm)
 
 
+def _trained(arm: Arm) -> bool:
+    return "weights" in arm.config.drafter
+
+
 def _known_to_transformers(arm: Arm) -> bool:
     return _baseline(arm) or costs.assistant(arm.contender) is not None
 
@@ -80,7 +84,7 @@ def _decoding(cost: Callable[..., dict[str, float]]) -> Callable[[Setting, Arm],
 
 QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "memory": Quantity(_memory, _everyone),
-    "training": Quantity(_training, _drafters),
+    "training": Quantity(_training, _trained),
     "drafting": Quantity(_decoding(costs.drafting), _drafters),
     "overhead": Quantity(_decoding(costs.overhead), _everyone),
     "target_pass": Quantity(_target_pass, _baseline),

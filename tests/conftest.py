@@ -1,6 +1,6 @@
 """Tiny random targets and every drafter that `conf/drafter/` declares, bound to them; a home folder for the doors."""
 
-import specbench.passive  # noqa: F401
+import specbench.passive
 
 # isort: split
 import copy
@@ -14,6 +14,7 @@ import torch
 from battery import COUNT
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -25,6 +26,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import specbench.door  # noqa: F401 - what interpolations mean
 from specbench.engine import weights
 from specbench.engine.target import Target
 
@@ -32,7 +34,7 @@ torch.set_num_threads(1)  # tiny tensors are not worth waking another thread; `t
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml"))
-TRAINED = [d for d in DRAFTERS if d != "none"]
+DRAFTING = [d for d in DRAFTERS if d != "none"]
 
 SIZES = {
     "vocab_size": 61,
@@ -84,6 +86,7 @@ def configuration(drafter: str, *overrides: str) -> Any:
     return composed("run", f"drafter={drafter}", *overrides)
 
 
+TRAINED = [d for d in DRAFTERS if "weights" in configuration(d).drafter]
 # Of the configured drafters those whose weights for the default target lie in the repository.
 SHIPPED = [d for d in TRAINED if (ROOT / configuration(d).drafter.weights / "model.safetensors").exists()]
 
@@ -91,10 +94,13 @@ SHIPPED = [d for d in TRAINED if (ROOT / configuration(d).drafter.weights / "mod
 def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
     """A drafter as configured, untrained, bound to a target."""
     config = configuration(drafter, *overrides)
+    OmegaConf.resolve(config.drafter)
     torch.manual_seed(seed)
-    for part in (config.drafter, config.drafter.get("base") or {}):
+    part = config.drafter
+    while part:
         if "weights" in part:
             part["weights"] = None
+        part = part.get("base")
     made = instantiate(config.drafter)
     made.bind(target)
     if isinstance(made, torch.nn.Module):

@@ -22,7 +22,7 @@ and beyond these tests, by hand on one machine or two GPUs:
 
 import pytest
 import torch
-from conftest import TRAINED, make, tiny
+from conftest import DRAFTING, TRAINED, make, tiny
 from test_corpus import prompts_of
 from test_drafters import batch_of
 
@@ -51,22 +51,22 @@ def ids(found):
     return [i for e in found for i in ([e.token] if isinstance(e, Prefill) else e.tokens)]
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("drafter", DRAFTING)
 def test_greedy_ids_are_the_baselines_on_a_gpu(drafter):
     target = on_gpu()
     assert ids(events(target, make(drafter, target))) == ids(events(target, make("none", target)))
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("drafter", DRAFTING)
 def test_sampling_runs_on_a_gpu(drafter):
     target = on_gpu(torch.bfloat16)
     assert len(ids(events(target, make(drafter, target), Sampler(1.0)))) == 32
 
 
-@pytest.mark.parametrize("drafter", TRAINED)
+@pytest.mark.parametrize("drafter", DRAFTING)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_cycle_waits_for_the_device_twice_at_most(drafter, temperature):
-    """A router once more at each level, for its groups."""
+    """A router once more at each level, for its groups; what copies on the host as often as `test_device` says."""
     target = on_gpu()
     made = make(drafter, target)
     events(target, made, Sampler(temperature))  # warm
@@ -76,8 +76,9 @@ def test_a_cycle_waits_for_the_device_twice_at_most(drafter, temperature):
         found = events(target, made, Sampler(temperature))
         torch.cuda.synchronize()
     waits = sum(e.count for e in p.key_averages() if e.key in WAITS)
-    levels = made.growth.depth if hasattr(made, "router") else 0
-    assert waits <= (2 + levels) * (len(found) - 1) + 6, waits  # the prefill and the end have a few of their own
+    more = 4 if drafter in DRAFTING and drafter not in TRAINED else 0
+    more = made.growth.depth if hasattr(made, "router") else more
+    assert waits <= (2 + more) * (len(found) - 1) + 6, waits  # the prefill and the end have a few of their own
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle2", "beagle"])

@@ -12,6 +12,7 @@ from specbench.engine.interface import Step, Taps
 from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
+from specbench.errors import SpecBenchError
 
 PROMPTS = ([5, 9, 3, 17, 22, 8, 41, 2], [7, 7, 30])
 
@@ -33,6 +34,10 @@ def counted(target: Any, drafter: Any, prompt: list[int], limits: Limits) -> tup
 def test_replay_accepts_cycle_by_cycle_what_decoding_accepts(name: str, architecture: str) -> None:
     target = tiny(architecture)
     drafter = make(name, target)
+    if hasattr(drafter, "review"):  # what other nodes say is not known
+        with pytest.raises(SpecBenchError, match=f"drafter={name} learns from"):
+            counted(Known(target, PROMPTS[0], [4, 5], drafter.taps), drafter, PROMPTS[0], Limits(2))
+        return
     for prompt in PROMPTS:
         for stop in ((), (counted(target, drafter, prompt, Limits(24))[0][13],)):
             limits = Limits(24, stop)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TRAINED, make, tiny
+from conftest import DRAFTERS, ROOT, TRAINED, make, tiny
 from doors import kill_after_rows, start
 from test_records import random_row, settings
 from test_study import study
@@ -92,7 +92,7 @@ def test_overhead_is_what_no_forward_takes(ticking):
     assert 2 / (2 + 9 + 10 + 15) < found["share"] < 2 / (2 + 9 + 10 + 7)
 
 
-@pytest.mark.parametrize("name", ["none", *TRAINED])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_measuring_changes_nothing_of_what_it_measures(name):
     target = tiny()
     side = contender(name, target)
@@ -101,7 +101,8 @@ def test_measuring_changes_nothing_of_what_it_measures(name):
     if name != "none":
         found = costs.drafting(target, side, PROMPTS, TOKENS)
         assert all(0 <= found[part] <= 1 for part in ("head", "network", "rest")) and found["ms"] > 0
-        assert found["head"] > 0 and found["network"] > 0, "a drafter's own functions were not found"
+        if name in TRAINED:
+            assert found["head"] > 0 and found["network"] > 0, "a drafter's own functions were not found"
     assert 0 < costs.overhead(target, side, PROMPTS, TOKENS)["share"] < 1
     assert state(target, side.drafter) == before
     assert costs._answer(target, side, PROMPTS[0], TOKENS) == answer

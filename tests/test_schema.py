@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 from battery import COUNT, attempt, bad_values, leaves, refuse
-from conftest import ROOT, TRAINED
+from conftest import DRAFTERS, ROOT, TRAINED
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given, settings
@@ -98,7 +98,11 @@ def put(plain: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def test_bad_values_of_every_option_are_refused_by_name():
     """Every value that is not of an option's declared type, for every option of every drafter and door."""
     tried: set[tuple[str, str]] = set()
-    places = [*(("train", f"drafter={d}") for d in TRAINED), *(("run", f"dataset={d}") for d in named("dataset"))]
+    places = [
+        *(("train", f"drafter={d}") for d in TRAINED),
+        *(("run", f"drafter={d}") for d in DRAFTERS),
+        *(("run", f"dataset={d}") for d in named("dataset")),
+    ]
     for door, override in places:
         plain: Any = OmegaConf.to_container(composed(door, override), resolve=True)
         for path, annotation in leaves(plain, DOORS[door].Options):

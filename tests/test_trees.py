@@ -12,7 +12,7 @@ from specbench.engine import tree as trees
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Chain, Dynamic, Static
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import ancestor_mask, check, depths_of, parents_of_rank_paths, paths_of
+from specbench.engine.tree import Trie, ancestor_mask, check, depths_of, parents_of_rank_paths, paths_of
 from specbench.errors import SpecBenchError
 
 settings.register_profile("here", deadline=None, max_examples=60)
@@ -166,3 +166,42 @@ def test_root_only_is_the_baselines_tree():
     tree = trees.root_only(17)
     check(tree)
     assert len(tree) == 1 and tree.tokens.tolist() == [17]
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=8)
+
+
+@given(SEQUENCES, st.integers(1, 12))
+def test_a_trie_holds_the_first_sequences_merged(sequences, nodes):
+    """Against a literal set of prefixes: one node for each of the first ones, in the order in which they come."""
+    trie = Trie(70_000, nodes)
+    for sequence in sequences:
+        trie.add(sequence)
+    tree = trie.tree(torch.device("cpu"))
+    check(tree)
+    wanted = []
+    for sequence in sequences:
+        for end in range(1, len(sequence) + 1):
+            if sequence[:end] not in wanted:
+                if len(wanted) == nodes - 1:
+                    break
+                wanted.append(sequence[:end])
+    prefixes = [[]]
+    for node in range(1, len(tree)):
+        prefixes.append([*prefixes[int(tree.parents[node])], int(tree.tokens[node])])
+    assert prefixes[1:] == wanted
+    assert tree.tokens[0] == 70_000 and tree.acceptable is None
+    for node in range(1, len(tree)):
+        earlier = [n for n in range(1, node) if tree.parents[n] == tree.parents[node]]
+        assert tree.ranks[node] == len(earlier)
+
+
+def test_a_node_that_is_only_computed_may_repeat_a_siblings_token():
+    trie = Trie(1, 9)
+    trie.add([5, 6])
+    assert trie.append(0, 5, acceptable=False) == 3
+    trie.add([5, 7])
+    tree = trie.tree(torch.device("cpu"))
+    check(tree)
+    assert tree.acceptable.tolist() == [True, True, True, False, True]
+    assert tree.parents.tolist() == [-1, 0, 1, 0, 1] and tree.ranks.tolist() == [0, 0, 0, 1, 1]

@@ -14,7 +14,8 @@ from specbench.engine import tree as trees
 from specbench.engine.grow import Chain, Dynamic, Static
 from specbench.engine.interface import DraftTree
 from specbench.engine.sampling import Sampler, argmax, draw, draw_without_replacement, top
-from specbench.engine.verify import Lossless, algorithm_d, verify
+from specbench.engine.verify import Lossless, Simulated, Typical, algorithm_d, verify
+from specbench.errors import SpecBenchError
 
 V = 6
 SAMPLED = Sampler(temperature=1.0)
@@ -316,3 +317,59 @@ def test_draws_without_replacement_follow_sequential_draws():
     keep = expected > 0
     assert counts[~keep].sum() == 0
     assert chisquare(counts[keep], expected[keep] / expected[keep].sum() * runs).pvalue > 1e-3
+
+
+@st.composite
+def marked_trees(draw):
+    """Parents, tokens and marks of a tree in which some nodes may not be accepted; their tokens may be anything."""
+    n = draw(st.integers(2, 12))
+    parents = [-1, *(draw(st.integers(0, i - 1)) for i in range(1, n))]
+    return (
+        parents,
+        draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)),
+        [True, *draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1))],
+    )
+
+
+@pytest.mark.parametrize("rule", [Lossless(), Typical(), Simulated([0.9, 0.5])], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("sampler", [Sampler(), SAMPLED], ids=str)
+@pytest.mark.parametrize("drawn", [False, True], ids=["deterministic", "drawn"])
+@given(marked=marked_trees(), seed=st.integers(0, 9))
+def test_nodes_that_are_not_acceptable_are_not_there_for_any_rule(rule, sampler, drawn, marked, seed):
+    """The verdict is that on a tree built without them, down to the random numbers; what is below them goes as well."""
+    parents, tokens, marks = marked
+    n, random = len(parents), torch.Generator().manual_seed(seed)
+    logits, q = torch.randn(n, V, generator=random), torch.rand(n, V, generator=random).softmax(-1)
+    stays = [0]
+    for node in range(1, n):
+        if marks[node] and parents[node] in stays:
+            stays.append(node)
+
+    def tree(nodes):
+        above = [stays.index(parents[i]) if nodes is stays and i else parents[i] for i in nodes]
+        depths = trees.depths_of(above)
+        ranks = [sum(p == parents[i] for p in parents[1:i]) for i in nodes]
+        built = trees.build(*(torch.tensor(x) for x in ([tokens[i] for i in nodes], above, depths, ranks)), n, n)
+        built.q = q[nodes] if drawn else None
+        return built
+
+    def verdict(built, logits):
+        again = Simulated(rule.alpha) if isinstance(rule, Simulated) else rule
+        return verify(built, logits, again, sampler, torch.Generator().manual_seed(seed))
+
+    expected, depth = verdict(tree(stays), logits[stays])
+    whole = tree(list(range(n)))
+    whole.acceptable = torch.tensor(marks)
+    found, drafted = verdict(whole, logits)
+    assert found.path == [stays[i] for i in expected.path] and drafted == depth
+    assert (found.tokens, found.ranks, found.bonus) == (expected.tokens, expected.ranks, expected.bonus)
+
+
+def test_what_is_not_acceptable_must_still_be_finite():
+    tree = trees.build(*(torch.tensor(x) for x in ([1, 2], [-1, 0], [0, 1], [0, 0])), max_depth=1, width=1)
+    tree.acceptable = torch.tensor([True, False])
+    logits = torch.zeros(2, V)
+    assert verify(tree, logits, Lossless(), Sampler(), None)[1] == 0, "a depth that nobody could accept was counted"
+    logits[1, 0] = torch.nan
+    with pytest.raises(SpecBenchError, match="NaN"):
+        verify(tree, logits, Lossless(), Sampler(), None)

@@ -57,7 +57,8 @@ def decode(
     The emitted ids are the prefill's token followed by every step's `tokens`. `clock` must wait for the device.
 
     Raises:
-        SpecBenchError: an empty prompt, one that leaves no room in the context, or NaN in the target's logits.
+        SpecBenchError: an empty prompt, one that leaves no room in the context, NaN in the target's logits, or a drafter
+            that asks what a known answer cannot tell.
     """
     begin = clock()
     room = min(limits.max_context, target.max_context)
@@ -66,6 +67,12 @@ def decode(
     if len(prompt) >= room:
         raise SpecBenchError(f"the prompt has {len(prompt)} tokens, the context {room}; shorten it or raise max_context")
     limits = Limits(min(limits.max_new_tokens, room - len(prompt)), limits.stop_ids)
+    review = getattr(drafter, "review", None)  # see `interface.Reviewer`
+    if review is not None and target.known:
+        raise SpecBenchError(
+            f"drafter={drafter.name} learns from what the target says of rejected drafts, which a known answer does not "
+            "tell; decode it"
+        )
     capacity = len(prompt) + limits.max_new_tokens + drafter.nodes
     target.reset(capacity, drafter.taps)
     drafter.reset(capacity)
@@ -90,6 +97,8 @@ def decode(
         emitted += len(tokens)
         kept = torch.tensor([0, *verdict.path], device=target.device)
         t4 = clock()
+        if review is not None:
+            review(tree, states)
         seen = states.select(kept)  # before keeping: tapped keys and values are views of the rows that it moves
         t5 = clock()
         target.keep(kept)  # the root's and the path's cache rows stay, the others go

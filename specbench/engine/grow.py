@@ -11,7 +11,7 @@ its ancestors and itself. Nothing here reads a value back to the host.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -157,6 +157,17 @@ class Static:
         with_replacement = self.candidates == "sample_with_replacement"
         fixed = shape.parents, shape.depths, shape.ancestors, shape.ranks
         return DraftTree(tokens, *fixed, self.depth, self.width, q, with_replacement)
+
+    def spell(self, root: int, followers: Callable[[Tensor], Tensor], device: torch.device) -> DraftTree:
+        """The tree in which child r of a node is the r-th of the followers of its token, whatever stands above it.
+
+        followers: tokens [F] -> [F, k] ids, k at least the tree's width.
+        """
+        shape = self._shape(device)
+        tokens = torch.full((self.nodes,), root, dtype=torch.long, device=device)
+        for level in shape.levels:
+            tokens[level.below] = followers(tokens[level.expanded])[level.places, level.ranks]
+        return DraftTree(tokens, shape.parents, shape.depths, shape.ancestors, shape.ranks, self.depth, self.width)
 
     def _shape(self, device: torch.device) -> "_Shape":
         """What every tree has in common, put on a device once: copies from the host make it wait for the device."""

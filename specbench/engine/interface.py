@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+# What a drafter's memory holds when a generation begins: nothing; its own prompt; also all that came before it in this run.
+State = Literal["none", "prompt", "run"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class DraftTree:
     """Draft tokens below a root. Node 0 is the root; a parent's index is always smaller than its child's.
 
     `q` is set only where children were *sampled*: row n is the distribution from which the children of node n were
-    drawn, in index order (= draw order). Without `q` the candidates are deterministic.
+    drawn, in index order (= draw order). Without `q` the candidates are deterministic. Nodes that are not acceptable were
+    not drawn from `q`, and may repeat a sibling's token.
     """
 
     tokens: Tensor  # [N] ids, the root's first
@@ -86,6 +90,7 @@ class DraftTree:
     width: int  # most siblings a node can have: ranks are below it
     q: Tensor | None = None  # [N, V] float32
     replacement: bool = False  # were siblings sampled with replacement?
+    acceptable: Tensor | None = None  # [N] bool, the root's True; None: all. Others, and what is below, are only computed
     confidence: Callable[[], Tensor] | None = None  # [N - 1] drafter's probability of the path to each node but the root
 
     def __len__(self) -> int:
@@ -162,7 +167,7 @@ class Step:
     drafted: int  # depth offered to the verifier
     accepted: int  # depth accepted
     ranks: list[int]  # [accepted] child ranks along the path
-    draft_s: float  # drafter: propose and observe, and taking out the states that it observes
+    draft_s: float  # drafter: propose, review and observe, and taking out the states that it observes
     target_s: float  # target pass and keeping its rows
     verify_s: float  # acceptance
     rest_s: float  # everything else in the cycle
@@ -184,7 +189,8 @@ class Drafter(Protocol):
     """What the loop asks of a method.
 
     The life of a drafter: `bind(target)` once; then per prompt `reset()`, `observe(prefill states, root)` and, each
-    cycle, `propose(root)` followed by `observe(states of root + accepted path, bonus)`.
+    cycle, `propose(root)` followed by `observe(states of root + accepted path, bonus)`. `Reviewer` and `Rememberer` say
+    what a drafter may have beside this.
     """
 
     name: str  # as tables show it
@@ -204,3 +210,23 @@ class Drafter(Protocol):
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         """Learn what was verified: states of N consecutive positions, and the (not yet processed) token after them."""
+
+
+class Reviewer(Protocol):
+    """A drafter that learns from rejected nodes as well. No drafter need have this, and only those that do pay for it."""
+
+    def review(self, tree: DraftTree, states: TargetStates) -> None:
+        """See what the target said of every node, once a cycle: after verification, before states are selected and kept."""
+
+
+class Rememberer(Protocol):
+    """A drafter that can carry what it has seen from prompt to prompt, so that the order of prompts matters.
+
+    Attributes:
+        state: `run` if it is configured to; with `none` or `prompt` `remember` changes nothing.
+    """
+
+    state: State
+
+    def remember(self, on: bool) -> None:
+        """Forget everything; from now on `reset` does so too (off, as at first) or not (on)."""

@@ -3,7 +3,8 @@
 Greedy decoding accepts exactly what the target would have said. Once the baseline has written an answer, one prefill of
 prompt and answer yields the states that every later tree pass would compute for the tokens it keeps; what a tree's other
 nodes would say can never matter. So real drafting against known states accepts, cycle by cycle, what decoding accepts.
-Only where two passes of different shapes round differently can a draft differ: in float32 at a tie.
+Only where two passes of different shapes round differently can a draft differ: in float32 at a tie. A drafter that learns
+from the other nodes (`interface.Reviewer`) cannot be replayed: the loop refuses it here, and a cell decodes it instead.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ class Known:
         prompt, answer: ids; the answer as the baseline emitted it.
         taps: everything that any of the drafters reads.
     """
+
+    known = True
 
     def __init__(self, target: Target, prompt: Sequence[int], answer: Sequence[int], taps: Taps):
         self.target, self.text, self.begin = target, [*prompt, *answer], len(prompt)

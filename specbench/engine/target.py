@@ -189,7 +189,10 @@ class Target(CausalLM):
         path: the folder it was loaded from, where its tokenizer lies too.
         made_from: the configuration of a target without weights.
         listing: where the list of its most frequent ids should lie, see `vocabulary`.
+        known: does it say what an answer is known to be, and nothing of other tokens? See `Known`.
     """
+
+    known = False
 
     def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model.eval().requires_grad_(False))

@@ -11,7 +11,8 @@ The mask of a tree, row = who looks, column = who is seen (`x`); the cached pref
                      5 x x . . . x
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def build(
 ) -> DraftTree:
     """Assemble a tree whose topology stays on its device; tokens, parents, depths, ranks: [N], the root first.
 
-    The caller vouches for `parents[n] < n` (see `check`), which lets the mask be closed in `max_depth` steps.
+    The caller vouches for `parents[n] < n` (see `check`), which lets the mask be closed in log2(`max_depth`) steps.
     """
     mask = ancestor_mask(parents, max_depth)
     return DraftTree(tokens, parents, depths, mask, ranks, max_depth, width, confidence=confidence)
@@ -42,13 +43,70 @@ def root_only(root: int, device: torch.device | str = "cpu") -> DraftTree:
     return build(zero + root, zero - 1, zero, zero, max_depth=0, width=0)
 
 
+class Trie:
+    """Candidate sequences below a root, merged where they begin alike: siblings that repeated a token would make sampling
+    wrong and cost a node. Built on the host by drafters that copy text; a node's number is larger than its parent's.
+
+    Args:
+        nodes: at most, the root included; what comes when they are spent is left out.
+    """
+
+    def __init__(self, root: int, nodes: int):
+        self.most = nodes
+        self.tokens, self.parents, self.depths, self.ranks = [root], [-1], [0], [0]
+        self.acceptable = [True]
+        self.below: list[dict[int, int]] = [{}]  # token -> acceptable child, by node
+        self.families = [0]  # children by node
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """A sequence below the root. Those that come first get the nodes, and the better ranks."""
+        node = 0
+        for token in tokens:
+            child = self.child(node, token)
+            if child is None:
+                return
+            node = child
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The acceptable child of a node that has this token, a new one if there was none; None if nodes are spent."""
+        if token not in self.below[parent]:
+            if len(self) == self.most:
+                return None
+            self.below[parent][token] = self.append(parent, token)
+        return self.below[parent][token]
+
+    def append(self, parent: int, token: int, acceptable: bool = True) -> int:
+        """A new node, whatever its siblings are."""
+        node = len(self)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.ranks.append(self.families[parent])
+        self.acceptable.append(acceptable)
+        self.families[parent] += 1
+        self.families.append(0)
+        self.below.append({})
+        return node
+
+    def tree(self, device: torch.device) -> DraftTree:
+        """On the device, in one transfer."""
+        rows = [self.tokens, self.parents, self.depths, self.ranks, self.acceptable]
+        tokens, parents, depths, ranks, acceptable = torch.tensor(rows, device=device).unbind()
+        grown = build(tokens, parents, depths, ranks, max(self.depths), max(self.families))
+        return grown if all(self.acceptable) else replace(grown, acceptable=acceptable.bool())
+
+
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
-    """parents [N] -> bool [N, N], True at self and ancestors. Each step adds the grandparents seen so far."""
+    """parents [N] -> bool [N, N], True at self and ancestors. Each step sees twice as far up as the one before."""
     n = parents.shape[0]
     mask = torch.eye(n, dtype=torch.bool, device=parents.device)
     up = parents.clamp(min=0)  # the root points at itself: harmless, it already sees itself
-    for _ in range(max_depth):
+    for _ in range(max_depth.bit_length()):
         mask = mask | mask[up]
+        up = up[up]
     return mask
 
 
@@ -107,5 +165,7 @@ def check(tree: DraftTree) -> None:
             mask[node, path[: i + 1]] = True
     assert torch.equal(mask, tree.ancestors), "the mask is not the tree's ancestor relation"
     if tree.q is None:
-        siblings = list(zip(parents, tree.tokens.tolist(), strict=True))[1:]
+        acceptable = [True] * len(parents) if tree.acceptable is None else tree.acceptable.tolist()
+        assert acceptable[0], "the root is not acceptable"
+        siblings = [s for s, a in zip(zip(parents, tree.tokens.tolist(), strict=True), acceptable, strict=True) if a][1:]
         assert len(set(siblings)) == len(siblings), f"deterministic siblings repeat a token: {siblings}"

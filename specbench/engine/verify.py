@@ -15,6 +15,7 @@ only how much work is saved. Draws at nodes off the path are independent of thos
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Protocol
 
 import torch
@@ -162,7 +163,7 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 def verify(
     tree: DraftTree, logits: Tensor, rule: Rule, sampler: Sampler, generator: torch.Generator | None
 ) -> tuple[Verdict, int]:
-    """The accepted path and the bonus, in one transfer to the host; also the drafted depth.
+    """The accepted path and the bonus, in one transfer to the host; also the drafted depth, of acceptable nodes.
 
     Args:
         logits: [N, V] of the target after every node, unprocessed.
@@ -170,19 +171,48 @@ def verify(
     Raises:
         SpecBenchError: the target computed NaN or infinite logits.
     """
+    finite = torch.isfinite(logits.amax(-1)).all()  # a row's maximum is NaN if anything in it is
+    numbered = None  # of the nodes that are left, where not all may be accepted
+    if tree.acceptable is not None:
+        tree, logits, numbered = _acceptable(tree, logits)
     taken, bonus = rule(tree, logits, sampler, generator)
     reached = ~(tree.ancestors & ~taken).any(-1)  # [N] every edge from the root down is taken
     # Among nodes reached the deepest wins; of equals (typical acceptance, repeated siblings) the first, i.e. likeliest.
     last = (reached * (tree.depths + 1)).argmax(0, keepdim=True)  # [1]: a single number would be read to index by it
     on_path = tree.ancestors[last][0]
-    finite = torch.isfinite(logits.amax(-1)).all()  # a row's maximum is NaN if anything in it is
     summary = torch.stack([on_path.long(), tree.tokens, tree.ranks])
     scalars = torch.stack([bonus[last][0], finite.long(), tree.depths.max()])
     table = torch.cat([summary.flatten(), scalars]).tolist()  # the one device-to-host synchronisation of verification
 
     n = len(tree)
     path = [node for node in range(1, n) if table[node]]
+    numbers = path if numbered is None else [numbered[node] for node in path]
     ids, ranks, (said, is_finite, drafted) = table[n : 2 * n], table[2 * n : 3 * n], table[3 * n :]
     if not is_finite:
         raise SpecBenchError("the target computed NaN or infinite logits; use another dtype (model.dtype=float32)")
-    return Verdict(path, [ids[node] for node in path], [ranks[node] for node in path], said), drafted
+    return Verdict(numbers, [ids[node] for node in path], [ranks[node] for node in path], said), drafted
+
+
+def _acceptable(tree: DraftTree, logits: Tensor) -> tuple[DraftTree, Tensor, list[int]]:
+    """The tree without nodes that may not be accepted and what is below them: to a rule they are not there.
+
+    Returns:
+        Tree and logits of the nodes that stay, and their numbers in the whole tree. The device is waited for twice.
+    """
+    assert tree.acceptable is not None
+    nodes = (~(tree.ancestors & ~tree.acceptable).any(-1)).nonzero()[:, 0]
+    place = torch.zeros_like(tree.parents)
+    place[nodes] = torch.arange(nodes.shape[0], device=nodes.device)
+    parents = torch.where(nodes > 0, place[tree.parents[nodes].clamp(min=0)], -1)
+    part = replace(
+        tree,
+        tokens=tree.tokens[nodes],
+        parents=parents,
+        depths=tree.depths[nodes],
+        ancestors=tree.ancestors[nodes][:, nodes],
+        ranks=tree.ranks[nodes],
+        q=None if tree.q is None else tree.q[nodes],
+        acceptable=None,
+        confidence=None,
+    )
+    return part, logits[nodes], nodes.tolist()

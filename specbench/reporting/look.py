@@ -33,6 +33,11 @@ KNOWN = {
     "coral_router": (VERMILION, "<", ".."),
     "beagle": (ORANGE, "P", ""),
     "moa": (PURPLE, "*", ""),
+    "prompt_lookup": (BLACK, "o", "//"),
+    "suffix": (BLACK, "D", ".."),
+    "token_recycling": (GREEN, "h", "xx"),
+    "lookahead": (PURPLE, "s", "//"),
+    "hybrid": (ORANGE, "d", "//"),
 }
 
 

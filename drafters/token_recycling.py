@@ -1,0 +1,60 @@
+"""Token Recycling: what the target thought likely after a token before, is likely again (arXiv:2408.08696).
+
+    adjacency[t] = the k ids that the target thought likeliest behind t when it was last asked     [V, k]
+
+A target pass computes logits behind every node of its tree, rejected ones included; all of them overwrite their token's
+row. The next tree spells a fixed template with it, level by level: child r of a node with token t is adjacency[t, r].
+
+Deviations and choices: rows that nothing was said of yet hold ids 0 … k-1 and not k zeros, since siblings must not repeat
+a token. If several nodes of a pass carry one token the last one counts. The matrix outlives a prompt with `state=run`, as
+the authors have it; `none`, which is the default here, lets no generation profit from an earlier one. The template is not
+the authors' but follows from a guess: if each rank is right half as often as the one above it, and the first one half the
+time, a path of ranks r_1 … r_d is right in 2^-(r_1 + … + r_d + d) of the cases, and the 63 likeliest paths are exactly
+those with at least 2^-6. Any list of rank paths can be given instead (`tree._target_=specbench.engine.grow.Static`).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drafters.retrieval import Retriever
+from specbench.engine.grow import Static
+from specbench.engine.interface import DraftTree, Sampler, TargetStates
+from specbench.engine.sampling import top
+from specbench.engine.target import Target
+from specbench.options import Count, Name
+
+
+class TokenRecycling(Retriever):
+    """Drafts a static tree from a matrix of followers, which stays on the device.
+
+    Args:
+        name: as tables show it.
+        growth: the template.
+        followers: k, or as many as the template's widest node has children. state: does the matrix outlive a prompt?
+    """
+
+    def __init__(self, name: Name, growth: Static, followers: Count = 8, state: Literal["none", "run"] = "none"):
+        super().__init__(name, growth.nodes, state)
+        self.growth, self.followers = growth, max(followers, growth.width)
+
+    def bind(self, target: Target) -> None:
+        self.vocab_size = target.vocab_size
+        super().bind(target)
+
+    def forget(self) -> None:
+        first = torch.arange(self.followers, device=self.device)
+        self.adjacency: Tensor = first.repeat(self.vocab_size, 1)  # [V, k]
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        """Everything was seen in `review`."""
+
+    def review(self, tree: DraftTree, states: TargetStates) -> None:
+        ids = top(states.logits, self.followers)[1]  # [N, k]
+        node = torch.arange(len(tree), device=ids.device)
+        last = ((tree.tokens[:, None] == tree.tokens) * node).amax(-1)  # [N] the last node that has this one's token
+        self.adjacency[tree.tokens] = ids[last]
+
+    def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        return self.growth.spell(root, lambda tokens: self.adjacency[tokens], self.device)
