@@ -259,7 +259,7 @@ def write(folder: Path, acceptance: Acceptance) -> None:
 
 def read(folder: Path) -> Acceptance:
     """Raises `SpecBenchError` for one that is missing, damaged, or of other weights than lie beside it."""
-    mend = "measure it (python -m specbench.cost drafter=… acceptance=true)"
+    mend = "measure it (python -m specbench.train drafter=… train.until=acceptance)"
     if not (folder / FILE).is_file():
         raise SpecBenchError(f"{folder / FILE} is not there, so no tree can be fitted; {mend}, or use another tree=")
     kept: Kept = read_json(folder / FILE, Kept)

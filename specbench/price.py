@@ -6,6 +6,7 @@ says on which machine, by which versions and for which target and drafter it was
 
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ CONTEXT = 192  # tokens behind which trees are timed
 TURNS = 7  # of all trees, of which the median counts; one more warms up
 WIDTHS = (1, 2, 4, 7, 10)  # candidates of a node, and nodes expanded in a level
 WIDE, DEEP = 8, 4  # top_k of the trees that are timed by nodes; levels of those that are timed by width
-BUSY = 0.3  # cores that others may take before a timing is not worth keeping
+BUSY = 0.3  # cores that others may take before a timing is doubtful
 
 Try = tuple[str, int]  # which table, and where in it
 
@@ -69,19 +70,14 @@ def take(target: Target, drafter: Any, context: int = CONTEXT) -> Costs:
     """Time a drafter's cycles behind so many tokens of context.
 
     Raises:
-        SpecBenchError: the target's context is too short for that, or the drafter grows no trees of its own.
+        SpecBenchError: the drafter grows no trees that could be fitted.
     """
     if not hasattr(drafter, "regrow"):
         raise SpecBenchError(f"drafter={drafter.name} grows no trees that could be fitted; choose another drafter=")
     before, deepest = drafter.growth, drafter.deepest or DEEP
     trees = _trees(deepest)
-    room = (TURNS + 1) * len(trees) * (DEEP + 1)
-    if context + room + 100 > target.max_context:
-        context = target.max_context - room - 100
-    if context < 1:
-        raise SpecBenchError(f"costs take {room + 101} positions of context, the target has {target.max_context}")
     try:
-        found = _timed(target, drafter, trees, context, room)
+        found = _timed(target, drafter, trees, min(context, target.max_context // 2))
     finally:
         drafter.regrow(before)
     rest = {
@@ -96,22 +92,29 @@ def take(target: Target, drafter: Any, context: int = CONTEXT) -> Costs:
     )
 
 
-def _timed(target: Target, drafter: Any, trees: Mapping[Try, Dynamic], context: int, room: int) -> dict[Try, list[Step]]:
+def _timed(target: Target, drafter: Any, trees: Mapping[Try, Dynamic], context: int) -> dict[Try, list[Step]]:
     """Cycles of every tree, in turn."""
-    largest = Dynamic(min(DEEP, drafter.deepest or DEEP), WIDTHS[-1], NODES[-1])
-    drafter.regrow(largest)  # caches are made for it
-    prompt = [(7 * i + 3) % target.vocab_size for i in range(context)]
-    events = decode(target, drafter, prompt, Limits(room), Lossless(), Sampler(), clock=measure.Clock(target.device))
-    next(events)
+    drafter.regrow(
+        Dynamic(min(DEEP, drafter.deepest or DEEP), WIDTHS[-1], NODES[-1])
+    )  # the largest: caches are made for it
+    cycles = _cycles(target, drafter, [(7 * i + 3) % target.vocab_size for i in range(context)])
     found: dict[Try, list[Step]] = {at: [] for at in trees}
     for turn in range(TURNS + 1):
         for at, growth in trees.items():
             drafter.growth = growth
-            step = next(events)
-            assert isinstance(step, Step)
+            step = next(cycles)
             if turn:
                 found[at].append(step)
     return found
+
+
+def _cycles(target: Target, drafter: Any, prompt: list[int]) -> Iterator[Step]:
+    """Without end: where one generation has filled the context another begins."""
+    clock = measure.Clock(target.device)
+    while True:
+        drafter.growth = Dynamic(min(DEEP, drafter.deepest or DEEP), WIDTHS[-1], NODES[-1])
+        events = decode(target, drafter, prompt, Limits(target.max_context), Lossless(), Sampler(), clock=clock)
+        yield from (event for event in events if isinstance(event, Step))
 
 
 def made_for(target: Target, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +136,7 @@ def path_of(model: str, drafter: str, conditions: Mapping[str, Any]) -> Path:
 
 
 def of(target: Target, drafter: Any, model: str, said: Mapping[str, Any]) -> Costs:
-    """The costs here, from the cache or timed now. They are kept unless other work disturbed them."""
+    """The costs here, from the cache or timed now. Where other work disturbed them, that is said."""
     conditions = made_for(target, said)
     path = path_of(model, drafter.name, conditions)
     if path.is_file():
@@ -141,8 +144,14 @@ def of(target: Target, drafter: Any, model: str, said: Mapping[str, Any]) -> Cos
     others = measure.Others()
     others.start()
     costs = take(target, drafter)
-    if (others.read() or 0.0) < BUSY:
-        write(path, costs, conditions)
+    busy = others.read() or 0.0
+    write(path, costs, conditions)
+    if busy > BUSY:
+        print(
+            f"specbench: other work took {busy:.1f} cores while costs of {drafter.name} were timed, so its tree may not be "
+            f"the fastest; remove {path} to time them again",
+            file=sys.stderr,
+        )
     return costs
 
 

@@ -5,6 +5,7 @@ python -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 accelerate launch --num_processes 4 -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 python -m specbench.train train.until=corpus train.pack=LICENCE       # the corpus alone, its ids also as one file
 python -m specbench.train train.until=vocabulary                      # its text, and the list of its most frequent ids
+python -m specbench.train drafter=eagle2 train.until=acceptance       # what fitted trees need of weights that are there
 """
 
 import specbench.passive  # noqa: F401
@@ -24,6 +25,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
+from specbench import acceptance as trees
 from specbench import contents, measure, schema
 from specbench.assets import atomic_path, cache_root, require_writable
 from specbench.datasets import Conversations
@@ -36,7 +38,7 @@ from specbench.errors import SpecBenchError
 from specbench.models import ModelSpec
 from specbench.options import Count, Name, Text
 from specbench.training.corpus import CorpusSettings, Writer
-from specbench.training.features import Answer, Corpus, Shards, held_out
+from specbench.training.features import VALIDATION, Answer, Corpus, Shards, held_out
 from specbench.training.plan import Rows, plan
 from specbench.training.replay import Acceptance, chains, known_states, replay
 from specbench.training.trainer import Trainer, TrainSettings
@@ -54,7 +56,7 @@ class Train:
     start: Text | None
     missing: bool
     build: bool
-    until: Literal["vocabulary", "corpus", "weights"]
+    until: Literal["vocabulary", "corpus", "weights", "acceptance"]
     packed: Text
     pack: Text | None
     shard_target: bool
@@ -102,11 +104,13 @@ def main(config: DictConfig) -> None:
     shards = Shards(text)
     if config.train.until == "weights":
         _train(config, shards, processes)
+    elif config.train.until == "acceptance":
+        _follow(config, shards)
     elif config.train.until == "corpus":
         _build(shards, processes)
     else:
         _write(text, processes)
-    if config.train.until != "weights" and processes.is_main_process:
+    if config.train.until in ("vocabulary", "corpus") and processes.is_main_process:
         path = packed / vocabulary.FILE
         vocabulary.save(path, *text.frequent(vocabulary.MOST, config.model.name))
         print(f"frequent ids in {path}")
@@ -125,7 +129,7 @@ def _settle(config: DictConfig) -> None:
             "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
             "process (model.device_map=auto), then train with train.build=false"
         )
-    if part.until == "weights":
+    if part.until in ("weights", "acceptance"):
         if config.drafter.get("vocabulary") is not None:
             raise SpecBenchError("drafter.vocabulary needs no training; train without it, and draft with it")
         if "weights" not in config.drafter:
@@ -202,7 +206,7 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     history = trainer.run()
     # By all processes: a target in parts runs in all of them or in none.
     calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION]])
-    found = acceptance(target, drafter, answers)
+    found, followed = acceptance(target, drafter, answers), trees.measure(target, drafter, answers)
     if not processes.is_main_process:
         return
     provenance = _provenance(config, trainer, corpus, target, found) | {"history": history, "calibration": calibration}
@@ -210,7 +214,20 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     with atomic_path(out / weights.WEIGHTS) as temporary:
         weights.save(drafter, temporary.parent, provenance)
         (temporary.parent / weights.PROVENANCE).replace(out / weights.PROVENANCE)
+    trees.write(out, followed)
     print(f"weights in {out}")
+
+
+def _follow(config: DictConfig, shards: Shards) -> None:
+    """How far the held-out answers follow the trees of a drafter whose weights are there, as training says at its end."""
+    with FileLock(shards.folder / f"{VALIDATION}.lock"):  # those who train need not wait, nor be waited for
+        shards.text.write()
+        shards.build(held_out=True)
+    drafter: Any = instantiate(config.drafter, weights=str(Path(config.train.out).absolute()))
+    drafter.bind(shards.text.target)
+    drafter.eval()
+    trees.write(Path(config.train.out), trees.measure(shards.text.target, drafter, held_out(shards.folder, trees.ANSWERS)))
+    print(f"acceptance in {Path(config.train.out) / trees.FILE}")
 
 
 def _provenance(config: DictConfig, trainer: Trainer, corpus: Corpus, target: Target, found: Acceptance) -> dict[str, Any]:

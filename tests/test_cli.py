@@ -166,6 +166,31 @@ def test_training_writes_weights_that_run_uses(home):
     assert "eagle2" in out
 
 
+def test_trees_are_fitted_to_weights_and_machine(home):
+    """From the training's end over a run's header to the door that shows costs; and what is missing is said and made."""
+    run(home, "train", *train(home, "fitted"))
+    folder = home / "out" / "fitted"
+    followed = (folder / "acceptance.json").read_text()
+    weights = "drafter=eagle2", f"drafter.weights={folder}"
+    for tree in ("fitted", "fitted_static", "rate"):
+        said = run(home, "run", *weights, f"tree={tree}", f"results={home / tree}", "data.limit=1")
+        header = json.loads(next((home / tree).rglob("rows.jsonl")).read_text().split("\n")[0])
+        chosen = header["arms"]["eagle2"]["fitted"]
+        assert chosen["choice"]["speedup"] >= chosen["runner_up"]["speedup"] > 0 and set(chosen["costs"]) >= {
+            "verify",
+            "level",
+        }
+        assert "eagle2" in said
+    assert len(list((home / "cache" / "costs" / "tiny").glob("eagle2-*.json"))) == 1, "the same costs are timed once"
+    said = run(home, "cost", *weights, "contexts=[8,16]", f"out={home / 'costs'}")
+    assert "fastest: depth=" in said and (home / "costs" / "tiny-eagle2.png").stat().st_size > 10_000
+    assert "are for trees that are fitted" in run(home, "cost", *weights, "tree=chain", ok=False)
+    (folder / "acceptance.json").unlink()
+    assert "until=acceptance" in run(home, "run", *weights, "tree=rate", f"results={home / 'rate'}", ok=False)
+    run(home, "train", *train(home, "fitted", "train.until=acceptance"))
+    assert json.loads((folder / "acceptance.json").read_text())["weights"] == json.loads(followed)["weights"]
+
+
 def test_training_survives_kill_9_bit_for_bit(home):
     run(home, "train", *train(home, "whole"))
     process = start(home, "train", *train(home, "killed"))

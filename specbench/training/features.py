@@ -98,13 +98,18 @@ class Shards:
             seconds = time.perf_counter() - begin
         return seconds / tokens.numel()
 
-    def build(self, process: int = 0, processes: int = 1) -> Path:
-        """Write what is missing; returns the folder. Of several processes each writes its own shards."""
+    def build(self, process: int = 0, processes: int = 1, held_out: bool = False) -> Path:
+        """Write what is missing; returns the folder. Of several processes each writes its own shards.
+
+        held_out: of the validation dialogues alone.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         shards: dict[str, list[Text]] = {}
         for text in self.text.texts():
             number = (text.index - self.settings.validation) // self.settings.shard
             shards.setdefault(VALIDATION if number < 0 else f"shard-{number:05d}", []).append(text)
+        if held_out:
+            shards = {VALIDATION: shards.get(VALIDATION, [])}
         total, done = sum(len(t.tokens) for texts in shards.values() for t in texts), 0
         with progress("states", total, "tokens") as reached:
             for turn, (name, texts) in enumerate(shards.items()):
