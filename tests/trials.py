@@ -118,7 +118,18 @@ CHANGES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "ratios": ("MLP ratios of the paper", ("drafter.mlp_ratios=null",)),
     },
 }
-KEPT: dict[tuple[str, str], bool] = {}  # decided from the table, once a trial's row is in
+BESIDE = {("vanilla", "pruned"): "norm"}  # what a trial is compared with, where that is not the base
+KEPT = {  # decided from the table, once a trial's row is in
+    ("eagle2", "answers-only"): False,
+    ("eagle2", "balanced-start"): True,
+    ("eagle2", "sampled-3072"): True,
+    ("eagle2", "drawn"): True,
+    ("eagle2", "batch-16"): False,
+    ("eagle2", "batch-4"): False,
+    ("eagle2", "muon-16"): False,
+    ("vanilla", "norm"): True,
+    ("vanilla", "pruned"): True,  # its MLPs cut to the width of the trained ones, or its file would be too large
+}
 
 
 def trials() -> list[Trial]:
@@ -126,7 +137,8 @@ def trials() -> list[Trial]:
     found = []
     for drafter, changes in CHANGES.items():
         found.append(Trial(drafter, BASE, "before the mends"))
-        found += [Trial(drafter, n, why, BASE, KEPT.get((drafter, n))) for n, (why, _) in changes.items()]
+        for name, (why, _) in changes.items():
+            found.append(Trial(drafter, name, why, BESIDE.get((drafter, name), BASE), KEPT.get((drafter, name))))
     return found
 
 
