@@ -122,7 +122,6 @@ BESIDE = {("vanilla", "pruned"): "norm"}  # what a trial is compared with, where
 KEPT = {  # decided from the table, once a trial's row is in
     ("eagle2", "answers-only"): False,
     ("eagle2", "balanced-start"): True,
-    ("eagle2", "sampled-3072"): True,
     ("eagle2", "drawn"): True,
     ("eagle2", "batch-16"): False,
     ("eagle2", "batch-4"): False,
