@@ -120,6 +120,26 @@ class Config(TypedDict):
 
 
 @with_config(OPEN)
+class Shape(TypedDict):
+    """A tree among which was chosen, and what was expected of it: tokens a cycle, speed-up over plain decoding."""
+
+    depth: Count
+    top_k: Count
+    nodes: Count
+    tau: Seconds
+    speedup: Seconds
+
+
+@with_config(OPEN)
+class Fit(TypedDict):
+    """What a fitted growth chose, and from which costs: seconds by nodes or width."""
+
+    choice: Shape
+    runner_up: NotRequired[Shape]
+    costs: dict[str, dict[str, Seconds]]
+
+
+@with_config(OPEN)
 class Arm(TypedDict):
     """One drafter of a cell, with its tree and weights. of: the arm that it is a seed of."""
 
@@ -131,6 +151,7 @@ class Arm(TypedDict):
     bytes: NotRequired[Natural]  # of its own parameters
     of: NotRequired[str]
     seed: NotRequired[Natural]
+    fitted: NotRequired[Fit]
 
 
 @with_config(OPEN)

@@ -226,6 +226,7 @@ def _follow(config: DictConfig, shards: Shards) -> None:
     drafter: Any = instantiate(config.drafter, weights=str(Path(config.train.out).absolute()))
     drafter.bind(shards.text.target)
     drafter.eval()
+    drafter.hasten()
     trees.write(Path(config.train.out), trees.measure(shards.text.target, drafter, held_out(shards.folder, trees.ANSWERS)))
     print(f"acceptance in {Path(config.train.out) / trees.FILE}")
 

@@ -343,6 +343,17 @@ def test_tau_under_each_convention_equals_counts(seed):
     assert set(found) == set(insight.CONVENTIONS)
 
 
+def test_fitted_trees_stand_beside_what_was_expected_of_them():
+    made = group(drafters=(("eagle2", 0.7), ("hass", 0.5)))
+    tree = {"depth": 4, "top_k": 2, "nodes": 8, "tau": 2.5, "speedup": 1.5}
+    made[1].arm["fitted"] = {"choice": tree, "runner_up": tree | {"depth": 5, "speedup": 1.25}, "costs": {}}
+    columns, lines = insight_tables.fitted(made)
+    (line,) = lines
+    up = made[1].summary.speed_up
+    assert line[:3] == ["eagle2", "depth 4, top 2, 8 nodes", "2.50"] and line[4] == "1.50" and len(line) == len(columns)
+    assert line[6] == f"{up.value / 1.5:.2f}" and line[7] == "depth 5, top 2, 8 nodes: 1.25"
+
+
 @SEEDS
 def test_predictions_are_those_of_the_summary(seed):
     plain, e, _ = group(seed)
@@ -368,7 +379,7 @@ def test_what_rests_on_few_tries_is_marked():
 @pytest.mark.parametrize("known", [False, True])
 def test_every_table_has_a_cell_a_column(known):
     tables = insight_tables.all_of(group(known=known))
-    assert set(tables) == set(insight_tables.TABLES) - {"predictions" if known else "calibration"}
+    assert set(tables) == set(insight_tables.TABLES) - {"fitted", "predictions" if known else "calibration"}
     for _, (columns, lines) in tables.values():
         assert lines and all(len(line) == len(columns) and all(isinstance(c, str) and c for c in line) for line in lines)
     assert [line[0] for line in tables["categories"][1][1]] == ["eagle2", "vanilla"], "the one that accepts most is first"

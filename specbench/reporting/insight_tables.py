@@ -3,7 +3,8 @@
 A value that rests on too few tries is marked, one that does not exist is absent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from specbench.metrics import BASELINE, Interval
 from specbench.reporting import insight
@@ -153,6 +154,30 @@ def predictions(group: Sequence[Entry]) -> Table:
     return columns, lines
 
 
+def fitted(group: Sequence[Entry]) -> Table:
+    """What fitted trees promised, from held-out answers and timed cycles, beside what they kept."""
+    columns = (
+        "drafter", "tree", "tau expected", "tau [95%]",
+        "speed-up expected", "speed-up [95%]", "measured / expected", "runner-up",
+    )  # fmt: skip
+    lines = []
+    for e in drafters(group):
+        fit, up = e.arm.get("fitted"), e.summary.speed_up
+        if fit is None or up is None or e.replayed:
+            continue
+        choice = fit["choice"]
+        second = fit.get("runner_up")
+        cells = (number("{:.2f}", choice["tau"]), shown(e.summary.tau_interval), number("{:.2f}", choice["speedup"]))
+        kept = number("{:.2f}", up.value / choice["speedup"]) if choice["speedup"] else ABSENT
+        other = f"{_shape(second)}: {second['speedup']:.2f}" if second else ABSENT
+        lines.append([e.name, _shape(choice), *cells, shown(up), kept, other])
+    return columns, lines
+
+
+def _shape(said: Mapping[str, Any]) -> str:
+    return f"depth {said['depth']}, top {said['top_k']}, {said['nodes']} nodes"
+
+
 TABLES: dict[str, tuple[str, Callable[[Sequence[Entry]], Table]]] = {
     "categories": ("tau by category", categories),
     "positions": ("tau by position in the output", positions),
@@ -163,8 +188,9 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Entry]], Table]]] = {
     "calibration": ("Drafters' probabilities against acceptance", calibration),
     "conventions": ("tau of the same runs under each convention", conventions),
     "predictions": ("Predicted and measured speed-up", predictions),
+    "fitted": ("Fitted trees, expected and measured", fitted),
 }
-TIMED = ("oracle-depth", "predictions")  # of rows with a clock; the others of those with most questions
+TIMED = ("oracle-depth", "predictions", "fitted")  # of rows with a clock; the others of those with most questions
 
 
 def all_of(group: Sequence[Entry], timed: Sequence[Entry] | None = None) -> dict[str, tuple[str, Table]]:
