@@ -12,16 +12,17 @@ endif
 LIMIT ?= null
 TOKENS ?= 1024
 ifeq ($(MODEL),smollm2-135m)
-DRAFTERS ?= none,vanilla,medusa,eagle1,eagle2,eagle2_small,hass,coral,coral_router,beagle,moa
+DRAFTERS ?= null# all arms of the study
 else ifeq ($(MODEL),gemma3-270m)
-DRAFTERS ?= none,vanilla,eagle2
+DRAFTERS ?= none,vanilla,eagle2,prompt_lookup,eagle2_fitted
 BRIEF ?= vanilla,eagle2# trained a little before the benchmark, for none are shipped
 else
 # what was trained here, and what the target's configuration knows to be published
 HAVE := $(notdir $(patsubst %/model.safetensors,%,$(wildcard drafters/weights/$(MODEL)/*/model.safetensors)))
 HAVE += $(shell sed -n '/^published:/,/^[a-z]*:/s/^  \([a-z0-9_]*\):.*/\1/p' conf/model/$(MODEL).yaml 2>/dev/null)
-DRAFTERS ?= none$(subst $(space),,$(addprefix $(comma),$(sort $(HAVE))))
+DRAFTERS ?= none,prompt_lookup,suffix,token_recycling$(subst $(space),,$(addprefix $(comma),$(sort $(HAVE))))
 endif
+ARMS := $(if $(filter null,$(DRAFTERS)),null,[$(DRAFTERS)])
 DATASETS ?= mtbench
 RESULTS ?= results/local
 TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
@@ -53,7 +54,8 @@ install: $(READY) ## create the virtual environment, once
 
 bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
 	$(if $(BRIEF),$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(BRIEF) train=brief train.missing=true)
-	@status=0; $(BIN)/python -m specbench.study study=bench cells=[0] model=$(MODEL) arms=[$(DRAFTERS)] \
+	$(if $(BRIEF),$(BIN)/python -m specbench.train model=$(MODEL) train=brief train.until=vocabulary)
+	@status=0; $(BIN)/python -m specbench.study study=bench cells=[0] model=$(MODEL) arms=$(ARMS) \
 		datasets=[$(DATASETS)] \
 		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false trace=1 || status=$$?; \
 	$(BIN)/python -m specbench.report; exit $$status
