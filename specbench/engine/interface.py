@@ -45,6 +45,14 @@ class Taps:
         return Taps(tuple(i % layers for i in self.hidden), tuple(i % layers for i in self.kv))
 
 
+@dataclass(frozen=True)
+class Sublayers:
+    """Those of a decoder's that a pass goes through, by layer; past the others the residual stream goes unchanged."""
+
+    attention: frozenset[int]
+    mlp: frozenset[int]
+
+
 @dataclass
 class TargetStates:
     """What one target pass computed for each of its N tokens.
