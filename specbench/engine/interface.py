@@ -204,7 +204,7 @@ class Drafter(Protocol):
     name: str  # as tables show it
     taps: Taps
     nodes: int  # most nodes of a proposed tree, the root included
-    passes: int  # draft forwards a cycle
+    passes: int  # draft forwards a cycle, at most
     active_parameters: int  # that one such forward multiplies, the shared LM head included, embeddings not
 
     def bind(self, target: Any) -> None:

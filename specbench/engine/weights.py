@@ -1,5 +1,7 @@
 """A drafter's weights: `model.safetensors` beside `provenance.json`, or tensors that others published. Knows no drafter.
 
+Beside them the sublayers of the target that a search left out, where a drafter has no tensors of its own.
+
 The provenance says what the weights were trained for (the target's fingerprint), on what, for how long, by which
 commit and machine; loading refuses weights that belong to another target or another network.
 """
