@@ -146,7 +146,9 @@ class SelfSpeculation:
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         """A chain, as long as the drafts are confident."""
         verified, device = self.cache.length, self.target.device
-        tokens, sure, q = [torch.full((1,), root, device=device)], [], []
+        tokens = [torch.full((1,), root, device=device)]
+        sure: list[Tensor] = []
+        q: list[Tensor] = []
         while len(sure) < self.most:
             logits = self._extend(tokens[-1])  # [V]
             if sampler.greedy:

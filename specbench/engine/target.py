@@ -191,7 +191,9 @@ class CausalLM:
         Raises:
             SpecBenchError: layers that are not made of these two.
         """
-        found = [(getattr(layer, "self_attn", None), getattr(layer, "mlp", None)) for layer in self.decoder.layers]
+        found: list[tuple[Any, Any]] = [
+            (getattr(layer, "self_attn", None), getattr(layer, "mlp", None)) for layer in self.decoder.layers
+        ]
         if any(part is None for both in found for part in both):
             raise SpecBenchError(
                 f"model type {self.config.model_type} has layers without `self_attn` and `mlp`; none of them can be skipped"
