@@ -30,6 +30,7 @@ ours runs the whole pass again, which accepts the same. The host reads one numbe
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,7 @@ class SelfSpeculation:
         self.name, self.searched, self.most = name, searched, most
         self.adapting = threshold, wanted, step, rate_memory, memory
         self.nodes, self.passes = most + 1, most
+        self.provenance: dict[str, Any] = {}
         self.contents: dict[str, str] = {}
 
     def bind(self, target: Target) -> None:
