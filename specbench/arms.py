@@ -138,8 +138,9 @@ def _assume(config: DictConfig) -> None:
     OmegaConf.resolve(config.drafter)  # parts that another file has would be read anew at every look
     part: Any = config.drafter
     while part:
-        if "weights" in part:
-            part.weights = None
+        for files in ("weights", "searched"):
+            if files in part:
+                part[files] = None
         part = part.get("base")
     config.verify = {
         "_target_": "specbench.engine.verify.Simulated",

@@ -6,6 +6,7 @@ accelerate launch --num_processes 4 -m specbench.train drafter=eagle2 train=pape
 python -m specbench.train train.until=corpus train.pack=LICENCE       # the corpus alone, its ids also as one file
 python -m specbench.train train.until=vocabulary                      # its text, and the list of its most frequent ids
 python -m specbench.train drafter=eagle2 train.until=acceptance       # what fitted trees need of weights that are there
+python -m specbench.train drafter=self_speculation train.until=search # which sublayers it had best leave out
 """
 
 import specbench.passive  # noqa: F401
@@ -26,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from specbench import acceptance as trees
-from specbench import contents, measure, schema
+from specbench import contents, measure, schema, skipping
 from specbench.assets import atomic_path, cache_root, require_writable
 from specbench.datasets import Conversations
 from specbench.door import CONF, run_door, spoken
@@ -56,7 +57,7 @@ class Train:
     start: Text | None
     missing: bool
     build: bool
-    until: Literal["vocabulary", "corpus", "weights", "acceptance"]
+    until: Literal["vocabulary", "corpus", "weights", "acceptance", "search"]
     packed: Text
     pack: Text | None
     shard_target: bool
@@ -106,6 +107,8 @@ def main(config: DictConfig) -> None:
         _train(config, shards, processes)
     elif config.train.until == "acceptance":
         _follow(config, shards)
+    elif config.train.until == "search":
+        _search(config, shards)
     elif config.train.until == "corpus":
         _build(shards, processes)
     else:
@@ -129,11 +132,12 @@ def _settle(config: DictConfig) -> None:
             "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
             "process (model.device_map=auto), then train with train.build=false"
         )
-    if part.until in ("weights", "acceptance"):
+    if part.until in ("weights", "acceptance", "search"):
         if config.drafter.get("vocabulary") is not None:
             raise SpecBenchError("drafter.vocabulary needs no training; train without it, and draft with it")
-        if "weights" not in config.drafter:
-            raise SpecBenchError(f"drafter={config.drafter.name} has nothing to train; choose another drafter=")
+        made, verb = ("searched", "search") if part.until == "search" else ("weights", "train")
+        if made not in config.drafter:
+            raise SpecBenchError(f"drafter={config.drafter.name} has nothing to {verb}; choose another drafter=")
         require_writable(Path(part.out))
     instantiate(part.settings)  # what contradicts itself there
     for number, phase in enumerate(part.settings.phases):
@@ -218,11 +222,30 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     print(f"weights in {out}")
 
 
-def _follow(config: DictConfig, shards: Shards) -> None:
-    """How far the held-out answers follow the trees of a drafter whose weights are there, as training says at its end."""
-    with FileLock(shards.folder / f"{VALIDATION}.lock"):  # those who train need not wait, nor be waited for
+def _hold_out(shards: Shards) -> None:
+    """Write the held-out answers where they are missing; those who train need not wait, nor be waited for."""
+    with FileLock(shards.folder / f"{VALIDATION}.lock"):
         shards.text.write()
         shards.build(held_out=True)
+
+
+def _search(config: DictConfig, shards: Shards) -> None:
+    """Which of the target's sublayers a drafter had best leave out, as decoding runs them here."""
+    _hold_out(shards)
+    target, out = shards.text.target, Path(config.train.out)
+    target.hasten()
+    drafter: Any = instantiate(config.drafter, searched=None)
+    drafter.bind(target)
+    found = skipping.search(target, drafter, held_out(shards.folder, skipping.ANSWERS))
+    whose = {"target": config.model.name, "target_fingerprint": target.fingerprint()}
+    made = {"machine": measure.hardware(target.device), "versions": measure.versions(), "commit": measure.commit()}
+    skipping.write(out, whose | found | {"drafter": OmegaConf.to_container(config.drafter, resolve=True)} | made)
+    print(f"skipped sublayers in {out / weights.SKIP}: {found['predicted']['speedup']:.2f}x plain decoding expected")
+
+
+def _follow(config: DictConfig, shards: Shards) -> None:
+    """How far the held-out answers follow the trees of a drafter whose weights are there, as training says at its end."""
+    _hold_out(shards)
     drafter: Any = instantiate(config.drafter, weights=str(Path(config.train.out).absolute()))
     drafter.bind(shards.text.target)
     drafter.eval()

@@ -98,8 +98,9 @@ def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     part = config.drafter
     while part:
-        if "weights" in part:
-            part["weights"] = None
+        for files in ("weights", "searched"):
+            if files in part:
+                part[files] = None
         part = part.get("base")
     made = instantiate(config.drafter)
     made.bind(target)

@@ -171,13 +171,14 @@ def cycles_of(target, made, sampler, waits):
 def test_a_cycle_waits_for_the_device_twice(drafter, sampler):
     """Once to read the accepted path, once to write it. A router also reads which slices of the head a level needs; what
     copies text on the host reads it and writes a tree; a window that nobody accepts is read as well, and found in the tree.
+    What goes on as long as it is confident reads that once a draft.
     """
     target, made = on_meta(drafter)
     waits = Waits()
     cycles = cycles_of(target, made, sampler, waits)
     assert cycles == CYCLES
     levels = made.growth.depth if hasattr(made, "router") else 0
-    more = {"prompt_lookup": 2, "suffix": 2, "hybrid": 2, "lookahead": 4}.get(drafter, levels)
+    more = {"prompt_lookup": 2, "suffix": 2, "hybrid": 2, "lookahead": 4}.get(drafter, getattr(made, "most", levels))
     assert waits.found.total() == (2 + more) * cycles, f"in {cycles} cycles\n{waits}"
 
 

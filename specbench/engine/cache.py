@@ -9,7 +9,7 @@ accepted path is one indexed copy of its few rows, whatever the number of layers
     after    0 1 2 ... n-1     n+0 n+1 n+4 |
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -53,25 +53,37 @@ class KVCache(Cache):
 
     Args:
         devices: of each layer, for a model spread over several; None: all on one.
+        only: layers that ever store something; None: all.
 
     Attributes:
         length: rows kept, the same in every layer.
         storage: device -> keys, values [L on that device, B, H, S, Dh].
     """
 
-    def __init__(self, layers: int, capacity: int, devices: Sequence[torch.device] | None = None):
+    def __init__(
+        self,
+        layers: int,
+        capacity: int,
+        devices: Sequence[torch.device] | None = None,
+        only: Collection[int] | None = None,
+    ):
         self.capacity = capacity
         self.length = 0
         self.pending = 0
         self.devices = devices
-        self.index = list(range(layers)) if devices is None else [devices[:i].count(d) for i, d in enumerate(devices)]
+        self.stored: dict[torch.device | None, int] = {}  # layers that store something, by device
+        self.index: dict[int, int] = {}  # of those: which of their device's it is
+        for layer in sorted(range(layers) if only is None else only):
+            device = None if devices is None else devices[layer]
+            self.index[layer] = self.stored.get(device, 0)
+            self.stored[device] = self.index[layer] + 1
         self.storage: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(layers=[_Layer(self, i) for i in range(layers)])
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Take a device's storage, shaped after one layer's [B, H, N, Dh] keys and values."""
         batch, heads, _, dim = key.shape
-        layers = len(self.layers) if self.devices is None else list(self.devices).count(key.device)
+        layers = self.stored[None if self.devices is None else key.device]
         self.storage[key.device] = (
             key.new_empty(layers, batch, heads, self.capacity, dim),
             value.new_empty(layers, batch, heads, self.capacity, value.shape[-1]),

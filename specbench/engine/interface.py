@@ -45,6 +45,14 @@ class Taps:
         return Taps(tuple(i % layers for i in self.hidden), tuple(i % layers for i in self.kv))
 
 
+@dataclass(frozen=True)
+class Sublayers:
+    """Those of a decoder's that a pass goes through, by layer; past the others the residual stream goes unchanged."""
+
+    attention: frozenset[int]
+    mlp: frozenset[int]
+
+
 @dataclass
 class TargetStates:
     """What one target pass computed for each of its N tokens.
@@ -196,7 +204,7 @@ class Drafter(Protocol):
     name: str  # as tables show it
     taps: Taps
     nodes: int  # most nodes of a proposed tree, the root included
-    passes: int  # draft forwards a cycle
+    passes: int  # draft forwards a cycle, at most
     active_parameters: int  # that one such forward multiplies, the shared LM head included, embeddings not
 
     def bind(self, target: Any) -> None:

@@ -20,7 +20,8 @@ class Known:
     """Greedy decoding of one prompt, replayed for any number of drafters in turn.
 
     Args:
-        target: whose answer it is; its cache holds the whole text from here on, so nothing else may run on it meanwhile.
+        target: whose answer it is; its cache holds the whole text from here on, so nothing else may run on it meanwhile,
+            or see `apart`.
         prompt, answer: ids; the answer as the baseline emitted it.
         taps: everything that any of the drafters reads.
     """
@@ -32,6 +33,11 @@ class Known:
         self.device, self.max_context = target.device, target.max_context
         target.reset(len(self.text), taps)
         self.states = target.prefill(torch.tensor(self.text[:-1], device=self.device))  # nothing follows the last token
+
+    def apart(self) -> "Known":
+        """The same with states of its own: from here on the target may run again."""
+        self.states = self.states.select(torch.arange(len(self.states.tokens), device=self.device))
+        return self
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         """Begin again. taps: of the drafter that comes now."""

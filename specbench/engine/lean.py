@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from specbench.engine.interface import Sublayers
 from specbench.engine.products import products
 
 LIKE_LLAMA = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
@@ -46,23 +47,43 @@ class Lean:
         self.read: tuple[int, ...] = ()
         self.seen: dict[int, Tensor] = {}
 
-    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, append: Append | None) -> Tensor:
-        """As `CausalLM.run`. tokens, positions [B, T], mask bool [B or 1, 1, T, S] -> [B, T, D] post-norm."""
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        append: Append | None,
+        kept: Sublayers | None = None,
+    ) -> Tensor:
+        """As `CausalLM.run`, or `subset`. tokens, positions [B, T], mask bool [B or 1, 1, T, S] -> [B, T, D] post-norm."""
         hidden = self.decoder.embed_tokens(tokens)
-        return self.decoder.norm(self.layers(0, hidden, positions, mask, append))
+        return self.decoder.norm(self.layers(0, hidden, positions, mask, append, kept))
 
-    def layers(self, first: int, hidden: Tensor, positions: Tensor, mask: Tensor | None, append: Append | None) -> Tensor:
-        """The layers from `first` on. append: takes a layer's new keys and values, returns all; None: the new are all."""
+    def layers(
+        self,
+        first: int,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        append: Append | None,
+        kept: Sublayers | None = None,
+    ) -> Tensor:
+        """The layers from `first` on, or what is kept of them.
+
+        append: takes a layer's new keys and values, returns all; None: the new are all.
+        """
         cos, sin = self.decoder.rotary_emb(hidden, positions)
         half = sin.shape[-1] // 2
         turn = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
         bias = None if mask is None else self._bias(mask, hidden.dtype)
         for layer in range(first, len(self.norms)):
             before, between = self.norms[layer]
-            x = self._attend(layer, norm(hidden, before), turn, bias, append)
-            hidden = hidden + self.out[layer](x)
-            gate, up = self.gate_up[layer](norm(hidden, between)).chunk(2, -1)
-            hidden = hidden + self.down[layer](self.activation(gate) * up)
+            if kept is None or layer in kept.attention:
+                x = self._attend(layer, norm(hidden, before), turn, bias, append)
+                hidden = hidden + self.out[layer](x)
+            if kept is None or layer in kept.mlp:
+                gate, up = self.gate_up[layer](norm(hidden, between)).chunk(2, -1)
+                hidden = hidden + self.down[layer](self.activation(gate) * up)
             if layer in self.read:
                 self.seen[layer] = hidden
         return hidden

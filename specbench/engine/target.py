@@ -5,7 +5,7 @@ of preallocated rows stands in for the model's own, and forward hooks read the l
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from specbench import contents
 from specbench.engine.cache import KVCache, StaticRows
-from specbench.engine.interface import DraftTree, Taps, TargetStates
+from specbench.engine.interface import DraftTree, Sublayers, Taps, TargetStates
 from specbench.engine.lean import Lean, lean_forward
 from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of, random_model, read_model
 from specbench.engine.products import hasten
@@ -66,6 +66,26 @@ class _Appender:
         return self.append(layer, keys, values)
 
 
+@contextmanager
+def _skipping(layers: Iterable[Any], kept: Sublayers) -> Iterator[None]:
+    """Sublayers that are not kept add zeros to the residual stream meanwhile."""
+
+    def no_attention(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+    skipped: list[tuple[nn.Module, Any]] = []
+    for index, layer in enumerate(layers):
+        skipped += [(layer.self_attn, no_attention)] * (index not in kept.attention)
+        skipped += [(layer.mlp, torch.zeros_like)] * (index not in kept.mlp)
+    for module, nothing in skipped:
+        module.forward = nothing
+    try:
+        yield
+    finally:
+        for module, _ in skipped:
+            del module.forward
+
+
 class CausalLM:
     """An unforked causal LM as embedding, decoder and head, run with explicit positions, masks and our cache."""
 
@@ -93,10 +113,10 @@ class CausalLM:
         self.lean = self.lean or lean_forward(self)
         hasten([self.head] if self.lean else [self.decoder, self.head])
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for this model, wherever its layers lie."""
+    def new_cache(self, capacity: int, only: Collection[int] | None = None) -> KVCache:
+        """An empty cache for this model, wherever its layers lie. only: layers whose attention runs; None: all."""
         devices = [next(layer.parameters()).device for layer in self.decoder.layers]
-        return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None)
+        return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None, only)
 
     def logits(self, last: Tensor, head: nn.Linear | None = None) -> Tensor:
         """LM head, or a part of it, on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
@@ -155,6 +175,30 @@ class CausalLM:
             )
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
         return self.decoder.norm(hidden)
+
+    def subset(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, kept: Sublayers
+    ) -> Tensor:
+        """As `run`, through the kept sublayers alone. cache: one that stores at least the kept attention's rows."""
+        if self.lean is not None and not torch.is_grad_enabled():
+            return self.lean(tokens, positions, mask, None if cache is None else cache.append, kept)
+        with _skipping(self.decoder.layers, kept):
+            return self.run(tokens, positions, mask, cache)
+
+    def sublayers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Attention and MLP of every layer.
+
+        Raises:
+            SpecBenchError: layers that are not made of these two.
+        """
+        found: list[tuple[Any, Any]] = [
+            (getattr(layer, "self_attn", None), getattr(layer, "mlp", None)) for layer in self.decoder.layers
+        ]
+        if any(part is None for both in found for part in both):
+            raise SpecBenchError(
+                f"model type {self.config.model_type} has layers without `self_attn` and `mlp`; none of them can be skipped"
+            )
+        return found
 
     def _masks(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None

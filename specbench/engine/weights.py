@@ -1,5 +1,7 @@
 """A drafter's weights: `model.safetensors` beside `provenance.json`, or tensors that others published. Knows no drafter.
 
+Beside them the sublayers of the target that a search left out, where a drafter has no tensors of its own.
+
 The provenance says what the weights were trained for (the target's fingerprint), on what, for how long, by which
 commit and machine; loading refuses weights that belong to another target or another network.
 """
@@ -18,11 +20,13 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from specbench import contents
+from specbench.engine.interface import Sublayers
 from specbench.engine.tensors import read_tensors, some
 from specbench.errors import SpecBenchError, refusing
 from specbench.files import read_json
 
 WEIGHTS, PROVENANCE = "model.safetensors", "provenance.json"
+SKIP = "skip.json"
 PROJECT = Path(__file__).resolve().parents[2]  # relative weight folders start here
 
 
@@ -88,6 +92,40 @@ def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
     return provenance
+
+
+class Skip(TypedDict):
+    """What is read of `SKIP`: sublayers of a target that are to be left out; beside it stands where they come from."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+    target: str
+    target_fingerprint: str
+    attention: list[int]
+    mlp: list[int]
+
+
+def load_skip(folder: Path, fingerprint: str, layers: int) -> tuple[Sublayers, dict[str, Any]]:
+    """The sublayers that a search left out, and all that the file says.
+
+    Raises:
+        SpecBenchError: a damaged file, or one of another target.
+    """
+    path = folder / SKIP
+    said: dict[str, Any] = read_json(path, Skip)
+    mend = "search again (train.until=search) or set drafter.searched=null"
+    if said["target_fingerprint"] != fingerprint:
+        raise SpecBenchError(
+            f"{path} was searched for target {said['target']} ({said['target_fingerprint']}), not for this one "
+            f"({fingerprint}); {mend}"
+        )
+    if odd := [i for i in (*said["attention"], *said["mlp"]) if not 0 <= i < layers]:
+        raise SpecBenchError(f"{path} names layer {odd[0]}, but the target has {layers}; {mend}")
+    return Sublayers(frozenset(said["attention"]), frozenset(said["mlp"])), said
+
+
+def skip_contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of what `load_skip` reads, by name."""
+    return contents.of_files([folder / SKIP])
 
 
 def _not_floats(tensors: Mapping[str, Tensor]) -> list[str]:

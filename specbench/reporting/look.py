@@ -38,6 +38,8 @@ KNOWN = {
     "token_recycling": (GREEN, "h", "xx"),
     "lookahead": (PURPLE, "s", "//"),
     "hybrid": (ORANGE, "d", "//"),
+    "self_speculation": (VERMILION, "o", "//"),
+    "early_exit": (VERMILION, "p", "xx"),
 }
 
 

@@ -1,0 +1,228 @@
+"""Draft & Verify: the target drafts for itself with some of its sublayers left out (arXiv:2309.08168).
+
+    draft     through the kept attention and MLP sublayers, the final norm and the LM head, token by token
+    stop      after a draft whose probability is below gamma, or after `most` drafts
+    verify    the chain in one whole pass
+
+gamma follows the acceptance. After a cycle that accepted A of D drafts (EMA: exponential moving average)
+
+    rate    <- 0.5 rate + 0.5 A / D                                    from 0
+    aim      = gamma + 0.01 if rate < 0.9, else gamma - 0.01, or gamma where all `most` tokens were drafted
+    gamma   <- 0.9 gamma + 0.1 aim
+
+Weights are the target's own. Keys and values of a draft are approximate, since its input went through fewer sublayers: they
+live until the cycle ends, and the next one begins behind the target's own, tapped where attention is kept. They are a copy,
+kept layers' rows of the context, so that drafting runs against known answers too.
+
+Which sublayers are left out decides everything. `train.until=search` looks for the set with the highest predicted speed
+(`specbench.skipping`) and writes it into the folder `searched`. Where there is none, every other layer is left out, but for
+the first and the last: SWIFT's start (arXiv:2410.06916).
+
+`EarlyExit` is the simple variant: the first layers, the final norm and the head, as in LayerSkip (arXiv:2404.16710), whose
+targets were trained for it, which others are not.
+
+Deviations and choices: with temperature the drafts are drawn from the draft's processed distribution q and verified by
+Algorithm S, as the paper has it (the authors' `exact` code drafts the likeliest tokens and is lossless, their other one
+takes softmax for the q of such tokens and is not). A draft of low confidence is still verified and ends the chain behind
+it: to drop it would make q another distribution. Confidence is the draft's probability at temperature 1, as in the
+authors' code. gamma and rate start anew with every prompt. LayerSkip's target goes on from the states of the exit layer;
+ours runs the whole pass again, which accepts the same. The host reads one number a draft, the confidence.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specbench.engine import weights
+from specbench.engine.interface import DraftTree, Sampler, Sublayers, Taps, TargetStates
+from specbench.engine.sampling import argmax, draw
+from specbench.engine.target import Target
+from specbench.engine.tree import build
+from specbench.errors import SpecBenchError
+from specbench.options import Count, Name, Share, Text
+
+
+@dataclass
+class Threshold:
+    """The least confidence with which drafting goes on.
+
+    Attributes:
+        value: gamma now. wanted: acceptance to aim at. step: by which gamma should move.
+        rate_memory, memory: how much of the old rate, of the old gamma stays. rate: of acceptance so far.
+    """
+
+    value: float
+    wanted: float
+    step: float
+    rate_memory: float
+    memory: float
+    rate: float = 0.0
+
+    def learn(self, accepted: int, drafted: int, full: bool) -> None:
+        """From a cycle's outcome. full: as many were drafted as can be, so a lower threshold would add none."""
+        self.rate = self.rate_memory * self.rate + (1 - self.rate_memory) * accepted / drafted
+        move = self.step if self.rate < self.wanted else 0.0 if full else -self.step
+        self.value += (1 - self.memory) * move
+
+
+class SelfSpeculation:
+    """The target without some of its sublayers.
+
+    Args:
+        name: as tables show it.
+        searched: folder with the set that a search found; None, or nothing there: every other layer is left out.
+        most: drafts a cycle.
+        threshold: gamma at a prompt's beginning. wanted, step, rate_memory, memory: see `Threshold`.
+
+    Attributes:
+        passes: the most there can be in a cycle; fewer where confidence ends the chain.
+        kept: what it drafts with.
+    """
+
+    def __init__(
+        self,
+        name: Name,
+        searched: Text | None = None,
+        most: Count = 12,
+        threshold: Share = 0.8,
+        wanted: Share = 0.9,
+        step: Share = 0.01,
+        rate_memory: Share = 0.5,
+        memory: Share = 0.9,
+    ):
+        self.name, self.searched, self.most = name, searched, most
+        self.adapting = threshold, wanted, step, rate_memory, memory
+        self.nodes, self.passes = most + 1, most
+        self.provenance: dict[str, Any] = {}
+        self.contents: dict[str, str] = {}
+
+    def bind(self, target: Target) -> None:
+        """Raises `SpecBenchError` for a set that was searched for another target."""
+        self.target, self.head = target, target.head
+        self.parts = target.sublayers()
+        if len({p.device for p in target.decoder.parameters()}) > 1:
+            raise SpecBenchError(f"drafter={self.name} needs the whole target on one device; set model.device_map=null")
+        skipped = self.choose(target)
+        self.keep(without(target.layers, skipped))
+        said = {"attention": sorted(skipped.attention), "mlp": sorted(skipped.mlp)}
+        self.provenance = {"skipped": said} | self.provenance
+
+    def choose(self, target: Target) -> Sublayers:
+        """What to leave out."""
+        self.provenance = {}
+        if self.searched is not None and (folder := weights.PROJECT / self.searched).joinpath(weights.SKIP).is_file():
+            skipped, self.provenance = weights.load_skip(folder, target.fingerprint(), target.layers)
+            self.contents = weights.skip_contents(folder)
+            return skipped
+        return alternate(target.layers)
+
+    def keep(self, kept: Sublayers) -> None:
+        """Draft with these sublayers from now on.
+
+        Raises:
+            SpecBenchError: no attention among them, so that drafts would depend on the last token alone.
+        """
+        if not kept.attention:
+            raise SpecBenchError(f"drafter={self.name}: no attention sublayer is kept; keep at least one")
+        self.kept = kept
+        self.taps = Taps(kv=tuple(sorted(kept.attention)))
+        self.cache = self.target.new_cache(0, kept.attention)
+        used = [self.parts[i][0] for i in kept.attention] + [self.parts[i][1] for i in kept.mlp]
+        self.active_parameters = sum(p.numel() for part in used for p in part.parameters()) + self.head.weight.numel()
+
+    def reset(self, capacity: int) -> None:
+        self.cache.begin(capacity)
+        self.threshold = Threshold(*self.adapting)
+        self.drafted = 0  # in the cycle that is to be observed
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        """Take over the verified keys and values, learn from the acceptance."""
+        for layer, (keys, values) in states.kv.items():
+            self.cache.append(layer, keys[None], values[None])
+        self.cache.keep()
+        if self.drafted:
+            self.threshold.learn(len(states.tokens) - 1, self.drafted, full=self.drafted == self.most)
+
+    def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        """A chain, as long as the drafts are confident."""
+        verified, device = self.cache.length, self.target.device
+        tokens = [torch.full((1,), root, device=device)]
+        sure: list[Tensor] = []
+        q: list[Tensor] = []
+        while len(sure) < self.most:
+            logits = self._extend(tokens[-1])  # [V]
+            if sampler.greedy:
+                tokens.append(argmax(logits)[None])
+            else:
+                q.append(sampler.probabilities(logits))
+                tokens.append(draw(q[-1], generator)[None])
+            sure.append(logits.float().softmax(-1)[tokens[-1]])
+            if float(sure[-1]) < self.threshold.value:
+                break
+        self.cache.truncate(verified)  # what drafting wrote is approximate
+        self.drafted = len(sure)
+        index = torch.arange(self.drafted + 1, device=device)
+        tree = build(
+            tokens=torch.cat(tokens),
+            parents=index - 1,
+            depths=index,
+            ranks=torch.zeros_like(index),
+            max_depth=self.drafted,
+            width=1,
+            confidence=lambda: torch.cat(sure).cumprod(0),
+        )
+        if q:
+            tree.q = torch.stack([*q, torch.zeros_like(q[0])])  # nothing was drawn behind the last
+        return tree
+
+    def _extend(self, token: Tensor) -> Tensor:
+        """Run one token behind the cache, whose last rows may be drafts'. [1] -> logits [V]"""
+        positions = torch.full((1, 1), self.cache.length, device=token.device)
+        states = self.target.subset(token[None], positions, None, self.cache, self.kept)
+        self.cache.keep()
+        logits: Tensor = self.target.logits(states[0, -1])
+        return logits
+
+
+class EarlyExit(SelfSpeculation):
+    """The target's first layers, its final norm and its head.
+
+    Args:
+        layers: how many; None: half of the target's. The others: see `SelfSpeculation`.
+    """
+
+    def __init__(
+        self,
+        name: Name,
+        layers: Count | None = None,
+        most: Count = 6,
+        threshold: Share = 0.8,
+        wanted: Share = 0.9,
+        step: Share = 0.01,
+        rate_memory: Share = 0.5,
+        memory: Share = 0.9,
+    ):
+        super().__init__(name, None, most, threshold, wanted, step, rate_memory, memory)
+        self.layers = layers
+
+    def choose(self, target: Target) -> Sublayers:
+        layers = self.layers or (target.layers + 1) // 2
+        if layers > target.layers:
+            raise SpecBenchError(f"drafter.layers={layers}, but the target has {target.layers}; name fewer")
+        self.provenance = {}
+        beyond = frozenset(range(layers, target.layers))
+        return Sublayers(beyond, beyond)
+
+
+def alternate(layers: int) -> Sublayers:
+    """Every other layer, but not the first and the last: what is left out where nothing was searched."""
+    every = frozenset(range(1, layers - 1, 2))
+    return Sublayers(every, every)
+
+
+def without(layers: int, skipped: Sublayers) -> Sublayers:
+    """All sublayers but these."""
+    everything = frozenset(range(layers))
+    return Sublayers(everything - skipped.attention, everything - skipped.mlp)
