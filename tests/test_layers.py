@@ -9,8 +9,8 @@ from hydra.utils import instantiate
 
 WORDS = ("specbench.errors", "specbench.options")  # know nothing else in the project
 FILES = ("specbench.files", "specbench.contents", "specbench.assets")  # know files, and no engine
-READERS = ("specbench.engine.pretrained", "specbench.engine.weights", "specbench.engine.target")
-DOORS = {"specbench.run", "specbench.train", "specbench.export", "specbench.report", "specbench.study"}
+READERS = tuple(f"specbench.engine.{name}" for name in ("pretrained", "weights", "target", "vocabulary"))
+DOORS = {f"specbench.{door}" for door in ("run", "train", "export", "report", "study", "cost")}
 
 
 def imports(path: Path) -> set[str]:
