@@ -1,5 +1,6 @@
 """What drafters without weights share: reading the text as it grows, and forgetting it or not when a prompt ends."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Any
@@ -8,10 +9,10 @@ from specbench.engine.interface import State, Taps, TargetStates
 from specbench.options import Name
 
 
-class Retriever:
+class Retriever(ABC):
     """A drafter that looks up what it has seen. It multiplies nothing: any target will do, and there is nothing to train.
 
-    A method fills in `forget`, `read` and `propose`; `begin` where a text's beginning matters to it.
+    A method fills in `forget` and `propose`; `read`, or `observe` whole, and `begin` where a text's beginning matters to it.
 
     Attributes:
         nodes: of its trees at most, the root included.
@@ -47,16 +48,15 @@ class Retriever:
         self.begun = True
         self.read([*new, bonus])
 
+    @abstractmethod
     def forget(self) -> None:
         """Empty the memory."""
-        raise NotImplementedError
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027, for most methods there is nothing to do
         """A new text: nothing goes over from the last one's end to its beginning."""
 
-    def read(self, tokens: list[int]) -> None:
+    def read(self, tokens: list[int]) -> None:  # noqa: B027, or `observe`
         """The text goes on with these ids, the last of which is the coming cycle's root."""
-        raise NotImplementedError
 
     def emittable(self, tokens: Iterable[int]) -> Iterator[int]:
         """Up to a stop token: what was copied from behind it belongs to another answer, and it can come as the bonus."""

@@ -29,6 +29,7 @@ authors' code. gamma and rate start anew with every prompt. LayerSkip's target g
 ours runs the whole pass again, which accepts the same. The host reads one number a draft, the confidence.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +68,11 @@ class Threshold:
         self.value += (1 - self.memory) * move
 
 
-class SelfSpeculation:
+class _Partial(ABC):
     """The target without some of its sublayers.
 
     Args:
         name: as tables show it.
-        searched: folder with the set that a search found; None, or nothing there: every other layer is left out.
         most: drafts a cycle.
         threshold: gamma at a prompt's beginning. wanted, step, rate_memory, memory: see `Threshold`.
 
@@ -84,15 +84,14 @@ class SelfSpeculation:
     def __init__(
         self,
         name: Name,
-        searched: Text | None = None,
-        most: Count = 12,
+        most: Count,
         threshold: Share = 0.8,
         wanted: Share = 0.9,
         step: Share = 0.01,
         rate_memory: Share = 0.5,
         memory: Share = 0.9,
     ):
-        self.name, self.searched, self.most = name, searched, most
+        self.name, self.most = name, most
         self.adapting = threshold, wanted, step, rate_memory, memory
         self.nodes, self.passes = most + 1, most
         self.provenance: dict[str, Any] = {}
@@ -105,18 +104,13 @@ class SelfSpeculation:
         if len({p.device for p in target.decoder.parameters()}) > 1:
             raise SpecBenchError(f"drafter={self.name} needs the whole target on one device; set model.device_map=null")
         skipped = self.choose(target)
-        self.keep(without(target.layers, skipped))
+        self.keep(skipped.others(target.layers))
         said = {"attention": sorted(skipped.attention), "mlp": sorted(skipped.mlp)}
         self.provenance = {"skipped": said} | self.provenance
 
+    @abstractmethod
     def choose(self, target: Target) -> Sublayers:
         """What to leave out."""
-        self.provenance = {}
-        if self.searched is not None and (folder := weights.PROJECT / self.searched).joinpath(weights.SKIP).is_file():
-            skipped, self.provenance = weights.load_skip(folder, target.fingerprint(), target.layers)
-            self.contents = weights.skip_contents(folder)
-            return skipped
-        return alternate(target.layers)
 
     def keep(self, kept: Sublayers) -> None:
         """Draft with these sublayers from now on.
@@ -186,25 +180,35 @@ class SelfSpeculation:
         return logits
 
 
-class EarlyExit(SelfSpeculation):
+class SelfSpeculation(_Partial):
+    """The target without what a search found best left out.
+
+    Args:
+        searched: folder with the set that was found; None, or nothing there: every other layer is left out.
+    """
+
+    def __init__(self, name: Name, searched: Text | None = None, most: Count = 12, **options: Any):
+        super().__init__(name, most, **options)
+        self.searched = searched
+
+    def choose(self, target: Target) -> Sublayers:
+        self.provenance = {}
+        if self.searched is not None and (folder := weights.PROJECT / self.searched).joinpath(weights.SKIP).is_file():
+            skipped, self.provenance = weights.load_skip(folder, target.fingerprint(), target.layers)
+            self.contents = weights.skip_contents(folder)
+            return skipped
+        return alternate(target.layers)
+
+
+class EarlyExit(_Partial):
     """The target's first layers, its final norm and its head.
 
     Args:
-        layers: how many; None: half of the target's. The others: see `SelfSpeculation`.
+        layers: how many; None: half of the target's.
     """
 
-    def __init__(
-        self,
-        name: Name,
-        layers: Count | None = None,
-        most: Count = 6,
-        threshold: Share = 0.8,
-        wanted: Share = 0.9,
-        step: Share = 0.01,
-        rate_memory: Share = 0.5,
-        memory: Share = 0.9,
-    ):
-        super().__init__(name, None, most, threshold, wanted, step, rate_memory, memory)
+    def __init__(self, name: Name, layers: Count | None = None, most: Count = 6, **options: Any):
+        super().__init__(name, most, **options)
         self.layers = layers
 
     def choose(self, target: Target) -> Sublayers:
@@ -220,9 +224,3 @@ def alternate(layers: int) -> Sublayers:
     """Every other layer, but not the first and the last: what is left out where nothing was searched."""
     every = frozenset(range(1, layers - 1, 2))
     return Sublayers(every, every)
-
-
-def without(layers: int, skipped: Sublayers) -> Sublayers:
-    """All sublayers but these."""
-    everything = frozenset(range(layers))
-    return Sublayers(everything - skipped.attention, everything - skipped.mlp)

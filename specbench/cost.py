@@ -50,7 +50,9 @@ def main(config: DictConfig) -> None:
             f"{config.tree._target_.rpartition('.')[2]}"
         )
     target, _ = arms.load(config)
-    passes = {context: costs.target_pass(target, _text(target, context)) for context in _fitting(config.contexts, target)}
+    passes = {
+        context: costs.target_pass(target, costs.text(target, context)) for context in _fitting(config.contexts, target)
+    }
     said: Any = arms.build(config, target, made=made).said["fitted"]
     print(f"Milliseconds of a pass of {config.model.name}, by nodes in the tree and tokens before it\n")
     nodes = list(next(iter(passes.values())))
@@ -92,10 +94,6 @@ def _fitting(contexts: Sequence[int], target: Any) -> list[int]:
             f"contexts: none of them leaves room for {max(costs.NODES)} nodes in {target.max_context} positions"
         )
     return found
-
-
-def _text(target: Any, length: int) -> list[int]:
-    return [(7 * i + 3) % target.vocab_size for i in range(length)]
 
 
 def _words(said: Mapping[str, float]) -> str:

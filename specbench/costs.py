@@ -41,6 +41,11 @@ Prompts = Sequence[list[int]]
 Timed = tuple[Any, str, str]  # whose function, its name, the part that its seconds belong to
 
 
+def text(target: Target, length: int) -> list[int]:
+    """Some ids, as a context behind which passes are timed: what they say does not matter to a clock."""
+    return [(7 * i + 3) % target.vocab_size for i in range(length)]
+
+
 # The engine -----------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch
 
 from specbench import contents, measure
 from specbench.assets import atomic_path, cache_root
+from specbench.costs import text
 from specbench.engine.decode import Limits, decode
 from specbench.engine.fitted import NODES, Costs
 from specbench.engine.grow import Dynamic, Expandable
@@ -97,7 +98,7 @@ def _timed(target: Target, drafter: Any, trees: Mapping[Try, Dynamic], context: 
     drafter.regrow(
         Dynamic(min(DEEP, drafter.deepest or DEEP), WIDTHS[-1], NODES[-1])
     )  # the largest: caches are made for it
-    cycles = _cycles(target, drafter, [(7 * i + 3) % target.vocab_size for i in range(context)])
+    cycles = _cycles(target, drafter, text(target, context))
     found: dict[Try, list[Step]] = {at: [] for at in trees}
     for turn in range(TURNS + 1):
         for at, growth in trees.items():

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from specbench import costs
 from specbench.assets import atomic_path
 from specbench.engine.decode import Limits, decode
+from specbench.engine.fitted import between
 from specbench.engine.interface import Step, Sublayers, Taps
 from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
@@ -55,7 +55,7 @@ class Prices:
 
     def verify(self, nodes: int) -> float:
         """A whole pass; between the sizes that were timed, in proportion."""
-        return float(np.interp(nodes, list(self.whole), list(self.whole.values())))
+        return between(self.whole, nodes)
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,17 @@ def search(target: Target, drafter: Any, answers: Sequence[Answer], trials: int 
     """
     if not answers:
         raise SpecBenchError("there are no held-out answers to search skipped sublayers on")
-    everything = Sublayers(frozenset(range(target.layers)), frozenset(range(target.layers)))
     taps = Taps(kv=tuple(range(target.layers)))
     known = [_known(target, answer, taps) for answer in answers]
     prices = priced(target)
     predictions: dict[Sublayers, Prediction] = {}
 
     def speed(skipped: Sublayers) -> float:
-        drafter.keep(Sublayers(everything.attention - skipped.attention, everything.mlp - skipped.mlp))
+        drafter.keep(skipped.others(target.layers))
         predictions[skipped] = predicted(drafter, known, prices)
         return predictions[skipped].speedup
 
-    start = Sublayers(everything.attention - drafter.kept.attention, everything.mlp - drafter.kept.mlp)
+    start = drafter.kept.others(target.layers)
     found = best(target.layers, speed, start, trials)
     return {
         "attention": sorted(found.attention),
@@ -146,7 +145,7 @@ def predicted(drafter: Any, known: Sequence[Known], prices: Prices) -> Predictio
 @torch.inference_mode()
 def priced(target: Target) -> Prices:
     """Draft passes through everything, through the MLPs alone and through nothing, in turn; whole passes by size."""
-    layers, prompt = target.layers, [(7 * i + 3) % target.vocab_size for i in range(min(CONTEXT, target.max_context // 2))]
+    layers, prompt = target.layers, costs.text(target, min(CONTEXT, target.max_context // 2))
     everything, nothing = frozenset(range(layers)), frozenset[int]()
     kinds = [Sublayers(everything, everything), Sublayers(nothing, everything), Sublayers(nothing, nothing)]
     target.reset(len(prompt) + 1)

@@ -8,7 +8,7 @@ import torch
 from conftest import ARCHITECTURES, make, tiny
 from test_decode import PROMPT, generate, plain
 
-from drafters.self_speculation import EarlyExit, SelfSpeculation, Threshold, alternate, without
+from drafters.self_speculation import EarlyExit, SelfSpeculation, Threshold, alternate
 from specbench import skipping
 from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.sampling import Sampler
@@ -45,7 +45,7 @@ def masked(target, skipped):
 def bound(target, skipped=ODD, **options):
     made = SelfSpeculation("self_speculation", **options)
     made.bind(target)
-    made.keep(without(target.layers, skipped))
+    made.keep(skipped.others(target.layers))
     return made
 
 
@@ -125,7 +125,7 @@ def test_chains_are_those_of_a_masked_copy_recomputed_token_by_token(way, skippe
         assert target.lean is not None
     made = Watched("self_speculation", most=5, threshold=0.2)
     made.bind(target)
-    made.keep(without(3, skipped))
+    made.keep(skipped.others(3))
     tokens, steps = generate(target, made, cap=25)
     assert tokens == plain(quiet(skipped), PROMPT, 25)
     found = made.chains[: len(expected)]
@@ -152,7 +152,7 @@ def test_a_subset_is_the_masked_model_both_ways(architecture, skipped):
     """Over a prompt; the parts that are skipped come back afterwards."""
     target, tokens = tiny(architecture), torch.tensor([PROMPT * 3])
     positions = torch.arange(tokens.shape[1])[None]
-    kept = without(3, skipped)
+    kept = skipped.others(3)
     with torch.inference_mode():
         before = target.model(tokens).logits
         expected = masked(target, skipped)(tokens).logits
@@ -230,10 +230,10 @@ def test_a_searched_set_is_taken_and_that_of_another_target_refused(tmp_path):
 
     write()
     made = make("self_speculation", target)
-    assert made.kept == without(3, alternate(3))
+    assert made.kept == alternate(3).others(3)
     made.searched = str(tmp_path)
     made.bind(target)
-    assert made.kept == without(3, ODD)
+    assert made.kept == ODD.others(3)
     assert made.provenance["trials"] == 3 and set(made.contents) == {"skip.json"}
     with pytest.raises(SpecBenchError, match="searched for target tiny"):
         made.bind(tiny(seed=4))

@@ -15,6 +15,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -74,9 +75,13 @@ class Acceptance:
     error: tuple[Share, Share]
     positions: Count
 
+    @cached_property
+    def _points(self) -> Tensor:  # [2, P]
+        return torch.tensor([list(self.sure), list(self.accepted)])
+
     def worth(self, confidence: Tensor) -> Tensor:
         """The probability that a path is accepted, from the drafter's own. Any shape."""
-        xs, ys = (torch.tensor(list(values), device=confidence.device) for values in (self.sure, self.accepted))
+        xs, ys = self._points.to(confidence.device)
         right = torch.searchsorted(xs, confidence.contiguous()).clamp(1, len(xs) - 1)
         share = ((confidence - xs[right - 1]) / (xs[right] - xs[right - 1]).clamp(min=1e-9)).clamp(0, 1)
         return ys[right - 1] + share * (ys[right] - ys[right - 1])
@@ -184,6 +189,11 @@ class _Fit:
         self.chosen = {name: c.said(plain) for name, c in zip(("choice", "runner_up"), (first, *rest), strict=False)}
         return first
 
+    def require_fit(self) -> None:
+        """Raises `SpecBenchError` where none took place."""
+        if not self.chosen:
+            raise SpecBenchError("a fitted tree was not fitted: only doors that know the costs can decode with it")
+
 
 class Fitted(Dynamic, _Fit):
     """EAGLE-2's dynamic tree at the size that is fastest here.
@@ -201,8 +211,7 @@ class Fitted(Dynamic, _Fit):
         Dynamic.__init__(self, best.depth, best.top_k, best.nodes)
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        if not self.chosen:
-            raise SpecBenchError("a fitted tree was not fitted: only doors that know the costs can decode with it")
+        self.require_fit()
         return super().grow(drafter, root, sampler, generator)
 
 
@@ -218,8 +227,7 @@ class FittedStatic(Static, _Fit):
         Static.__init__(self, best.paths, self.candidates)
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        if not self.chosen:
-            raise SpecBenchError("a fitted tree was not fitted: only doors that know the costs can decode with it")
+        self.require_fit()
         return super().grow(drafter, root, sampler, generator)
 
 
@@ -240,16 +248,13 @@ class Rate(Dynamic, _Fit):
 
     def fit(self, acceptance: Acceptance, costs: Costs) -> None:
         best = self.choose(dynamic_choices(acceptance, costs, self.limits), costs.verify[1])
-        self.acceptance, self.costs = acceptance, costs
+        self.acceptance = acceptance
         self.price = max(best.speed, 1 / costs.verify[1])  # plain decoding is always to be had
         self.verify = [self.price * between(costs.verify, nodes) for nodes in range(self.nodes + AHEAD + 1)]  # in tokens
         self.level = [self.price * between(costs.level, width) if width else 0.0 for width in range(self.top_k + 1)]
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        if not self.chosen:
-            raise SpecBenchError(
-                "a tree that follows a rate was not fitted: only doors that know the costs can decode with it"
-            )
+        self.require_fit()
         k = self.top_k
         places, values = best_children(drafter.root_logits()[None], k)  # [1, K]
         device = places.device

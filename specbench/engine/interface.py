@@ -52,6 +52,11 @@ class Sublayers:
     attention: frozenset[int]
     mlp: frozenset[int]
 
+    def others(self, layers: int) -> Sublayers:
+        """All sublayers but these, of so many layers."""
+        everything = frozenset(range(layers))
+        return Sublayers(everything - self.attention, everything - self.mlp)
+
 
 @dataclass
 class TargetStates:

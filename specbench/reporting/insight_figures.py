@@ -111,7 +111,8 @@ def predicted_against_measured(group: Sequence[Entry]) -> Figure | None:
     found = [(e, p) for e in drafters(group) if (p := insight.predicted(e))]
     if not found:
         return None
-    figure, axes = plt.subplots(figsize=(5.6, 4.0), layout="constrained")
+    high = max(4.0, 0.22 * len(found))  # inches: a line a drafter beside the axes
+    figure, axes = plt.subplots(figsize=(5.6, high), layout="constrained")
     most = max(max(p.by_time.high, p.measured.high) for _, p in found) * 1.06
     axes.plot([0, most], [0, most], color="black", linewidth=0.8, linestyle="--", zorder=1)
     axes.axhline(1, color="grey", linewidth=0.8, linestyle=":", zorder=1)
