@@ -12,7 +12,7 @@ from specbench.options import Name
 class Retriever(ABC):
     """A drafter that looks up what it has seen. It multiplies nothing: any target will do, and there is nothing to train.
 
-    A method fills in `forget` and `propose`; `read`, or `observe` whole, and `begin` where a text's beginning matters to it.
+    A method fills in `forget` and `propose`; `read`, or `observe` whole, and `begin` where a beginning matters.
 
     Attributes:
         nodes: of its trees at most, the root included.
