@@ -106,6 +106,10 @@ CHANGES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
             "first and last layer of the target, its norm",
             ("++drafter.norm_from=target", "++drafter.start_from=target", "++drafter.intermediate_size=null"),
         ),
+        "pruned-832": (
+            "the same, its MLPs cut to 832 neurons",
+            ("++drafter.norm_from=target", "++drafter.start_from=target"),
+        ),
     },
     "medusa": {
         "own-heads": ("a low-rank output layer of each head's own", ("++drafter.head_rank=16",)),
@@ -118,7 +122,7 @@ CHANGES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "ratios": ("MLP ratios of the paper", ("drafter.mlp_ratios=null",)),
     },
 }
-BESIDE = {("vanilla", "pruned"): "norm"}  # what a trial is compared with, where that is not the base
+BESIDE = {("vanilla", "pruned"): "norm", ("vanilla", "pruned-832"): "norm"}  # what a trial is compared with, where that is not the base
 KEPT = {  # decided from the table, once a trial's row is in
     ("eagle2", "answers-only"): False,
     ("eagle2", "balanced-start"): True,
