@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import DRAFTERS, ROOT, composed, tiny
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import nn
-from trials import options_of, trials
 
 from drafters.blocks import TrainedDrafter
-from specbench import schema
+from specbench import schema, trials
 from specbench.engine.grow import Chain
 from specbench.engine.interface import Batch
 from specbench.errors import SpecBenchError
@@ -431,9 +431,12 @@ def test_the_papers_numbers():
     assert rates(medusa, 1_000)[99] == 1.0 and rates(medusa, 1_000)[550] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("trial", trials(), ids=lambda t: f"{t.drafter}-{t.name}")
+ASKED = trials.Options(**OmegaConf.to_container(composed("trials"), resolve=True))
+
+
+@pytest.mark.parametrize("trial", trials.listed(ASKED), ids=lambda t: f"{t.drafter}-{t.name}")
 def test_every_trial_is_something_the_door_takes(trial):
-    config = composed("train", *options_of(trial, seed=1, tokens=700))
+    config = composed("train", *trials.told(ASKED, trial, seed=1))
     settings = instantiate(config.train.settings)
     assert (settings.epochs, settings.seed) == (1, 1) and config.train.build is False
     made = instantiate(config.drafter, weights=None)
@@ -441,8 +444,8 @@ def test_every_trial_is_something_the_door_takes(trial):
     made.bind(target)
     check(made, settings)
     if trial.base is not None:
-        base = next(t for t in trials() if (t.drafter, t.name) == (trial.drafter, trial.base))
-        assert options_of(trial, 1, 700) != options_of(base, 1, 700), "nothing is changed"
+        base = next(t for t in trials.listed(ASKED) if (t.drafter, t.name) == (trial.drafter, trial.base))
+        assert trials.told(ASKED, trial, 1) != trials.told(ASKED, base, 1), "nothing is changed"
 
 
 @pytest.mark.parametrize("scale", ["small", "paper", "gpu", "brief"])
