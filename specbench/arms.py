@@ -123,6 +123,8 @@ def settle(config: DictConfig) -> None:
         raise SpecBenchError(
             "replay=true follows the target's own greedy answers; set sampler.temperature=0, or replay=false"
         )
+    if config.replay and config.model.get("dtype") == "auto":
+        config.model.dtype = "float32"  # in others answers part at ties
     if config.model.get("weights") == "random":
         _assume(config)
     elif config.alpha is not None:

@@ -78,10 +78,18 @@ def main(config: DictConfig) -> None:
     lost = _train(name, members, study, users)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     measured = next((n for n, (base, _) in enumerate(prepared) if not base.replay), 0)  # once a study, not in each cell
-    target, chat = arms.load(prepared[0][0])
-    found = []
+    target, chat, loaded = *arms.load(prepared[0][0]), prepared[0][0].model
+    found, dropped = [], 0
     for number, (base, sides) in enumerate(prepared):
-        questions = instantiate(base.dataset).load()
+        try:
+            questions = instantiate(base.dataset).load()
+        except SpecBenchError as error:  # the other cells are worth having
+            print(visible(f"specbench: {name}, cell {number + 1} of {len(prepared)}: {error}"), file=sys.stderr)
+            dropped += 1
+            continue
+        if base.model != loaded:  # of another precision
+            del target
+            target, chat, loaded = *arms.load(base), base.model
         there = (_built(side, target) for side in sides if side.member.label not in lost)
         built = [arms.baseline(base, target), *(arm for arm in there if arm is not None)]
         heat = "greedy" if base.sampler.temperature == 0 else f"T={base.sampler.temperature}"
@@ -92,15 +100,17 @@ def main(config: DictConfig) -> None:
         if ran.failed:
             print(f"specbench: {ran.failed} generations failed; their rows in {ran.cell.path} say why", file=sys.stderr)
         found.append(ran)
+    if not found:
+        raise SpecBenchError(f"study {name}: no cell has its prompts, see above")
     _say(name, study, [ran.cell for ran in found], config)
     for ran in found:
         arms.require_lossless(ran.cell)
     broken, unmeasured = sum(ran.failed for ran in found), sum(ran.unmeasured for ran in found)
     absent = 1 + len(members) - min(len({label for label, *_ in ran.cell.rows}) for ran in found)  # the baseline is one
-    if broken or unmeasured or absent:
+    if broken or unmeasured or absent or dropped:
         raise SpecBenchError(
-            f"{broken} generations and {unmeasured} measurements failed and {absent} arms are missing, named above; "
-            "run it again to retry them"
+            f"{broken} generations and {unmeasured} measurements failed, {dropped} cells and {absent} arms are missing, "
+            "named above; run it again to retry them"
         )
 
 

@@ -4,10 +4,11 @@ import copy
 import json
 
 import pytest
+from conftest import composed
 from doors import call, run
 from test_records import arm, random_row, settings
 
-from specbench import studies
+from specbench import arms, studies
 from specbench import study as study_door
 from specbench.records import Cell, Measurement, read_cell
 from specbench.reporting import cells, claims
@@ -122,6 +123,27 @@ def test_an_arm_that_is_not_to_be_had_costs_itself_alone(home, tmp_path):
     path = next(tmp_path.rglob("decode-*/rows.jsonl"))
     assert {r.drafter for r in read_cell(path)[1]} == {"none", "eagle2"}
     assert len(list(tmp_path.rglob("chain-*.failed.json"))) == 2  # one a cell
+
+
+def test_prompts_that_are_not_to_be_had_cost_their_cell_alone(home, tmp_path):
+    text = TWO.replace("[dataset=mtbench, data.limit=3]", "[dataset=gsm8k, data.root=HOME/nowhere, data.limit=3]")
+    (home / "conf" / "study").mkdir(parents=True, exist_ok=True)
+    (home / "conf" / "study" / "promptless.yaml").write_text(text.replace("HOME", str(home)))
+    done = call(home, "study", f"--config-dir={home / 'conf'}", "study=promptless", f"results={tmp_path}")
+    assert done.returncode == 2 and "cell 1 of 2" in done.stderr
+    assert "1 cells and 0 arms are missing" in done.stderr
+    assert [path.parent.parent.name for path in tmp_path.rglob("rows.jsonl")] == ["mtbench"]
+
+
+def test_a_replay_has_the_precision_that_it_needs():
+    for replay, dtype, settled in [
+        ("true", "auto", "float32"),
+        ("false", "auto", "auto"),
+        ("true", "bfloat16", "bfloat16"),
+    ]:
+        config = composed("run", f"replay={replay}", f"model.dtype={dtype}")
+        arms.settle(config)
+        assert config.model.dtype == settled
 
 
 def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, tmp_path):
