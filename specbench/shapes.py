@@ -156,11 +156,12 @@ class Arm(TypedDict):
 
 @with_config(OPEN)
 class Of(TypedDict):
-    """The target of a cell. parameters: that a pass multiplies, likewise."""
+    """The target of a cell. parameters: that a pass multiplies, likewise. vocabulary: its ids."""
 
     dtype: str
     parameters: Count
     bytes: NotRequired[Count]
+    vocabulary: NotRequired[Count]
 
 
 @with_config(OPEN)

@@ -213,6 +213,19 @@ def test_an_arm_named_after_a_drafter_has_its_colour_and_looks_like_no_other():
     assert len({(s["color"], s["hatch"]) for s in looks}) == len(looks), "told apart as bars"
 
 
+def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):
+    said = {f"a_{ids}": {"name": "a", "vocabulary": ids} for ids in (10, 20)}
+    said |= {"a": {"name": "a", "vocabulary": None}, "r": {"name": "r", "groups": 4, "active": 1, "vocabulary": None}}
+    target = {"dtype": "float32", "parameters": 100, "vocabulary": 40}
+    for replay, cell in [(False, "decode-1"), (True, "replay-1")]:
+        bench(tmp_path, dict.fromkeys(said, 1.5), study="vocabulary", replay=replay, cell=cell, said=said, target=target)
+    figure = figures.draft_vocabularies(cells.find(tmp_path).entries)
+    for axes in figure.axes:
+        assert [sorted(c.lines[0].get_xdata()) for c in axes.containers] == [[10, 20, 40], [10]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "r"]
+    figures.plt.close(figure)
+
+
 def test_a_heat_maps_scale_spans_the_intervals(tmp_path):
     grid = {f"r{n}-{g}": {"groups": n, "active": g} for n in (8, 16) for g in (1, 2)}
     bench(tmp_path, dict.fromkeys(grid, 1.5), said=grid, noise=0.2)

@@ -26,6 +26,7 @@ from specbench.reporting.text import mathtext
 
 COLOURS = look.COLOURS
 LEVIATHAN = "leviathan"  # the study of chains, where it was run
+VOCABULARY = "vocabulary"  # and that of draft vocabularies
 PHASES = ("draft", "target", "verify", "rest")
 PARTS = (("#3d5a80", ""), ("#b8c4d6", ""), ("#7a7a7a", "//"), ("#e3ddd3", ".."))  # of a whole: no drafter's colour
 
@@ -340,6 +341,45 @@ def theory(entries: Sequence[Entry]) -> Figure | None:
     return figure
 
 
+def draft_vocabularies(entries: Sequence[Entry]) -> Figure | None:
+    """Tau and speed-up by how many ids a drafter's head is multiplied for; a router by the share that it chooses."""
+    found = [(e, ids) for e in entries if (ids := _ids(e))]
+    names = list(dict.fromkeys(str(e.arm["drafter"]["name"]) for e, _ in found))
+    if len({ids for _, ids in found}) < 2:
+        return None
+    figure, (left, right) = _axes(8.0, 3.4, ncols=2)
+    for name, style in zip(names, _styles(names), strict=True):
+        own = sorted(((e, ids) for e, ids in found if e.arm["drafter"]["name"] == name), key=lambda pair: pair[1])
+        taus = [(ids, e.summary.tau_interval) for e, ids in own if e.replayed and e.summary.tau_interval]
+        speeds = [(ids, e.summary.speed_up) for e, ids in own if not e.replayed and e.summary.speed_up]
+        for axes, points in ((left, taus), (right, speeds)):
+            if points:
+                at, values = [ids for ids, _ in points], [value for _, value in points]
+                axes.errorbar(at, [v.value for v in values], yerr=_bars(values), capsize=2, **style)
+                style = style | {"label": None}
+    sizes = sorted({ids for _, ids in found})
+    for axes, label in ((left, "tau, tokens a target pass"), (right, "speed-up over plain decoding")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [f"{ids:,}" for ids in sizes], rotation=45, ha="right")
+        axes.minorticks_off()
+        axes.set(xlabel="ids that the head is multiplied for", ylabel=label)
+    _legend(left)
+    _grid(right)
+    return figure
+
+
+def _ids(e: Entry) -> int:
+    """For how many ids an arm of the study of vocabularies multiplies the LM head; 0 for others."""
+    if e.study != VOCABULARY or e.name == BASELINE:
+        return 0
+    drafter: Mapping[str, Any] = e.arm["drafter"]
+    every = e.header["target"].get("vocabulary", 0)
+    groups, active = drafter.get("groups"), drafter.get("active")
+    if isinstance(groups, int) and isinstance(active, int):
+        return every * active // groups
+    return int(drafter.get("vocabulary") or every)
+
+
 COST = 0.1  # of a draft step in target passes, for the curves
 
 
@@ -389,6 +429,10 @@ def draw_all(
         "learning_curves": (learning_curves(weights), "Learning curves on held-out answers"),
         "training_memory": (training_memory(everything), "What simulated steps cost in training"),
         "target_pass": (tree_cost(everything), "Cost of a target pass by tree size"),
+        "vocabularies": (
+            draft_vocabularies(everything),
+            "Draft vocabularies: what few ids keep of tau, and what they bring in speed",
+        ),
         "theory": (theory(chains), "Leviathan's theory of chains (curves), with measured chains (points)"),
     }
     made |= {name: (figure, title) for name, title, figure in insight_figures.draw(view.known(view.first), timed)}
