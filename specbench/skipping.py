@@ -33,7 +33,7 @@ from specbench.training.features import Answer
 
 PARTS = ("attention", "mlp")
 TRIALS = 200  # sets that are looked at
-ANSWERS, MOST = 16, 48  # held-out answers, and tokens of each
+ANSWERS, MOST = 8, 32  # held-out answers, and tokens of each
 CONTEXT, PASSES = 192, 15  # tokens behind which passes are timed, and how many, of which the median counts
 
 
@@ -68,11 +68,12 @@ class Prediction:
 
 
 @torch.inference_mode()
-def search(target: Target, drafter: Any, answers: Sequence[Answer], trials: int = TRIALS) -> dict[str, Any]:
+def search(target: Target, drafter: Any, answers: Sequence[Answer], journal: Path, trials: int = TRIALS) -> dict[str, Any]:
     """The best set that was found, and what was expected of it.
 
     Args:
         drafter: bound; the search begins with what it leaves out. `keep` tells it what to draft with.
+        journal: see `best`.
     """
     if not answers:
         raise SpecBenchError("there are no held-out answers to search skipped sublayers on")
@@ -87,7 +88,10 @@ def search(target: Target, drafter: Any, answers: Sequence[Answer], trials: int 
         return predictions[skipped].speedup
 
     start = drafter.kept.others(target.layers)
-    found = best(target.layers, speed, start, trials)
+    found = best(target.layers, speed, start, trials, journal)
+    for skipped in (start, found):
+        if skipped not in predictions:  # looked at before an interruption
+            speed(skipped)
     return {
         "attention": sorted(found.attention),
         "mlp": sorted(found.mlp),
@@ -99,27 +103,46 @@ def search(target: Target, drafter: Any, answers: Sequence[Answer], trials: int 
     }
 
 
-def best(layers: int, speed: Callable[[Sublayers], float], start: Sublayers, trials: int, seed: int = 0) -> Sublayers:
-    """The skipped sublayers of highest speed that were found. A set that comes again is not tried again."""
+def best(
+    layers: int, speed: Callable[[Sublayers], float], start: Sublayers, trials: int, journal: Path, seed: int = 0
+) -> Sublayers:
+    """The skipped sublayers of highest speed that were found. A set that comes again is not tried again.
+
+    journal: a file to which every try goes, so that a search that was interrupted goes on there. What was tried before
+    keeps the prices of its time.
+    """
     import optuna  # takes a while, and only a search needs it
+    from optuna.storages.journal import JournalFileBackend
 
     tried: dict[Sublayers, float] = {}
     inner = range(1, layers - 1)
+    names = [f"{part}{i}" for part in PARTS for i in inner]
+
+    def chosen(params: Mapping[str, bool]) -> Sublayers:
+        return Sublayers(*(frozenset(i for i in inner if params[f"{part}{i}"]) for part in PARTS))
 
     def objective(trial: optuna.Trial) -> float:
-        skipped = Sublayers(
-            *(frozenset(i for i in inner if trial.suggest_categorical(f"{part}{i}", [False, True])) for part in PARTS)
-        )
+        skipped = chosen({name: trial.suggest_categorical(name, [False, True]) for name in names})
         if skipped not in tried:
             tried[skipped] = speed(skipped)
         reached(trial.number + 1)
         return tried[skipped]
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-    study.enqueue_trial({f"{part}{i}": i in getattr(start, part) for part in PARTS for i in inner})
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    study = optuna.create_study(
+        storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
+        sampler=optuna.samplers.TPESampler(seed=seed),
+        study_name="skip",
+        direction="maximize",
+        load_if_exists=True,
+    )
+    done = [t for t in study.trials if t.value is not None]
+    tried |= {chosen(t.params): t.value for t in done if t.value is not None}
+    if not done:
+        study.enqueue_trial({f"{part}{i}": i in getattr(start, part) for part in PARTS for i in inner})
     with progress("search", trials, "sets") as reached:
-        study.optimize(objective, n_trials=trials)
+        study.optimize(objective, n_trials=max(0, trials - len(done)))
     return max(tried, key=lambda skipped: tried[skipped])
 
 

@@ -199,7 +199,7 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
         found = acceptance(target, drafter, answers)
         return {"chain_tau": round(found.tau, 4), "n_alpha": [round(a, 4) for a in found.alphas]}
 
-    folder = cache_root() / "training" / config.model.name / (config.train.name or config.drafter.name)
+    folder = _progress_of(config)
     trainer = Trainer(drafter, corpus, settings, validate, folder, _shaping(config, target))
     own = sum(p.numel() for p in trainer.parameters)
     processes.print(
@@ -236,11 +236,17 @@ def _search(config: DictConfig, shards: Shards) -> None:
     target.hasten()
     drafter: Any = instantiate(config.drafter, searched=None)
     drafter.bind(target)
-    found = skipping.search(target, drafter, held_out(shards.folder, skipping.ANSWERS))
+    journal = _progress_of(config) / f"search-{target.fingerprint()[:12]}.journal"
+    found = skipping.search(target, drafter, held_out(shards.folder, skipping.ANSWERS), journal)
     whose = {"target": config.model.name, "target_fingerprint": target.fingerprint()}
     made = {"machine": measure.hardware(target.device), "versions": measure.versions(), "commit": measure.commit()}
     skipping.write(out, whose | found | {"drafter": OmegaConf.to_container(config.drafter, resolve=True)} | made)
     print(f"skipped sublayers in {out / weights.SKIP}: {found['predicted']['speedup']:.2f}x plain decoding expected")
+
+
+def _progress_of(config: DictConfig) -> Path:
+    """Where something that was interrupted lies."""
+    return cache_root() / "training" / str(config.model.name) / str(config.train.name or config.drafter.name)
 
 
 def _follow(config: DictConfig, shards: Shards) -> None:

@@ -191,6 +191,15 @@ def test_trees_are_fitted_to_weights_and_machine(home):
     assert json.loads((folder / "acceptance.json").read_text())["weights"] == json.loads(followed)["weights"]
 
 
+def test_sublayers_to_skip_are_searched_and_taken(home):
+    out = home / "out" / "skip"
+    said = run(home, "train", *train(home, "skip", "drafter=self_speculation", "train.until=search"))
+    assert "plain decoding expected" in said and json.loads((out / "skip.json").read_text())["trials"] > 0
+    wanted = "drafter=self_speculation", f"drafter.searched={out}", f"results={home / 'skipped'}", "data.limit=1"
+    assert "self_speculation" in run(home, "run", *wanted)
+    assert "nothing to search" in run(home, "train", *train(home, "skip", "train.until=search"), ok=False)
+
+
 def test_training_survives_kill_9_bit_for_bit(home):
     run(home, "train", *train(home, "whole"))
     process = start(home, "train", *train(home, "killed"))

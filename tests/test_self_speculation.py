@@ -243,7 +243,7 @@ def test_a_searched_set_is_taken_and_that_of_another_target_refused(tmp_path):
             made.bind(target)
 
 
-def test_the_search_finds_the_best_of_a_small_space():
+def test_the_search_finds_the_best_of_a_small_space(tmp_path):
     """Six sublayers may go: two of them gain apart, two only together, two cost."""
     worth = {("attention", 1): 1.0, ("mlp", 3): 0.5, ("attention", 3): -0.4, ("mlp", 2): -0.2}
     asked = []
@@ -254,7 +254,15 @@ def test_the_search_finds_the_best_of_a_small_space():
         found = 0.6 if pair == {True} else 0.0 if pair == {False} else -0.5
         return found + sum(w for (part, i), w in worth.items() if i in getattr(skipped, part))
 
-    found = skipping.best(5, speed, alternate(5), trials=80)
+    def interrupted(skipped):
+        if len(asked) == 30:
+            raise KeyboardInterrupt
+        return speed(skipped)
+
+    journal = tmp_path / "new" / "search.journal"
+    with pytest.raises(KeyboardInterrupt):
+        skipping.best(5, interrupted, alternate(5), 120, journal)
+    found = skipping.best(5, speed, alternate(5), 120, journal)
     assert found == Sublayers(frozenset({1, 2}), frozenset({1, 3}))
     assert asked[0] == alternate(5) and len(set(asked)) == len(asked), "the start comes first, and no set twice"
 
@@ -284,9 +292,11 @@ def test_what_a_search_writes_is_what_the_drafter_reads(tmp_path):
     target = quiet(alternate(3))
     answers = [Answer([*PROMPT, *plain(target, PROMPT, 12)], len(PROMPT))]
     made = bound(target, alternate(3), most=4)
-    said = skipping.search(target, made, answers, trials=4)
+    said = skipping.search(target, made, answers, tmp_path / "journal", trials=4)
     assert min(said["prices"]["rest"], *said["prices"]["whole"].values()) > 0
     assert said["predicted"]["speedup"] >= said["predicted_at_start"]["speedup"] > 0
+    again = skipping.search(target, made, answers, tmp_path / "journal", trials=4)
+    assert (again["attention"], again["mlp"]) == (said["attention"], said["mlp"]), "what was tried is tried anew"
     skipping.write(tmp_path, {"target": "tiny", "target_fingerprint": target.fingerprint()} | said)
     other = SelfSpeculation("self_speculation", searched=str(tmp_path))
     other.bind(target)
@@ -295,4 +305,4 @@ def test_what_a_search_writes_is_what_the_drafter_reads(tmp_path):
         said["mlp"],
     )
     with pytest.raises(SpecBenchError, match="no held-out answers"):
-        skipping.search(target, made, [])
+        skipping.search(target, made, [], tmp_path / "journal")
