@@ -437,7 +437,7 @@ def test_memory_changes_drafts_and_no_answer(name, tmp_path):
     assert len(ours[2][2]) < len(other[2][2]), "a question that was answered before is answered in fewer cycles"
 
 
-@pytest.mark.parametrize("name", REMEMBERERS)
+@pytest.mark.parametrize("name", [*REMEMBERERS, "ouroboros"])
 def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
     """The warm-up decodes the first question, and so does whatever was measured before."""
     target = tiny()
