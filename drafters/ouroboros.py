@@ -99,6 +99,8 @@ class Ouroboros(nn.Module):
             self.forget()
         self.base.cache.begin(capacity + self.window.nodes)
         self.text: list[int] = []
+        self.drafts: list[int] = []
+        self.verified = 0
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         """Behind the prompt, the draft model's rows of accepted drafts are good ones; the bonus it has not run yet."""
@@ -123,7 +125,7 @@ class Ouroboros(nn.Module):
             self.text += self._emittable(new)
             if self.stop_ids & set(new):
                 break
-        drafts = self.drafts = self.text[self.verified : self.verified + self.gamma]
+        self.drafts = drafts = self.text[self.verified : self.verified + self.gamma]
         trie = Trie(root, self.nodes)
         trie.add(drafts)
         self.offered: list[tuple[tuple[int, ...], list[int]]] = []
