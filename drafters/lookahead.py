@@ -18,16 +18,104 @@ With temperature the window goes on with the likeliest tokens, and guesses are v
 """
 
 import random
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from drafters.retrieval import Retriever
 from specbench.engine.interface import DraftTree, Sampler, State, TargetStates
 from specbench.engine.sampling import argmax
 from specbench.engine.tree import Trie
 from specbench.options import Count, Name, Seed
+
+Level = Annotated[int, Field(ge=2)]
+
+
+class Pool:
+    """n-grams by their first token, of each token's at most `most`: the one that was not seen for longest gives way."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self.known: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> what follows it, the latest last
+
+    def after(self, first: int) -> list[tuple[int, ...]]:
+        """What may follow a token, the latest first."""
+        return [*reversed(self.known.get(first, {}))]
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """An n-gram, as its first token's latest."""
+        followers = self.known.setdefault(tokens[0], {})
+        followers.pop(tuple(tokens[1:]), None)
+        followers[tuple(tokens[1:])] = None
+        if len(followers) > self.most:
+            del followers[next(iter(followers))]
+
+    def read(self, text: list[int], level: int) -> None:
+        """Every n-gram of a text."""
+        for end in range(level, len(text) + 1):
+            self.keep(text[end - level : end])
+
+
+class Window:
+    """The window of guesses that a model corrects pass by pass, in one tree with the guesses that it may accept.
+
+    Args:
+        width: W. level: N. guesses: G.
+
+    Attributes:
+        guessed: nodes of guesses at most, the root included. nodes: of the whole tree at most.
+        blocks: the window's, root included; as many as are filled yet.
+    """
+
+    def __init__(self, width: int, level: int, guesses: int):
+        self.width, self.level = width, level
+        self.guessed = 1 + guesses * (level - 1)
+        widest = max(blocks * (width + level - 1 - blocks) for blocks in range(1, level))  # while it fills, or full
+        self.nodes = self.guessed + widest - 1
+
+    def begin(self, root: int, prompt: list[int], seed: int) -> None:
+        """A new text: block 0 alone, with random tokens of its prompt."""
+        self.blocks = [[root, *random.Random(seed).choices(prompt, k=self.width + self.level - 3)]]
+
+    def trie(self, root: int, guesses: Iterable[Iterable[int]]) -> tuple[Trie, int]:
+        """Guesses below a root, then the window, of which nothing may be accepted.
+
+        Returns:
+            The tree, and how many nodes of it come before the window, the root included.
+        """
+        trie = Trie(root, self.guessed)
+        for guess in guesses:
+            trie.add(guess)
+        guessed = len(trie)
+        self.blocks[0][0] = root
+        above = [0]
+        for token in self.blocks[0][1:]:
+            above.append(trie.append(above[-1], token, acceptable=False))
+        for block in self.blocks[1:]:
+            above = [trie.append(parent, token, acceptable=False) for parent, token in zip(above, block, strict=True)]
+        return trie, guessed
+
+    def last(self, nodes: Tensor) -> Tensor:
+        """Of what was computed for each node of a tree, the last block's: its last nodes, but for the root, where there is
+        only block 0. [N, ...] -> [columns, ...]
+        """
+        width = len(self.blocks[0])
+        if len(self.blocks) > 1:
+            return nodes[len(nodes) - width :]
+        return torch.cat([nodes[:1], nodes[len(nodes) - width + 1 :]])
+
+    def learn(self, said: list[int], pool: Pool) -> None:
+        """What the model says behind the last block becomes the next one; complete columns go into the pool."""
+        self.blocks.append(said)
+        if len(self.blocks) == self.level:
+            for column in zip(*self.blocks, strict=True):
+                pool.keep(column)
+            self.blocks = self.blocks[1:]
+        else:
+            self.blocks = [block[1:] for block in self.blocks]
 
 
 class Lookahead(Retriever):
@@ -44,18 +132,17 @@ class Lookahead(Retriever):
         self,
         name: Name,
         window: Count = 7,
-        level: Annotated[int, Field(ge=2)] = 5,
+        level: Level = 5,
         guesses: Count = 7,
         state: State = "prompt",
         seed: Seed = 0,
     ):
-        self.guessed = 1 + guesses * (level - 1)  # nodes, the root included
-        widest = max(blocks * (window + level - 1 - blocks) for blocks in range(1, level))  # while it fills, or full
-        super().__init__(name, self.guessed + widest - 1, state)
-        self.window, self.level, self.guesses, self.seed = window, level, guesses, seed
+        self.window = Window(window, level, guesses)
+        super().__init__(name, self.window.nodes, state)
+        self.guesses, self.seed = guesses, seed
 
     def forget(self) -> None:
-        self.pool: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> what follows it, the latest last
+        self.pool = Pool(self.guesses)
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         """The prompt starts window and pool; afterwards everything is seen in `review`."""
@@ -63,42 +150,13 @@ class Lookahead(Retriever):
             return
         self.begun = True
         prompt = states.tokens.tolist()
-        drawn = random.Random(self.seed).choices(prompt, k=self.window + self.level - 3)
-        self.blocks = [[bonus, *drawn]]
+        self.window.begin(bonus, prompt, self.seed)
         if self.state != "none":
-            for end in range(self.level, len(prompt) + 1):
-                self._keep(prompt[end - self.level : end])
+            self.pool.read(prompt, self.window.level)
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        trie = Trie(root, self.guessed)
-        for guess in reversed(self.pool.get(root, {})):
-            trie.add(self.emittable(guess))
-        self.blocks[0][0] = root
-        above = [0]
-        for token in self.blocks[0][1:]:
-            above.append(trie.append(above[-1], token, acceptable=False))
-        for block in self.blocks[1:]:
-            above = [trie.append(parent, token, acceptable=False) for parent, token in zip(above, block, strict=True)]
+        trie, _ = self.window.trie(root, map(self.emittable, self.pool.after(root)))
         return trie.tree(self.device)
 
     def review(self, tree: DraftTree, states: TargetStates) -> None:
-        """The window's next block; its nodes are the tree's last ones, but for the root where there is only block 0."""
-        width = len(self.blocks[0])
-        logits = states.logits[len(tree) - width :]
-        if len(self.blocks) == 1:
-            logits = torch.cat([states.logits[:1], states.logits[len(tree) - width + 1 :]])
-        self.blocks.append(argmax(logits).tolist())
-        if len(self.blocks) == self.level:
-            for column in zip(*self.blocks, strict=True):
-                self._keep(column)
-            self.blocks = self.blocks[1:]
-        else:
-            self.blocks = [block[1:] for block in self.blocks]
-
-    def _keep(self, tokens: list[int] | tuple[int, ...]) -> None:
-        """An n-gram into the pool, as its first token's latest; the one that was not seen for longest gives way."""
-        followers = self.pool.setdefault(tokens[0], {})
-        followers.pop(tuple(tokens[1:]), None)
-        followers[tuple(tokens[1:])] = None
-        if len(followers) > self.guesses:
-            del followers[next(iter(followers))]
+        self.window.learn(argmax(self.window.last(states.logits)).tolist(), self.pool)

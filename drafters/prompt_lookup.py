@@ -43,6 +43,13 @@ class PromptLookup(Retriever):
         super().__init__(name, 1 + length * matches)
         self.rule, self.max_ngram, self.length, self.matches = rule, max_ngram, length, matches
 
+    @property
+    def generation(self) -> dict[str, int]:
+        """What makes Transformers' own `generate` draft the same; nothing where it cannot."""
+        if self.rule != "hf" or self.matches > 1:
+            return {}
+        return {"prompt_lookup_num_tokens": self.length, "max_matching_ngram_size": self.max_ngram}
+
     def forget(self) -> None:
         self.text: list[int] = []
         self.places: dict[tuple[int, ...], list[int]] = {}  # n-gram -> where the text goes on behind it, ascending

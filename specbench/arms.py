@@ -154,6 +154,8 @@ def _assume(config: DictConfig) -> None:
 def make(config: DictConfig) -> tuple[Any, Rule]:
     """Drafter and rule as a run configuration says, refused before any target is loaded if they cannot be."""
     drafter: Any = instantiate(config.drafter)
+    if config.sampler.temperature > 0 and getattr(drafter, "greedy_only", False):
+        raise SpecBenchError(f"drafter={config.drafter.name} is for greedy decoding; set sampler.temperature=0")
     if config.checkpoint is not None:
         if not hasattr(drafter, "official"):
             raise SpecBenchError(f"drafter={config.drafter.name} takes no checkpoint; leave checkpoint out")

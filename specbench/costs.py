@@ -12,7 +12,7 @@ cannot be taken back: it belongs into a process of its own (`specbench.apart`). 
 
 import gc
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -90,31 +90,35 @@ def overhead(target: Target, contender: Contender, prompts: Prompts, tokens: int
     return {"share": outside / whole, "ms_per_cycle": 1000 * outside / len(steps)}
 
 
-def assistant(contender: Contender) -> Any:
-    """The draft model that Transformers' assisted generation could take in a contender's place; None if there is none.
+def assistance(contender: Contender) -> dict[str, Any]:
+    """What Transformers' `generate` is told so that it drafts as a contender does; nothing if it cannot.
 
-    Its candidates are a chain, and it is a whole language model.
+    A draft model must be a whole language model and its candidates a chain; what copies says it itself (`generation`).
     """
     drafter: Any = contender.drafter
-    chain = isinstance(getattr(drafter, "growth", None), Chain) and not contender.rule.simulated
-    return drafter.lm.model if chain and isinstance(getattr(drafter, "lm", None), CausalLM) else None
+    if contender.rule.simulated:
+        return {}
+    if isinstance(getattr(drafter, "growth", None), Chain) and isinstance(getattr(drafter, "lm", None), CausalLM):
+        return {"assistant_model": drafter.lm.model}
+    return dict(getattr(drafter, "generation", {}))
 
 
 def against_transformers(target: Target, contender: Contender, prompts: Prompts, tokens: int) -> dict[str, float]:
     """Greedy answers of as many tokens by this engine and by Transformers' `generate`, prompt by prompt in turn.
 
-    The baseline stands against plain generation, a draft model against assisted generation with as long a chain.
+    The baseline stands against plain generation, a draft model against assisted generation with as long a chain, prompt
+    lookup against Transformers' own.
 
     Returns:
         ours, theirs: tokens a second, prefill included. ratio: of the two. identical: share of answers with the same ids.
     """
-    clock, helper = Clock(target.device), assistant(contender)
+    clock, more = Clock(target.device), assistance(contender)
     emitted, same, ours, theirs = 0, 0, 0.0, 0.0
     for number, prompt in enumerate([prompts[0], *prompts]):
         begin = clock()
         answer = _answer(target, contender, prompt, tokens)
         middle = clock()
-        with _generating(target, helper, contender.drafter.passes) as generate:
+        with _generating(target, more, contender.drafter.passes) as generate:
             prepared = clock()
             found = generate(prompt, len(answer))
             end = clock()
@@ -130,14 +134,13 @@ def _answer(target: Target, contender: Contender, prompt: list[int], tokens: int
 
 
 @contextmanager
-def _generating(target: Target, helper: Any, gamma: int) -> Iterator[Callable[[list[int], int], list[int]]]:
-    """Transformers' plain greedy generation of so many tokens.
+def _generating(target: Target, more: Mapping[str, Any], gamma: int) -> Iterator[Callable[[list[int], int], list[int]]]:
+    """Transformers' greedy generation of so many tokens. more: it is told, see `assistance`.
 
     What the models' own generation configurations want would come back wherever a setting is None, as the stop token is:
     these are set aside meanwhile.
     """
-    more = {} if helper is None else {"assistant_model": helper}
-    models = [target.model, *more.values()]
+    models = [target.model, *(more[key] for key in more if key == "assistant_model")]
     kept = [model.generation_config for model in models]
     fixed = {
         "num_assistant_tokens": gamma,

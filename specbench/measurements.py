@@ -54,7 +54,7 @@ def _trained(arm: Arm) -> bool:
 
 
 def _known_to_transformers(arm: Arm) -> bool:
-    return _baseline(arm) or costs.assistant(arm.contender) is not None
+    return _baseline(arm) or bool(costs.assistance(arm.contender))
 
 
 def _memory(setting: Setting, arm: Arm) -> dict[str, float]:

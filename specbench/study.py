@@ -248,9 +248,11 @@ def _prepared(
     sides = []
     for member in members:
         trained = _folder(member, study, users)
-        own = [] if trained is None else [f"++drafter.weights={trained}"]
-        config = composed("run", [*said, *member.spec["run"], *own, *users])
+        config = composed("run", [*said, *member.spec["run"], *users])
         config.results = base.results
+        if trained is not None:  # of the draft model, where a drafter has none but that one's
+            part = config.drafter if "weights" in config.drafter else config.drafter.base
+            part.weights = str(trained)
         place = arms.failure_path(config, member.label)
         try:
             schema.check(config, RunOptions)

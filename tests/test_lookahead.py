@@ -61,8 +61,9 @@ def test_window_and_pool_are_the_algorithms(window, level, guesses, state):
         assert len(tree) <= made.nodes
         offered = prefixes(tree)
         review(tree, states)
-        levels = [made.blocks[0][1:], *made.blocks[1:]]
-        log.append((offered, [list(x) for x in levels], {k: [list(t) for t in v] for k, v in made.pool.items()}))
+        blocks = made.window.blocks
+        levels = [blocks[0][1:], *blocks[1:]]
+        log.append((offered, [list(x) for x in levels], {k: [list(t) for t in v] for k, v in made.pool.known.items()}))
 
     made.review = watched
     pool = {}
@@ -106,9 +107,9 @@ def test_the_published_mask_is_this_tree(window, level):
     drafter.bind(type("Any", (), {"device": torch.device("cpu"), "stop_ids": ()}))
     drafter.reset(0)
     drafter.begun = True
-    drafter.blocks = [[100 * block + j for j in range(window)] for block in range(1, level)]
+    drafter.window.blocks = [[100 * block + j for j in range(window)] for block in range(1, level)]
     for guess in range(3):
-        drafter._keep([9, *(1000 * (guess + 1) + n for n in range(level - 1))])
+        drafter.pool.keep([9, *(1000 * (guess + 1) + n for n in range(level - 1))])
     tree = drafter.propose(9, Sampler(), None)
     check(tree)
 
@@ -137,7 +138,7 @@ def test_the_published_mask_is_this_tree(window, level):
         *range(1 + chain, 1 + 2 * chain),
         *range(1, 1 + chain),
     ]
-    assert tree.tokens[ours[:rows]].tolist() == [t for block in drafter.blocks for t in block]
+    assert tree.tokens[ours[:rows]].tolist() == [t for block in drafter.window.blocks for t in block]
     assert tree.tokens[ours[rows:]].tolist() == [1000 * (g + 1) + i for g in range(3) for i in range(chain)]
     assert torch.equal(tree.ancestors[ours][:, ours], mask)
     assert torch.equal(tree.depths[ours], positions)
@@ -153,9 +154,9 @@ def test_a_window_token_is_not_accepted_even_where_it_is_right():
 
     def right(tree, states):
         review(tree, states)
-        made.pool.clear()
+        made.pool.known.clear()
         at = right.cycle = right.cycle + 1
-        made.blocks = [[0, *truth[at + 1 : at + 7]]]
+        made.window.blocks = [[0, *truth[at + 1 : at + 7]]]
 
     right.cycle, made.review = 0, right
     tokens, steps = generate(target, made, cap=20)

@@ -16,6 +16,7 @@ from conftest import DRAFTERS, ROOT, TRAINED, make, tiny
 from doors import kill_after_rows, start
 from test_records import random_row, settings
 from test_study import study
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from drafters.none import NoDrafter
 from specbench import costs, measurements, metrics, studies
@@ -121,7 +122,7 @@ def test_a_target_pass_is_timed_by_its_nodes(monkeypatch):
     assert costs.target_pass(target, PROMPTS[0]) == pytest.approx({f"ms_{n}": n for n in costs.NODES})
 
 
-@pytest.mark.parametrize("name", ["none", "vanilla"])
+@pytest.mark.parametrize("name", ["none", "vanilla", "prompt_lookup"])
 def test_transformers_gives_the_same_answers_whatever_its_configuration_says(name):
     target = tiny()
     side = contender(name, target)
@@ -132,14 +133,45 @@ def test_transformers_gives_the_same_answers_whatever_its_configuration_says(nam
     found = costs.against_transformers(target, side, PROMPTS, TOKENS)
     assert found["identical"] == 1 and found["ratio"] == pytest.approx(found["ours"] / found["theirs"])
     assert target.model.generation_config is own and own.to_dict() == before
-    assert name == "none" or side.drafter.lm.model.generation_config.num_assistant_tokens != 4
+    assert name != "vanilla" or side.drafter.lm.model.generation_config.num_assistant_tokens != 4
 
 
-def test_only_whole_language_models_that_draft_chains_have_a_counterpart_in_transformers():
+OTHERS = [("vanilla", "tree=eagle2"), ("eagle2",), ("none",), ("suffix",), ("ouroboros",)]
+LOOKUPS = [("prompt_lookup", "drafter.rule=latest"), ("prompt_lookup", "drafter.matches=2")]
+
+
+def test_only_draft_models_in_chains_and_its_own_prompt_lookup_have_a_counterpart_in_transformers():
     target = tiny()
-    assert costs.assistant(contender("vanilla", target)) is not None
-    for other in (contender("vanilla", target, "tree=eagle2"), contender("eagle2", target), contender("none", target)):
-        assert costs.assistant(other) is None
+    assert list(costs.assistance(contender("vanilla", target))) == ["assistant_model"]
+    said = costs.assistance(contender("prompt_lookup", target, "drafter.length=7", "drafter.max_ngram=4"))
+    assert said == {"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 4}
+    assert not any(costs.assistance(contender(name, target, *more)) for name, *more in [*OTHERS, *LOOKUPS])
+
+
+def test_prompt_lookup_drafts_what_transformers_drafts(monkeypatch):
+    """Behind the same text the same, cycle by cycle of one answer; Transformers' first draft is the prompt's own."""
+    target, ours, theirs = tiny(), {}, {}
+    target.stop_ids = ()
+    side = contender("prompt_lookup", target, "drafter.length=4")
+    propose, candidates = side.drafter.propose, PromptLookupCandidateGenerator.get_candidates
+
+    def proposing(*said):
+        tree = propose(*said)
+        ours[tuple(side.drafter.text)] = tree.tokens[1:].tolist()
+        return tree
+
+    def found(self, ids, **more):
+        whole = candidates(self, ids, **more)
+        theirs[tuple(ids[0].tolist())] = whole[0][0, ids.shape[1] :].tolist()
+        return whole
+
+    side.drafter.propose = proposing
+    monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", found)
+    prompt = [3, 14, 15, 9, 26, 5] * 3
+    assert costs.against_transformers(target, side, [prompt], 60)["identical"] == 1
+    both = [text for text in ours.keys() & theirs.keys() if len(text) + 1 < len(prompt) + 60]  # it leaves room for a bonus
+    assert all(ours[text] == theirs[text] for text in both)
+    assert len(both) > 0.8 * len(theirs) and sum(map(bool, theirs.values())) > 10
 
 
 def test_a_training_step_updates_what_is_trained():

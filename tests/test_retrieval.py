@@ -355,10 +355,12 @@ RETRIEVERS = ["prompt_lookup", "suffix", "token_recycling"]
 COPIERS = ["prompt_lookup", "suffix"]
 
 
-@pytest.mark.parametrize("name", COPIERS)
-def test_a_long_prompt_is_looked_up_in_no_time(name):
-    """Processor time of a cycle's drafting behind 4,000 tokens stays below half a millisecond: 2% of a target pass of
-    25 ms, which is what this project's smallest target takes on two cores."""
+@pytest.mark.parametrize(
+    ("name", "most"), [("prompt_lookup", 0.5), ("suffix", 0.5), ("token_recycling", 2), ("lookahead", 2)]
+)
+def test_a_long_prompt_is_looked_up_in_no_time(name, most):
+    """Processor time of a cycle's drafting behind 4,000 tokens, in milliseconds: below 2% of a target pass, which takes
+    this project's smallest target 25 ms on two cores, and 100 over the 56 nodes and more of those that review."""
     torch.manual_seed(0)
     words = torch.randint(0, 400, (4096,)).tolist()
     text = [w for i in range(64) for w in words[64 * (i % 40) : 64 * (i % 40) + 64]]  # much comes twice
@@ -369,10 +371,15 @@ def test_a_long_prompt_is_looked_up_in_no_time(name):
     seconds = []
     for at in range(4000, 4090, 3):
         begin = time.process_time()
-        drafter.propose(text[at], Sampler(), None)
+        tree = drafter.propose(text[at], Sampler(), None)
+        middle = time.process_time()
+        logits = torch.randn(len(tree), 400)
+        again = time.process_time()
+        if hasattr(drafter, "review"):
+            drafter.review(tree, SimpleNamespace(logits=logits))
         drafter.observe(SimpleNamespace(tokens=torch.tensor(text[at : at + 3])), text[at + 3])
-        seconds.append(time.process_time() - begin)
-    assert statistics.median(seconds) < 0.5e-3
+        seconds.append(time.process_time() - again + middle - begin)
+    assert 1000 * statistics.median(seconds) < most
     assert reading < 4000 * 0.05e-3  # a prefill takes more than 2.5 ms a token there
 
 
@@ -437,7 +444,7 @@ def test_memory_changes_drafts_and_no_answer(name, tmp_path):
     assert len(ours[2][2]) < len(other[2][2]), "a question that was answered before is answered in fewer cycles"
 
 
-@pytest.mark.parametrize("name", REMEMBERERS)
+@pytest.mark.parametrize("name", [*REMEMBERERS, "ouroboros"])
 def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
     """The warm-up decodes the first question, and so does whatever was measured before."""
     target = tiny()

@@ -32,7 +32,8 @@ CLAIMED = [
     ("beagle_table1", "tau", "medusa", 2.0),
     ("beagle_table1", "speed_up", "medusa", 1.8),
     ("beagle_table1", "speed_up", "vanilla", 1.2),
-    ("beagle_table1", None, "Self-speculation hardly pays", None),
+    ("beagle_table1", "speed_up", "self_speculation", 1.0),
+    ("beagle_table1", "tau", "self_speculation", "eagle2"),
     ("beagle_figure3", "late_alpha", "beagle_60", "eagle2_60"),
     ("beagle_figure4", "tau", "k3", "k1"),
     ("beagle_figure5", "tau", "late_4", "k5"),
@@ -61,6 +62,7 @@ CLAIMED = [
     ("eagle_table6", "tau", "answers", "text"),
     ("eagle_table7", None, "The speed-up falls with the batch size", None),
     ("eagle_figure1", "speed_up", "eagle1", "medusa"),
+    ("eagle_figure1", "speed_up", "eagle1", "lookahead"),
     ("eagle_figure10", "tau", "shifted", "unshifted"),
     ("eagle_figure10", "tau", "unshifted", "feature"),
     ("eagle_figure10", "tau", "feature", "token"),
@@ -73,6 +75,7 @@ CLAIMED = [
     ("leviathan", "alpha", "gamma5", {"temperature": 1}),
     ("moa_table2", "tau", "moa", "eagle2"),
     ("moa_table2", "speed_up", "moa", "eagle2"),
+    ("moa_table2", "speed_up", "ouroboros", "independent"),
     ("moa_table5", "tau", "tli0", "tli0_states"),
     ("moa_table5", "speed_up", "tli0", "tli0_states"),
     ("moa_table5", "tau", "tli1", "tli0"),
@@ -82,6 +85,9 @@ CLAIMED = [
     ("moa_table3", None, "Cut off from the server", None),
     ("bench", "identical", "vanilla", 0.999),
     ("vocabulary", "speed_up", "eagle2_32768", "eagle2"),
+    ("spec_bench", "tau", "token_recycling", "prompt_lookup"),
+    ("spec_bench", "speed_up", "prompt_lookup", "token_recycling"),
+    ("retrieval", "speed_up", "prompt_lookup", 1.3),
 ]
 
 
@@ -164,6 +170,17 @@ def test_trainings_are_configurations_of_a_training(name, tmp_path):
     config = composed("train", [*TRAININGS[name], f"train.out={tmp_path}"])
     schema.check(config, train.Options)
     train._settle(config)
+
+
+@pytest.mark.parametrize("arm", ["independent", "ouroboros"])
+def test_trained_weights_are_the_drafters_or_its_draft_models(arm, tmp_path):
+    one = STUDIES["moa_table2"]
+    member = study.Member(arm, 1, f"{arm}@1", one["arms"][arm])
+    _, (side,) = study._prepared(one["cells"][0], [member], [], one, tmp_path)
+    shared = study._folder(study.Member("", 1, "", one["arms"]["independent"]), one, [])
+    made = side.made[0]
+    assert getattr(made, "base", made).weights == str(shared)
+    assert str(shared) in str(side.config.drafter), "the header does not say which weights they are"
 
 
 def test_trained_arms_have_two_seeds_and_train_briefly():

@@ -11,7 +11,7 @@ The mask of a tree, row = who looks, column = who is seen (`x`); the cached pref
                      5 x x . . . x
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -61,14 +61,22 @@ class Trie:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, tokens: Iterable[int]) -> None:
-        """A sequence below the root. Those that come first get the nodes, and the better ranks."""
-        node = 0
+    def add(self, tokens: Iterable[int]) -> list[int]:
+        """A sequence below the root; returns its nodes. Those that come first get the nodes, and the better ranks."""
+        nodes = [0]
         for token in tokens:
-            child = self.child(node, token)
+            child = self.child(nodes[-1], token)
             if child is None:
-                return
-            node = child
+                break
+            nodes.append(child)
+        return nodes[1:]
+
+    def walk(self, said: Sequence[int]) -> list[int]:
+        """The acceptable nodes that lie on what is said after each, from the root on."""
+        nodes = [0]
+        while (child := self.below[nodes[-1]].get(said[nodes[-1]])) is not None:
+            nodes.append(child)
+        return nodes[1:]
 
     def child(self, parent: int, token: int) -> int | None:
         """The acceptable child of a node that has this token, a new one if there was none; None if nodes are spent."""

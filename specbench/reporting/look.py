@@ -40,6 +40,7 @@ KNOWN = {
     "hybrid": (ORANGE, "d", "//"),
     "self_speculation": (VERMILION, "o", "//"),
     "early_exit": (VERMILION, "p", "xx"),
+    "ouroboros": (BLACK, "s", "xx"),
 }
 
 

@@ -52,6 +52,7 @@ TITLES = {
     "coral": "CORAL (arXiv:2502.16880)",
     "eagle": "EAGLE (arXiv:2401.15077)",
     "moa": "Mixture of Attentions (arXiv:2410.03804)",
+    "spec-bench": "Spec-Bench, leaderboard",
     "slides": "Slides on Leviathan et al., Medusa, EAGLE and HASS",
 }
 

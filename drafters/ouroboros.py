@@ -1,0 +1,179 @@
+"""Ouroboros: a draft model drafts with Lookahead, and phrases of its pool lengthen the draft (arXiv:2402.13720).
+
+    draft     x_1 … x_gamma, greedily, in passes of the draft model that hold a window and guesses (see `lookahead`)
+    lengthen  K suffixes below x_gamma: the pool's latest phrases of N tokens that begin with it
+    verify    all of it in one pass of the target, which says y_i behind x_i
+    learn     phrases from what the target said, also behind drafts that it rejected:
+
+                  each suffix becomes what the target said at its places, if that is another phrase
+                  x_i … x_(i+N-2), y_(i+N-2) behind the first rejected draft, where y = x in between
+
+One pool serves three ends: it saves passes of the draft model, makes drafts longer, and carries what the target corrected
+back into drafting. Nothing is trained. The draft model is `vanilla`'s: the one trained here, or any by `base.path`.
+
+Deviations and choices: guesses count while the window still fills. The target's phrases go into the pool behind the
+suffixes it corrected, where the authors' code may replace others if a rejected draft repeats the last one's token. Equal
+phrases stand in the pool once, suffixes that begin alike share nodes. A draft ends before a stop token and gets no suffix
+then. Rows of accepted drafts stay in the draft model's cache. The method is defined for greedy decoding: doors refuse a
+temperature, though candidates are deterministic and the engine's rule for such would be lossless.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafters.lookahead import Level, Pool, Window
+from drafters.vanilla import Vanilla
+from specbench.engine.grow import named
+from specbench.engine.interface import DraftTree, Sampler, State, Taps, TargetStates
+from specbench.engine.sampling import argmax
+from specbench.engine.target import Target
+from specbench.engine.tree import Trie
+from specbench.options import Count, Name, Natural, Seed
+
+
+class Ouroboros(nn.Module):
+    """A draft model with a window and a pool of phrases.
+
+    Args:
+        name: as tables show it.
+        base: the draft model; its own growth is not asked.
+        gamma: tokens that it drafts. suffixes: K, phrases behind them.
+        window, level, guesses: W, N and G of its Lookahead.
+        state: what the pool holds when a generation begins.
+        seed: of the window's first tokens.
+
+    Attributes:
+        text: the verified tokens, and in a cycle the drafts behind them. verified: how many of them are.
+        offered: the cycle's suffixes, latest first, each with the nodes that spell it.
+    """
+
+    taps = Taps()
+    greedy_only = True
+
+    def __init__(
+        self,
+        name: Name,
+        base: Vanilla,
+        gamma: Count = 12,
+        suffixes: Natural = 3,
+        window: Count = 20,
+        level: Level = 7,
+        guesses: Count = 20,
+        state: State = "none",
+        seed: Seed = 0,
+    ):
+        super().__init__()
+        self.name, self.base, self.gamma, self.suffixes, self.state = name, base, gamma, suffixes, state
+        self.window = Window(window, level, guesses)
+        self.guesses, self.seed = guesses, seed
+        self.nodes, self.passes = 1 + gamma + suffixes * (level - 1), gamma
+        self.remembering = False
+
+    def bind(self, target: Target) -> None:
+        self.base.bind(target)
+        self.device, self.stop_ids = target.device, frozenset(target.stop_ids)
+        self.active_parameters = self.base.active_parameters
+        self.provenance: dict[str, Any] = {"base": self.base.provenance}
+        self.contents = {f"base/{name}": digest for name, digest in self.base.contents.items()}
+        self.forget()
+
+    def compile_network(self, backend: str = "inductor") -> None:
+        self.base.compile_network(backend)
+
+    def hasten(self) -> None:
+        self.base.hasten()
+
+    def remember(self, on: bool) -> None:
+        self.remembering = on and self.state == "run"
+        self.forget()
+
+    def forget(self) -> None:
+        self.pool = Pool(self.guesses)
+
+    def reset(self, capacity: int) -> None:
+        if not self.remembering:
+            self.forget()
+        self.base.cache.begin(capacity + self.window.nodes)
+        self.text: list[int] = []
+        self.drafts: list[int] = []
+        self.verified = 0
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        """Behind the prompt, the draft model's rows of accepted drafts are good ones; the bonus it has not run yet."""
+        tokens = states.tokens.tolist()
+        if not self.text:
+            positions = torch.arange(len(tokens), device=self.device)
+            self.base.lm.run(states.tokens[None], positions[None], None, self.base.cache)
+            self.base.cache.keep()
+            self.window.begin(bonus, tokens, self.seed)
+            if self.state != "none":
+                self.pool.read(tokens, self.window.level)
+            self.text = [*tokens, bonus]
+        else:
+            accepted = tokens[1:]  # the old root was the last bonus
+            self.base.cache.truncate(self.verified + min(len(accepted), len(self.drafts)))
+            self.text[self.verified :] = [*accepted, bonus]
+        self.verified = len(self.text)
+
+    def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        while len(self.text) < self.verified + self.gamma:
+            new = self._ahead()
+            self.text += self._emittable(new)
+            if self.stop_ids & set(new):
+                break
+        self.drafts = drafts = self.text[self.verified : self.verified + self.gamma]
+        trie = Trie(root, self.nodes)
+        trie.add(drafts)
+        self.offered: list[tuple[tuple[int, ...], list[int]]] = []
+        if len(drafts) == self.gamma:
+            for phrase in self.pool.after(drafts[-1])[: self.suffixes]:
+                nodes = trie.add([*drafts, *self._emittable(phrase)])
+                self.offered.append((phrase, nodes[self.gamma :]))
+        return trie.tree(self.device)
+
+    def _ahead(self) -> list[int]:
+        """One pass of the draft model: the guess that it agrees with, and what it says next. Keeps those tokens' rows."""
+        cache, root = self.base.cache, self.text[-1]
+        trie, guessed = self.window.trie(root, map(self._emittable, self.pool.after(root)))
+        states, before = self._run(self.text[cache.length : -1], trie.tree(self.device))
+        asked = self.base.target_logits(torch.cat([states[:guessed], self.window.last(states)]))
+        said = named(self.base, argmax(asked)).tolist()
+        path = trie.walk(said[:guessed])
+        cache.keep(torch.tensor([*range(before + 1), *(before + node for node in path)], device=self.device))
+        self.window.learn(said[guessed:], self.pool)
+        return [*(trie.tokens[node] for node in path), said[path[-1] if path else 0]]
+
+    def _run(self, missing: list[int], tree: DraftTree) -> tuple[Tensor, int]:
+        """The draft model over tokens that its cache lacks and a tree behind them; states of the tree, rows before it."""
+        start, before = self.base.cache.length, len(missing)
+        tokens, depths = tree.tokens, tree.depths
+        if missing:
+            tokens = torch.cat([torch.tensor(missing, device=self.device), tokens])
+            depths = torch.cat([torch.arange(before, device=self.device), before + depths])
+        visible = torch.ones(len(tokens), start + len(tokens), dtype=torch.bool, device=self.device).tril(start)
+        visible[before:, start + before :] = tree.ancestors
+        states = self.base.lm.run(tokens[None], start + depths[None], visible[None, None], self.base.cache)[0]
+        return states[before:], before
+
+    def review(self, tree: DraftTree, states: TargetStates) -> None:
+        """Phrases of the target's own. Node i of the chain is draft i, so `said` at i is what stands for draft i + 1."""
+        said = argmax(states.logits).tolist()
+        drafts, level = self.drafts, self.window.level
+        whole = [(p, nodes) for p, nodes in reversed(self.offered) if len(nodes) > level - 3]  # not cut by a stop token
+        for phrase, _ in whole:
+            del self.pool.known[drafts[-1]][phrase]
+        for _, nodes in whole:  # the latest stays the latest
+            self.pool.keep([drafts[-1], *(said[node] for node in [self.gamma, *nodes][: level - 1])])
+        rejected = next((i for i, draft in enumerate(drafts) if said[i] != draft), len(drafts))
+        for i in range(rejected, len(drafts) - level + 2):
+            between = drafts[i + 1 : i + level - 1]
+            if between == said[i + 1 : i + level - 1]:
+                self.pool.keep([drafts[i], *between, said[i + level - 1]])
+
+    def _emittable(self, tokens: Iterable[int]) -> Iterator[int]:
+        """Up to a stop token."""
+        return takewhile(lambda token: token not in self.stop_ids, tokens)
