@@ -193,7 +193,7 @@ class MoA(TrainedDrafter):
         self.target_logits = target.logits
         below = target.layers - self.tli
         read = range(0 if self.use_lsa else below, target.layers)
-        self.taps = Taps(kv=tuple(read), hidden=(below - 1,) if self.tli else ())
+        self.taps = Taps(kv=tuple(read), hidden=(below - 1,) if self.tli else (), last=not self.use_lsa)
         width = target.hidden_size
 
         def shaped(part: str, width: int, **sizes: Any) -> Any:

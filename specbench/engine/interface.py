@@ -27,22 +27,35 @@ State = Literal["none", "prompt", "run"]
 
 @dataclass(frozen=True)
 class Taps:
-    """What a drafter wants to read from the target beside the post-norm last hidden state, which is always given.
+    """What a drafter wants to read from the target. A target on another machine sends nothing else.
 
     Attributes:
+        last: the post-norm last hidden state.
         hidden: decoder layers whose output (before the next layer) is wanted, 0-based; negative counts from the end.
         kv: decoder layers whose cached keys and values are wanted, likewise; keys are as cached, after RoPE.
+        likeliest: so many best ids of every node, rejected ones included, for `review`; None: all logits.
     """
 
     hidden: tuple[int, ...] = ()
     kv: tuple[int, ...] = ()
+    last: bool = True
+    likeliest: int | None = 0
+
+    @property
+    def beside(self) -> bool:
+        """Does it read layers, beside the last state?"""
+        return bool(self.hidden or self.kv)
+
+    def reviewed(self) -> Taps:
+        """The same for a drafter that reviews passes: all logits, unless it says how many it looks at."""
+        return self if self.likeliest else replace(self, likeliest=None)
 
     def resolve(self, layers: int) -> Taps:
         """The same taps with non-negative indices; raises `IndexError` for a layer that the target lacks."""
         for layer in (*self.hidden, *self.kv):
             if not -layers <= layer < layers:
                 raise IndexError(f"tap on layer {layer}, but the target has {layers}")
-        return Taps(tuple(i % layers for i in self.hidden), tuple(i % layers for i in self.kv))
+        return replace(self, hidden=tuple(i % layers for i in self.hidden), kv=tuple(i % layers for i in self.kv))
 
 
 @dataclass(frozen=True)
