@@ -122,7 +122,10 @@ CHANGES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "ratios": ("MLP ratios of the paper", ("drafter.mlp_ratios=null",)),
     },
 }
-BESIDE = {("vanilla", "pruned"): "norm", ("vanilla", "pruned-832"): "norm"}  # what a trial is compared with, where that is not the base
+BESIDE = {
+    ("vanilla", "pruned"): "norm",
+    ("vanilla", "pruned-832"): "norm",
+}  # what a trial is compared with, where that is not the base
 KEPT = {  # decided from the table, once a trial's row is in
     ("eagle2", "answers-only"): False,
     ("eagle2", "balanced-start"): True,
