@@ -78,8 +78,11 @@ CLAIMED = [
     ("moa_table5", "tau", "tli1", "tli0"),
     ("moa_table5", "tau", "tli3", "tli1"),
     ("moa_table5", "speed_up", "tli3", "tli1"),
-    ("moa_table3", None, "Between client and server MoA beats EAGLE-2", None),
-    ("moa_table3", None, "Cut off from the server", None),
+    ("moa_table3", "tokens_per_s", "moa", "eagle2"),
+    ("moa_table3", "target_calls", "moa", "eagle2"),
+    ("moa_table3_4g", "tokens_per_s", "moa", "independent"),
+    ("moa_table4", "same_share", "moa", "api"),
+    ("moa_table7", "received_bytes", "moa", "eagle2"),
     ("bench", "identical", "vanilla", 0.999),
     ("vocabulary", "speed_up", "eagle2_32768", "eagle2"),
 ]
