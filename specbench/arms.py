@@ -19,7 +19,7 @@ from pydantic import Field
 from specbench import acceptance, checkpoints, contents, measure, price, serving
 from specbench.bench import Contender, RunSettings
 from specbench.datasets import Chat, PromptSet, Question
-from specbench.door import sweeping
+from specbench.door import composed, sweeping
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Drafter
 from specbench.engine.sampling import Sampler
@@ -118,7 +118,19 @@ def _served(config: DictConfig, model: ModelSpec) -> Link | None:
     link: Link = instantiate(config.link)
     if link.local or link.to is not None:
         return None if link.local else link
-    return replace(link, to=serving.beside(model, config.threads))
+    return replace(link, to=serving.beside(model, config.threads, condensers(link.condense, config.model)))
+
+
+def condensers(name: str | None, model: DictConfig) -> list[Any]:
+    """The drafter of this name, not yet bound, with which a server condenses states; none for None. model: its node."""
+    if name is None:
+        return []
+    config = composed("run", [f"drafter={name}"])
+    config.model = model
+    drafter: Any = instantiate(config.drafter)
+    if not hasattr(drafter, "condense"):
+        raise SpecBenchError(f"condense={name}: this drafter makes nothing shorter of states; leave condense out")
+    return [drafter]
 
 
 def lost(error: str) -> bool:

@@ -34,6 +34,7 @@ class Link:
     patience_s: Positive = 60.0
     cut_after: Count | None = None
     then: Then = "wait"
+    condense: Name | None = None
 
     @property
     def local(self) -> bool:

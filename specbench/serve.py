@@ -14,11 +14,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from pydantic import Field
 
-from specbench import schema, serving
+from specbench import arms, schema, serving
 from specbench.door import CONF, run_door, spoken
 from specbench.engine.sockets import parsed, secret
 from specbench.models import ModelSpec
-from specbench.options import Count, Positive, Text
+from specbench.options import Count, Name, Positive, Text
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Options:
     megabytes: Annotated[int, Field(ge=1, le=4096)]
     nodes: Count
     prompt: Count | None
+    condense: Name | None
     idle_s: Positive
     model: ModelSpec
 
@@ -46,7 +47,8 @@ def main(config: DictConfig) -> None:
     parsed(address), secret(address)  # refused before anything is loaded
     torch.set_num_threads(config.threads or torch.get_num_threads())
     asked = {key: config[key] for key in ("clients", "megabytes", "nodes", "prompt", "idle_s")}
-    server = serving.server(instantiate(config.model), address, **asked)
+    condensers = arms.condensers(config.condense, config.model)
+    server = serving.server(instantiate(config.model), address, **asked, condensers=condensers)
     print(f"{config.model.name} at {server.address}; end with Ctrl-C", file=sys.stderr, flush=True)
     try:
         server.run()

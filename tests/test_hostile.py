@@ -25,7 +25,7 @@ from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
 
-TAPS = {"hidden": [], "kv": [], "last": True, "likeliest": 0}
+TAPS = {"hidden": [], "kv": [], "last": True, "likeliest": 0, "condensed": None}
 TERMS = {"rule": "lossless", "numbers": [], "seed": None, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
 BEGIN = {"kind": "begin", "n": 2, "prompt": PROMPT, "capacity": 64, "taps": TAPS, "judged": TERMS, "resumed": False}
 PASS = {"kind": "pass", "n": 3, "tokens": [1, 2], "parents": [0]}
@@ -90,6 +90,7 @@ BAD = {
     "a shape of petabytes": ({**PASS, "drawn": {**Q, "q": {"d": "float32", "s": [2**30, 2**30], "b": b""}}}, "expected"),
     "a layer that is not there": ({**BEGIN, "taps": {**TAPS, "kv": [99]}}, "layer 99"),
     "a layer many times": ({**BEGIN, "taps": {**TAPS, "kv": [1] * 50}}, "twice"),
+    "a network that is not there": ({**BEGIN, "taps": {**TAPS, "condensed": "0" * 16}}, "has not the network"),
     "a long prompt": ({**BEGIN, "prompt": [1] * 129, "capacity": 200}, "129 tokens"),
     "a huge cache": ({**BEGIN, "capacity": 2**31 - 1}, "positions"),
     "no room for the prompt": ({**BEGIN, "capacity": 3}, "no room"),

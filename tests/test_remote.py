@@ -22,9 +22,9 @@ NEEDS_LAYERS = {"self_speculation", "early_exit"}
 
 
 @contextmanager
-def serving(target, address="tcp://127.0.0.1:0", **limits):
+def serving(target, address="tcp://127.0.0.1:0", condensers=(), **limits):
     """A server in a thread of this process."""
-    server = Server(target, address, {**LIMITS, **limits})
+    server = Server(target, address, {**LIMITS, **limits}, condensers=condensers)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -84,6 +84,20 @@ def test_a_client_holds_no_layers(server, folder):
         assert all(p.is_meta for p in there.decoder.layers.parameters())
         assert not there.head.weight.is_meta and not there.embedding.weight.is_meta
         assert generate(there, make("none", there), cap=9)[0] == plain(tiny(), PROMPT, 9)
+
+
+def test_what_the_server_condenses_is_shorter_and_drafts_the_same(folder):
+    """MoA's layers mixed where they are: the same cycles, and fewer bytes than keys and values of all layers."""
+    here = tiny()
+    expected, steps = generate(here, make("moa", here), cap=24)
+    target = tiny()
+    with serving(target, condensers=[make("moa", target)]) as mixing, client(mixing, folder) as there:
+        found, remote = generate(there, make("moa", there), cap=24)
+        short = there.traffic.received
+        generate(there, make("moa", there, seed=7), cap=24)  # another network: its states come whole
+        assert "kv" in there.traffic.received and "condensed" not in there.traffic.received
+    assert (found, [s.accepted for s in remote]) == (expected, [s.accepted for s in steps])
+    assert set(short) == {"tokens", "condensed", "frame"} and short["condensed"] < there.traffic.received["kv"]
 
 
 # Broken links -----------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ RECEIVED: Mapping[str, Iterable[str]] = {
     "last": ["last"],
     "hidden": ["hidden"],
     "kv": ["kv"],
+    "condensed": ["condensed"],
     "logits": ["ids", "logits"],
 }
 AGAIN_S = 0.2  # between attempts to connect anew
@@ -236,7 +237,9 @@ class RemoteTarget(Target):
         hasten([self.head])
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
-        self.taps = (taps or Taps()).resolve(self.layers)
+        taps = (taps or Taps()).resolve(self.layers)
+        there = taps.condensed in self.connection.welcome["condensers"]
+        self.taps = replace(taps, hidden=(), kv=(), last=False) if there else replace(taps, condensed=None)
         self.capacity, self.terms = capacity, None
         self.text: list[int] = []
         self.kept: list[TargetStates] = []
@@ -365,6 +368,7 @@ class RemoteTarget(Target):
             logits=none,
             hidden=dict(zip(self.taps.hidden, hidden, strict=True)),
             kv=dict(zip(self.taps.kv, zip(kv, kv, strict=True), strict=True)),
+            condensed=tuple(self._tensor(part, (count, *part["s"][1:])) for part in answer.get("condensed", [])),
             said=answer.get("token", 0),
         )
         if self.then == "continue":

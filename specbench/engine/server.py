@@ -5,8 +5,8 @@ to it in one line; nobody else hears of it. Knows no drafter.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,14 +46,23 @@ class Server:
         address: tcp://host:port; port 0 takes a free one.
         limits: what a client may ask for, see `wire.Limits`.
         idle_s: a client that says nothing for so long is forgotten.
+        condensers: drafters bound to the target that condense states before they travel, see `interface.Condenser`.
 
     Attributes:
         address: with the port that was taken.
         clients: by ZeroMQ's name of their connection.
     """
 
-    def __init__(self, target: Target, address: str, limits: wire.Limits, idle_s: float = 600.0):
+    def __init__(
+        self,
+        target: Target,
+        address: str,
+        limits: wire.Limits,
+        idle_s: float = 600.0,
+        condensers: Sequence[Any] = (),
+    ):
         self.target, self.limits, self.idle_s = target, limits, idle_s
+        self.condensers: dict[str, Any] = {c.taps.condensed: c for c in condensers}
         self.fingerprint = target.fingerprint()
         self.clients: dict[bytes, Client] = {}
         self.socket = listening(address, limits["message"])
@@ -117,7 +126,8 @@ class Server:
         if who not in self.clients and len(self.clients) >= self.limits["clients"]:
             raise SpecBenchError(f"this server has its {self.limits['clients']} clients already; try again later")
         self.clients.setdefault(who, Client(self.target.new_cache(0)))
-        return {"kind": "welcome", "version": wire.VERSION, "fingerprint": self.fingerprint, "limits": self.limits}
+        said = {"version": wire.VERSION, "fingerprint": self.fingerprint, "limits": self.limits}
+        return {"kind": "welcome", **said, "condensers": list(self.condensers)}
 
     # Passes -------------------------------------------------------------------------------------------------------------
 
@@ -132,7 +142,11 @@ class Server:
         try:
             if any(len(set(layers)) < len(layers) for layers in (said["hidden"], said["kv"])):
                 raise SpecBenchError("a layer that is tapped twice")
-            taps = Taps(tuple(said["hidden"]), tuple(said["kv"]), said["last"], said["likeliest"])
+            taps = Taps(tuple(said["hidden"]), tuple(said["kv"]), said["last"], said["likeliest"], said["condensed"])
+            if taps.condensed is not None:
+                if taps.condensed not in self.condensers:
+                    raise SpecBenchError("this server has not the network that condenses states for you")
+                taps = replace(self.condensers[taps.condensed].taps, likeliest=taps.likeliest)
             self.target.reset(request["capacity"], taps)
         except IndexError as error:
             raise SpecBenchError(one_line(error)) from error
@@ -161,6 +175,8 @@ class Server:
         return {"path": verdict.path, "drafted": drafted, "token": verdict.bonus, **found}
 
     def _states(self, states: TargetStates, taps: Taps) -> dict[str, Any]:
+        if taps.condensed is not None:
+            return {"condensed": [wire.pack(part) for part in self.condensers[taps.condensed].condense(states)]}
         found: dict[str, Any] = {"last": wire.pack(states.last)} if taps.last else {}
         if taps.hidden:
             found["hidden"] = [wire.pack(states.hidden[i]) for i in taps.hidden]

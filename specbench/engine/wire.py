@@ -33,6 +33,7 @@ _SHAPE = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Id = Natural
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Layer = Annotated[int, Field(ge=0, lt=4096)]
 Float = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -61,6 +62,7 @@ class Tapped(TypedDict):
     kv: list[Layer]
     last: bool
     likeliest: Natural | None
+    condensed: Digest | None
 
 
 class Judged(TypedDict):
@@ -134,6 +136,7 @@ class Welcome(TypedDict):
     n: Natural
     version: Natural
     fingerprint: str
+    condensers: list[Digest]
     limits: Limits
 
 
@@ -152,6 +155,7 @@ class Answer(TypedDict):
     last: NotRequired[Packed]
     hidden: NotRequired[list[Packed]]
     kv: NotRequired[list[Packed]]
+    condensed: NotRequired[list[Packed]]
     logits: NotRequired[Packed]
     ids: NotRequired[list[list[Id]]]
     seconds: Float
@@ -221,7 +225,8 @@ def unpack(packed: Packed, device: torch.device, shape: tuple[int, ...]) -> Tens
 
 
 def tapped(taps: Taps) -> Tapped:
-    return {"hidden": list(taps.hidden), "kv": list(taps.kv), "last": taps.last, "likeliest": taps.likeliest}
+    """Names as they are, layers as lists."""
+    return {**asdict(taps), "hidden": list(taps.hidden), "kv": list(taps.kv)}  # type: ignore[typeddict-item]
 
 
 def judged(terms: Terms) -> Judged:
