@@ -24,7 +24,7 @@ def joined(parts: Sequence[TargetStates]) -> TargetStates:
         positions=torch.cat([p.positions for p in parts]),
         last=torch.cat([p.last for p in parts]),
         hidden={i: torch.cat([p.hidden[i] for p in parts]) for i in first.hidden},
-        kv={i: tuple(torch.cat([p.kv[i][side] for p in parts], 1) for side in (0, 1)) for i in first.kv},
+        kv={i: (torch.cat([p.kv[i][0] for p in parts], 1), torch.cat([p.kv[i][1] for p in parts], 1)) for i in first.kv},
         condensed=tuple(torch.cat([p.condensed[i] for p in parts]) for i in range(len(first.condensed))),
     )
 

@@ -105,7 +105,7 @@ def read_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _some_tensors(folder: Path, names: set[str]) -> dict[str, Tensor]:
-    found = {}
+    found: dict[str, Tensor] = {}
     for path in weight_files(folder):
         with open_tensors(path) as opened:
             found |= {name: read() for name, read in opened.items() if name in names}

@@ -138,7 +138,7 @@ class Connection:
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.watch, zmq.POLLIN)
         while (left := deadline - time.perf_counter()) > 0:
-            ready = dict(poller.poll(1000 * left))
+            ready = dict(poller.poll(int(1000 * left) + 1))
             if self.socket in ready:
                 answer = wire.decode(self.socket.recv(), wire.REPLY)
                 if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a question that was given up
@@ -240,7 +240,8 @@ class RemoteTarget(Target):
         taps = (taps or Taps()).resolve(self.layers)
         there = taps.condensed in self.connection.welcome["condensers"]
         self.taps = replace(taps, hidden=(), kv=(), last=False) if there else replace(taps, condensed=None)
-        self.capacity, self.terms = capacity, None
+        self.capacity = capacity
+        self.terms: Terms | None = None
         self.text: list[int] = []
         self.kept: list[TargetStates] = []
         self.emitted = 0
@@ -257,7 +258,7 @@ class RemoteTarget(Target):
             self._open()
         answer = self.connection.ask(self._begin(tokens.tolist(), resumed=False))
         self.text, self.emitted = tokens.tolist(), 1
-        states = self._states(answer, tokens, 0)
+        states = self._received(answer, tokens, 0)
         if self.terms is None:
             states.logits = wire.unpack(answer["logits"], self.device, (self.vocab_size,))[None]
         return states
@@ -265,7 +266,7 @@ class RemoteTarget(Target):
     def forward(self, tree: DraftTree) -> TargetStates:
         """The tree there, what became of it here."""
         tokens = tree.tokens.tolist()
-        message = {"kind": "pass", "tokens": tokens, "parents": tree.parents.tolist()[1:]}
+        message: dict[str, Any] = {"kind": "pass", "tokens": tokens, "parents": tree.parents.tolist()[1:]}
         if tree.acceptable is not None:
             message["others"] = (~tree.acceptable).nonzero()[:, 0].tolist()
         if tree.q is not None:
@@ -276,7 +277,7 @@ class RemoteTarget(Target):
         start = len(self.text)
         kept = [tokens[node] for node in (0, *path)]
         self.text, self.emitted = self.text + kept, self.emitted + len(kept)
-        states = self._states(answer, torch.tensor(kept, device=self.device), start)
+        states = self._received(answer, torch.tensor(kept, device=self.device), start)
         states.verdict = Verdict(path, kept[1:], [ranks[node] for node in path], answer["token"])
         states.drafted = answer["drafted"]
         if "logits" in answer:
@@ -352,7 +353,7 @@ class RemoteTarget(Target):
                     raise
                 time.sleep(AGAIN_S)
 
-    def _states(self, answer: Any, tokens: Tensor, start: int) -> Kept:
+    def _received(self, answer: Any, tokens: Tensor, start: int) -> Kept:
         """What came back of these ids, which stand from `start` on."""
         count = len(tokens)
         config = self.config

@@ -210,8 +210,8 @@ class Server:
             ranks, width = drawn["ranks"], drawn["width"]
             if len(ranks) != count or width > count or any(rank >= width for rank in ranks[1:]):
                 raise SpecBenchError("a tree whose ranks do not fit it")
-        rows = torch.tensor([tokens, parents, depths, ranks], device=device)
-        tree = trees.build(*rows.unbind(), max_depth=max(depths), width=width)
+        ids, above, levels, places = torch.tensor([tokens, parents, depths, ranks], device=device).unbind()
+        tree = trees.build(ids, above, levels, places, max(depths), width)
         if others := request.get("others"):
             tree.acceptable = torch.ones(count, dtype=torch.bool, device=device)
             tree.acceptable[self._nodes(others, count)] = False

@@ -37,7 +37,7 @@ def loopback(host: str) -> bool:
 
 def listening(address: str, most: int) -> zmq.Socket[bytes]:
     """A server's socket. most: bytes of a message; who announces more is cut off before any of it is stored."""
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to one that has vanished says so
     socket.set(zmq.MAXMSGSIZE, most)
     _common(socket)
@@ -54,7 +54,7 @@ def listening(address: str, most: int) -> zmq.Socket[bytes]:
 
 def connected(address: str) -> zmq.Socket[bytes]:
     """A client's socket; whether anybody is there shows later."""
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     _common(socket)
     if (key := secret(address)) is not None:
         socket.curve_serverkey = zmq.curve_public(key)

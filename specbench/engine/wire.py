@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import msgpack
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
@@ -38,26 +38,26 @@ Layer = Annotated[int, Field(ge=0, lt=4096)]
 Float = Annotated[float, Field(ge=0, le=1e6)]
 
 
+@with_config(_SHAPE)
 class Packed(TypedDict):
     """A tensor: dtype, shape, little-endian bytes."""
 
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     d: Literal["float32", "bfloat16", "float16"]
     s: Annotated[list[Natural], Field(max_length=4)]
     b: bytes
 
 
+@with_config(_SHAPE)
 class Hello(TypedDict):
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     kind: Literal["hello"]
     n: Natural
     version: Natural
 
 
+@with_config(_SHAPE)
 class Tapped(TypedDict):
     """`Taps`, with layers counted from 0."""
 
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     hidden: list[Layer]
     kv: list[Layer]
     last: bool
@@ -65,10 +65,10 @@ class Tapped(TypedDict):
     condensed: Digest | None
 
 
+@with_config(_SHAPE)
 class Judged(TypedDict):
     """`Terms`: the rule's name and numbers; temperature, top-p, top-k."""
 
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     rule: Literal["lossless", "typical"]
     numbers: Annotated[list[Float], Field(max_length=2)]
     temperature: Float
@@ -77,10 +77,10 @@ class Judged(TypedDict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None
 
 
+@with_config(_SHAPE)
 class Begin(TypedDict):
     """A generation. judged: None asks for the logits behind the prompt and decides nothing. resumed: send no states."""
 
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     kind: Literal["begin"]
     n: Natural
     prompt: Annotated[list[Id], Field(min_length=1)]
@@ -90,10 +90,10 @@ class Begin(TypedDict):
     resumed: bool
 
 
+@with_config(_SHAPE)
 class Drawn(TypedDict):
     """Of a tree whose children were sampled: rows of q at nodes that have children, and who was drawn when."""
 
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     nodes: list[Natural]
     q: Packed
     ranks: list[Natural]
@@ -101,10 +101,10 @@ class Drawn(TypedDict):
     replacement: bool
 
 
+@with_config(_SHAPE)
 class Pass(TypedDict):
     """A tree: ids with the root's first, parents of all but the root, nodes that may not be accepted."""
 
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     kind: Literal["pass"]
     n: Natural
     tokens: Annotated[list[Id], Field(min_length=1)]
@@ -113,16 +113,16 @@ class Pass(TypedDict):
     drawn: NotRequired[Drawn]
 
 
+@with_config(_SHAPE)
 class End(TypedDict):
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     kind: Literal["end"]
     n: Natural
 
 
+@with_config(_SHAPE)
 class Limits(TypedDict):
     """What a server takes. clients; bytes of a message; tokens of a prompt; positions; nodes of a tree."""
 
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     clients: Natural
     message: Natural
     prompt: Natural
@@ -130,8 +130,8 @@ class Limits(TypedDict):
     nodes: Natural
 
 
+@with_config(_SHAPE)
 class Welcome(TypedDict):
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     kind: Literal["welcome"]
     n: Natural
     version: Natural
@@ -140,13 +140,13 @@ class Welcome(TypedDict):
     limits: Limits
 
 
+@with_config(_SHAPE)
 class Answer(TypedDict):
     """What became of a prompt (path and drafted are missing) or a tree.
 
     logits: behind a prompt; of all nodes where a drafter reviews them, or of their likeliest `ids`. seconds: of the pass.
     """
 
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     kind: Literal["answer"]
     n: Natural
     path: NotRequired[list[Natural]]
@@ -161,15 +161,15 @@ class Answer(TypedDict):
     seconds: Float
 
 
+@with_config(_SHAPE)
 class Error(TypedDict):
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     kind: Literal["error"]
     n: Natural
     said: Annotated[str, Field(max_length=1000)]
 
 
+@with_config(_SHAPE)
 class Alive(TypedDict):
-    __pydantic_config__ = _SHAPE  # type: ignore[misc]
     kind: Literal["alive"]
 
 
@@ -226,7 +226,8 @@ def unpack(packed: Packed, device: torch.device, shape: tuple[int, ...]) -> Tens
 
 def tapped(taps: Taps) -> Tapped:
     """Names as they are, layers as lists."""
-    return {**asdict(taps), "hidden": list(taps.hidden), "kv": list(taps.kv)}  # type: ignore[typeddict-item]
+    said: Any = asdict(taps) | {"hidden": list(taps.hidden), "kv": list(taps.kv)}
+    return said
 
 
 def judged(terms: Terms) -> Judged:
@@ -236,8 +237,14 @@ def judged(terms: Terms) -> Judged:
     if name is None:
         raise SpecBenchError(f"verify={type(rule).__name__}: a server verifies by Lossless or Typical; set link=local")
     numbers = [rule.epsilon, rule.delta] if isinstance(rule, Typical) else []
-    sampler: Any = asdict(s)
-    return {"rule": name, "numbers": numbers, "seed": terms.seed, **sampler}
+    return {
+        "rule": name,
+        "numbers": numbers,
+        "seed": terms.seed,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+    }
 
 
 def terms(said: Judged) -> Terms:
