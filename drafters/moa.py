@@ -223,7 +223,7 @@ class MoA(TrainedDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        if not self.tli:  # whose layers read the target's own keys and values
+        if self.use_lsa and not self.tli:  # whose layers read the target's own keys and values
             self.taps = replace(self.taps, condensed=fingerprint(trained(self).items()))
 
     # Published weights ---------------------------------------------------------------------------------------------------
