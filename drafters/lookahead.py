@@ -26,7 +26,7 @@ from pydantic import Field
 from torch import Tensor
 
 from drafters.retrieval import Retriever
-from specbench.engine.interface import DraftTree, Sampler, State, TargetStates
+from specbench.engine.interface import DraftTree, Sampler, State, Taps, TargetStates
 from specbench.engine.sampling import argmax
 from specbench.engine.tree import Trie
 from specbench.options import Count, Name, Seed
@@ -127,6 +127,8 @@ class Lookahead(Retriever):
         state: what the pool holds when a generation begins.
         seed: of the window's first tokens.
     """
+
+    taps = Taps(last=False, likeliest=1)
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ groups of heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -55,6 +56,7 @@ from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.pretrained import fingerprint
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 from specbench.errors import SpecBenchError
@@ -193,7 +195,7 @@ class MoA(TrainedDrafter):
         self.target_logits = target.logits
         below = target.layers - self.tli
         read = range(0 if self.use_lsa else below, target.layers)
-        self.taps = Taps(kv=tuple(read), hidden=(below - 1,) if self.tli else ())
+        self.taps = Taps(kv=tuple(read), hidden=(below - 1,) if self.tli else (), last=not self.use_lsa)
         width = target.hidden_size
 
         def shaped(part: str, width: int, **sizes: Any) -> Any:
@@ -218,6 +220,11 @@ class MoA(TrainedDrafter):
         self.mlp_norm, self.mlp = LlamaRMSNorm(width, ca.rms_norm_eps), LlamaMLP(ca)
         self.tokens_cache, self.states_cache = KVCache(1, 0), KVCache(1, 0)
         self.tail_cache = KVCache(self.tli, 0)
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if self.use_lsa and not self.tli:  # whose layers read the target's own keys and values
+            self.taps = replace(self.taps, condensed=fingerprint(trained(self).items()))
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
@@ -277,10 +284,16 @@ class MoA(TrainedDrafter):
             cache.begin(capacity + self.growth.rows + 1)
         self.stable = 0  # rows of SA for verified tokens and the root
 
+    def condense(self, states: TargetStates) -> tuple[Tensor, ...]:
+        """CA's keys and values of N tokens, 2 x [N, H, Dh]: all that drafting reads of the layers that LSA mixes."""
+        seen = self.seen(states.last[None], {i: (k[None], v[None]) for i, (k, v) in states.kv.items()})
+        keys, values = self.keys_values(seen, states.positions[None])
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
     def observe(self, states: TargetStates, bonus: int) -> None:
         """LSA over what was verified; SA up to the bonus, the next root, which drafts level 1."""
-        seen = self.seen(states.last[None], {i: (k[None], v[None]) for i, (k, v) in states.kv.items()})
-        self.states_cache.append(0, *self.keys_values(seen, states.positions[None]))
+        keys, values = states.condensed or self.condense(states)
+        self.states_cache.append(0, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         self.states_cache.keep()
         self.tokens_cache.truncate(self.stable)
         first = int(self.stable > 0)  # the old root was run when it was the bonus

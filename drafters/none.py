@@ -12,7 +12,7 @@ from specbench.options import Name
 class NoDrafter:
     """Proposes nothing; every cycle is one target pass over the root and emits the bonus."""
 
-    taps = Taps()
+    taps = Taps(last=False)
     nodes, passes, active_parameters = 1, 0, 0
 
     def __init__(self, name: Name = "none"):

@@ -20,7 +20,7 @@ class Retriever(ABC):
         remembering: does memory outlive a prompt at the moment?
     """
 
-    taps = Taps()
+    taps = Taps(last=False)
     passes, active_parameters = 0, 0
 
     def __init__(self, name: Name, nodes: int, state: State = "prompt"):

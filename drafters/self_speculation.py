@@ -121,7 +121,7 @@ class _Partial(ABC):
         if not kept.attention:
             raise SpecBenchError(f"drafter={self.name}: no attention sublayer is kept; keep at least one")
         self.kept = kept
-        self.taps = Taps(kv=tuple(sorted(kept.attention)))
+        self.taps = Taps(kv=tuple(sorted(kept.attention)), last=False)
         self.cache = self.target.new_cache(0, kept.attention)
         used = [self.parts[i][0] for i in kept.attention] + [self.parts[i][1] for i in kept.mlp]
         self.active_parameters = sum(p.numel() for part in used for p in part.parameters()) + self.head.weight.numel()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafters.retrieval import Retriever
 from specbench.engine.grow import Static
-from specbench.engine.interface import DraftTree, Sampler, TargetStates
+from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.sampling import top
 from specbench.engine.target import Target
 from specbench.options import Count, Name
@@ -38,6 +38,7 @@ class TokenRecycling(Retriever):
     def __init__(self, name: Name, growth: Static, followers: Count = 8, state: Literal["none", "run"] = "none"):
         super().__init__(name, growth.nodes, state)
         self.growth, self.followers = growth, max(followers, growth.width)
+        self.taps = Taps(last=False, likeliest=self.followers)
 
     def bind(self, target: Target) -> None:
         self.vocab_size = target.vocab_size

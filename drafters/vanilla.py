@@ -32,7 +32,7 @@ from drafters.blocks import TrainedDrafter, behind, chooser, llama_config
 from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
-from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.pretrained import contents_of, local, read_model, read_tokenizer
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.weights import Checkpoint
@@ -56,6 +56,7 @@ class Vanilla(TrainedDrafter):
     """
 
     phased: tuple[str, ...] = ("regression", "classification")
+    taps = Taps(last=False)
 
     def __init__(
         self,

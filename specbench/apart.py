@@ -4,12 +4,10 @@
 """
 
 import gc
-import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from specbench import arms, costs, measure
 from specbench.bench import cached_bytes
+from specbench.children import end_with_parent
 from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
@@ -26,22 +25,11 @@ from specbench.errors import SpecBenchError
 
 def call(work: Callable[..., Any], *arguments: Any) -> Any:
     """Raises whatever the function raises, and `SpecBenchError` if its process is killed."""
-    with ProcessPoolExecutor(1, get_context("spawn"), _end_with_parent) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), end_with_parent) as pool:
         try:
             return pool.submit(work, *arguments).result()
         except BrokenProcessPool as error:
             raise SpecBenchError("a process was killed while it measured; is there enough memory?") from error
-
-
-def _end_with_parent() -> None:
-    """A killed process cannot end the one that it started, which would wait for it for ever, with all its memory."""
-
-    def watch() -> None:
-        if (parent := parent_process()) is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def memory(config: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ What every door that decodes does with a run configuration: settle it, build the
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from specbench import acceptance, checkpoints, contents, measure, price
+from specbench import acceptance, checkpoints, contents, measure, price, serving
 from specbench.bench import Contender, RunSettings
 from specbench.datasets import Chat, PromptSet, Question
-from specbench.door import sweeping
+from specbench.door import composed, sweeping
 from specbench.engine.grow import Growth
 from specbench.engine.interface import Drafter
 from specbench.engine.sampling import Sampler
@@ -27,6 +27,7 @@ from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Alphas, Rule
 from specbench.engine.weights import PROJECT
 from specbench.errors import SpecBenchError, one_line
+from specbench.link import Link
 from specbench.models import ModelSpec
 from specbench.options import Count, Natural, Text
 from specbench.records import Cell, CellFailure, Row
@@ -61,6 +62,7 @@ class RunOptions:
     decode: RunSettings
     sampler: Sampler
     verify: Rule
+    link: Link
     model: ModelSpec
     tree: Growth
     baseline: Drafter
@@ -92,12 +94,12 @@ def load(config: DictConfig) -> tuple[Target, Chat]:
     """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell."""
     if config.backend == "compile" and pick_device(config.model.get("device", "auto")).type == "cpu":
         raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
-    wanted = str(config.model)
+    wanted = f"{config.model} {config.link}"
     if wanted in _absent:
         raise SpecBenchError(_absent[wanted])
     spec: ModelSpec = instantiate(config.model)
     try:
-        target, chat = spec.load()
+        target, chat = spec.load(link=_served(config, spec))
     except SpecBenchError as error:
         if sweeping():
             print(f"specbench: {one_line(error)}", file=sys.stderr)
@@ -109,6 +111,26 @@ def load(config: DictConfig) -> tuple[Target, Chat]:
     elif spec.forward == "lean":
         target.hasten()
     return target, chat
+
+
+def _served(config: DictConfig, model: ModelSpec) -> Link | None:
+    """The link to the target's server, which this process starts if no address is given; None: the target is here."""
+    link: Link = instantiate(config.link)
+    if link.local or link.to is not None:
+        return None if link.local else link
+    return replace(link, to=serving.beside(model, config.threads, condensers(link.condense, config.model)))
+
+
+def condensers(name: str | None, model: DictConfig) -> list[Any]:
+    """The drafter of this name, not yet bound, with which a server condenses states; none for None. model: its node."""
+    if name is None:
+        return []
+    config = composed("run", [f"drafter={name}"])
+    config.model = model
+    drafter: Any = instantiate(config.drafter)
+    if not hasattr(drafter, "condense"):
+        raise SpecBenchError(f"condense={name}: this drafter makes nothing shorter of states; leave condense out")
+    return [drafter]
 
 
 def lost(error: str) -> bool:
@@ -125,12 +147,27 @@ def settle(config: DictConfig) -> None:
         )
     if config.replay and config.model.get("dtype") == "auto":
         config.model.dtype = "float32"  # in others answers part at ties
+    if config.link.name != "local":
+        _settle_link(config)
     if config.model.get("weights") == "random":
         _assume(config)
     elif config.alpha is not None:
         raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
     elif config.checkpoint is None and own and not (PROJECT / own).exists():
         config.checkpoint = published.get(config.drafter.name)
+
+
+def _settle_link(config: DictConfig) -> None:
+    """What a target on a server cannot do is refused; memory is measured where both sides are one process."""
+    if config.replay:
+        raise SpecBenchError(
+            "replay=true runs no target passes, so there is nothing to send; set replay=false or link=local"
+        )
+    if config.backend == "compile":
+        raise SpecBenchError("backend=compile is for a target in this process; set link=local, or leave it out")
+    if config.link.name == "direct" and config.link.to is None:
+        raise SpecBenchError("link.to is missing: link=tcp://host:port of a server that runs")
+    config.memory = config.trace = 0
 
 
 def _assume(config: DictConfig) -> None:
@@ -196,6 +233,8 @@ def _fit(drafter: Any, config: DictConfig, target: Target) -> dict[str, Any]:
     """
     if config.model.get("weights") == "random" or drafter.weights is None:
         raise SpecBenchError(f"drafter={drafter.name}: a tree can be fitted to trained weights only; choose another tree=")
+    if config.link.name != "local":
+        raise SpecBenchError("tree=: costs are timed of a target in this process; choose another tree=, or link=local")
     followed = acceptance.read(PROJECT / drafter.weights)
     growth, said = drafter.growth, {k: v for k, v in plain(config)["drafter"].items() if k != "growth"}
     costs = price.of(target, drafter, config.model.name, {"drafter": said, "backend": config.backend})

@@ -6,17 +6,19 @@ Knows the engine, prompts and rows; no configuration and no concrete drafter.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from specbench.datasets import Chat, Message, Question
+from specbench.engine.alone import alone, joined
 from specbench.engine.cache import KVCache
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Drafter, Taps
 from specbench.engine.known import Known
+from specbench.engine.remote import LinkLost, RemoteTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
@@ -26,7 +28,7 @@ from specbench.measure import Clock, Others
 from specbench.metrics import BASELINE
 from specbench.options import Count, Natural, Seed
 from specbench.progress import progress
-from specbench.records import Cell, Failure, Row
+from specbench.records import Cell, Failure, LinkUse, Row
 from specbench.trace import Watched
 
 
@@ -76,6 +78,7 @@ class Bench:
         self.target, self.chat, self.contenders = target, chat, contenders
         self.sampler, self.settings, self.replay = sampler, settings, replay
         self.clock, self.others = Clock(target.device), Others()
+        self.then = target.then if isinstance(target, RemoteTarget) else "stop"  # when the link to a server breaks
         if replay and target.dtype != torch.float32:
             kind = str(target.dtype).removeprefix("torch.")
             raise SpecBenchError(
@@ -153,19 +156,41 @@ class Bench:
         self.others.start()
         events = decode(self.target, contender.drafter, prompt, limits, rule, self.sampler, generator, self.clock)
         begin = self.clock()
-        for event in events:
-            if isinstance(event, Prefill):
-                row.tokens.append(event.token)
-                row.prefill_s = event.seconds
-                begin = self.clock()
-            else:
-                row.add(event)
+        lost: LinkLost | None = None
+        if isinstance(self.target, RemoteTarget):
+            self.target.cutting = contender.label != BASELINE  # with whose whole answer the others are compared
+        try:
+            for event in events:
+                if isinstance(event, Prefill):
+                    row.tokens.append(event.token)
+                    row.prefill_s = event.seconds
+                    begin = self.clock()
+                else:
+                    row.add(event)
+        except LinkLost as error:
+            if not row.tokens or self.then == "wait":
+                raise
+            lost = error
         row.decode_s = self.clock() - begin
         row.others = self.others.read()
+        if isinstance(self.target, RemoteTarget):
+            row.link = LinkUse(**asdict(self.target.traffic), cut=None if lost is None else str(lost))
+            if lost is not None and self.then == "continue":
+                self._alone(row, contender.drafter, self.target, limits)
         if self.sampler.greedy and reference is not None and not rule.lossy:
-            row.audit = audit(self.target, prompt, reference.tokens, row.tokens)
+            expected = reference.tokens if lost is None else reference.tokens[: len(row.tokens)]
+            row.audit = audit(self.target, prompt, expected, row.tokens)
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
+
+    def _alone(self, row: Row, drafter: Drafter, target: RemoteTarget, limits: Limits) -> None:
+        """The link is broken: what the drafter says of the rest by itself."""
+        begin = self.clock()
+        room = min(limits.max_new_tokens, target.max_context - row.prompt_tokens) - len(row.tokens)
+        if room > 0:
+            said = alone(drafter, joined(target.kept), row.tokens[-1], room)
+            row.alone = limits.cut(said, len(row.tokens))[0]
+        row.alone_s = self.clock() - begin
 
     def _followed(
         self, row: Row, contender: Contender, target: Target | Known, prompt: list[int], answer: list[int]

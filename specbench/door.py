@@ -51,6 +51,7 @@ def run_door(main: Callable[[], None], name: str | None = None) -> None:
     """Run a command-line door. name: of its configuration, to say which option a misspelt one is near to."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
     _lost.clear()
+    sys.argv[1:] = [word for typed in sys.argv[1:] for word in addressed(typed)]
     try:
         main()
     except KeyboardInterrupt:
@@ -66,6 +67,12 @@ def run_door(main: Callable[[], None], name: str | None = None) -> None:
         sys.exit(_complain(told(error)))
     if _lost:
         sys.exit(2)
+
+
+def addressed(typed: str) -> list[str]:
+    """`link=tcp://host:port` as the two overrides that it stands for: an address is no file under `conf/link`."""
+    found = re.match(r"link=(tcp://.*)$", typed)
+    return ["link=direct", f"link.to={found[1]}"] if found else [typed]
 
 
 def composed(name: str, overrides: list[str]) -> DictConfig:

@@ -130,7 +130,9 @@ class Totals:
         names = ("tokens", "cycles", "seconds", "draft", "target", "audited", "identical")
         sums: dict[str, np.ndarray] = {n: np.zeros(len(questions)) for n in names}
         sums |= {f"base_{n}": np.zeros(len(questions)) for n in names}
+        sums |= {n: np.zeros(len(questions)) for n in ("answers", "sent", "received", "same", "whole")}
         sums |= {n: np.zeros((len(questions), DEPTHS)) for n in ("tried", "passed")}
+        answers = {(r.question, r.turn): r.tokens for r in baseline}
         asked = {(r.question, r.turn) for r in rows}
         for row, prefix in [(r, "") for r in rows] + [(r, "base_") for r in baseline if (r.question, r.turn) in asked]:
             at = place[row.question]
@@ -143,6 +145,13 @@ class Totals:
                 sums[prefix + "audited"][at] += 1
                 sums[prefix + "identical"][at] += row.audit["verdict"] == "identical"
             if not prefix:
+                sums["answers"][at] += 1
+                if row.link is not None:
+                    sums["sent"][at] += sum(row.link.sent.values())
+                    sums["received"][at] += sum(row.link.received.values())
+                if (whole := answers.get((row.question, row.turn))) is not None:
+                    sums["whole"][at] += len(whole)
+                    sums["same"][at] += sum(a == b for a, b in zip(row.tokens + row.alone, whole, strict=False))
                 accepted, drafted = np.array(row.accepted, int), np.array(row.drafted, int)
                 for depth in range(1, min(drafted.max(initial=0), DEPTHS) + 1):
                     tried = (accepted >= depth - 1) & (drafted >= depth)
@@ -185,6 +194,10 @@ RATES: dict[str, Rate] = {
     **{f"alpha{depth}": _alpha(depth) for depth in range(6)},
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps behind the first
     "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],
+    "target_calls": lambda s: s["cycles"] / s["answers"],  # passes over trees, the prompt's not counted
+    "sent_bytes": lambda s: s["sent"] / s["cycles"],  # a cycle, the prompt's share included
+    "received_bytes": lambda s: s["received"] / s["cycles"],
+    "same_share": lambda s: s["same"] / s["whole"],  # of the baseline's ids, those that stand in the same place here
     "identical": lambda s: s["identical"] / s["audited"],  # greedy answers that are the baseline's, id by id
 }
 SAMPLES = 2000

@@ -18,6 +18,7 @@ from specbench.engine.pretrained import read_config, read_gguf, read_tokenizer, 
 from specbench.engine.target import Target, pick_device, pick_dtype
 from specbench.engine.weights import PROJECT
 from specbench.errors import SpecBenchError
+from specbench.link import Link
 from specbench.options import Count, Name, Positive, Text
 
 
@@ -60,18 +61,27 @@ class ModelSpec:
     weights: Literal["trained", "random"] = "trained"
     shape: dict[str, Any] | None = None
 
-    def load(self, processes: int = 1) -> tuple[Target, Chat]:
-        """The model, over some processes, and its chat format. Raises `SpecBenchError` for anything missing or unusable."""
+    def load(self, processes: int = 1, link: Link | None = None) -> tuple[Target, Chat]:
+        """The model, over some processes, and its chat format. Raises `SpecBenchError` for anything missing or unusable.
+
+        link: to the server that holds the target, with its address; None: it is loaded here.
+        """
         device = pick_device(self.device)
         dtype = pick_dtype(self.dtype, device)
-        self._check_memory(device, dtype, processes)
+        if link is None:
+            self._check_memory(device, dtype, processes)
+        elif self.weights == "random":
+            raise SpecBenchError("model.weights=random: there is nothing that a server could verify; set link=local")
         transformers_logging.disable_progress_bar()
         if self.weights == "random":
             return self._random(device, dtype)
         if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
             print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
-        target = Target.load(folder, dtype, device, processes, self.device_map)
+        if link is None:
+            target = Target.load(folder, dtype, device, processes, self.device_map)
+        else:
+            target = link.connect(folder, dtype, device)
         target.max_context = min(target.max_context, self.max_context)
         target.listing = PROJECT / "drafters" / "weights" / self.name / vocabulary.FILE
         tokenizer = read_tokenizer(folder)

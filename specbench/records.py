@@ -31,6 +31,19 @@ Bin = tuple[Natural, Natural, Annotated[float, AllowInfNan()]]  # nodes, those a
 
 
 @dataclass
+class LinkUse:
+    """What a generation sent and received: see `specbench.engine.remote.Traffic`."""
+
+    sent: dict[str, Natural]
+    received: dict[str, Natural]
+    round_trips: Natural
+    waited_s: Seconds
+    server_s: Seconds
+    resumed: Natural
+    cut: str | None = None  # why the generation ended without the server
+
+
+@dataclass
 class Row:
     """One generation: a drafter (or the baseline, `none`) on one turn of one question.
 
@@ -59,6 +72,11 @@ class Row:
     others: Seconds | None = None  # cores that other processes kept busy meanwhile
     replayed: bool = False
     confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.known`
+    link: LinkUse | None = None  # of a target on a server
+    alone: list[Natural] = field(
+        default_factory=list
+    )  # what the drafter went on with, cut off, behind `tokens`; unverified
+    alone_s: Seconds = 0.0
     kind: Literal["prompt"] = "prompt"
 
     def add(self, step: Step) -> None:

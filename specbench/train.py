@@ -33,7 +33,7 @@ from specbench.datasets import Conversations
 from specbench.door import CONF, run_door, spoken
 from specbench.engine import vocabulary, weights
 from specbench.engine.grow import Chain, Growth
-from specbench.engine.interface import Drafter, NoShortcut, Taps
+from specbench.engine.interface import Drafter, NoShortcut
 from specbench.engine.target import Target, pick_device
 from specbench.errors import SpecBenchError
 from specbench.models import ModelSpec
@@ -175,7 +175,7 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     torch.manual_seed(settings.seed)
     drafter: Any = instantiate(config.drafter, weights=config.train.start)
     drafter.bind(target)
-    stored = shards.settings.states and not config.train.online and drafter.taps == Taps()  # shards hold last states only
+    stored = shards.settings.states and not config.train.online and not drafter.taps.beside  # shards hold last states only
     rows = Rows(config.train.batch, config.train.row_tokens)
     estimate = plan(shards, drafter, settings, rows, not stored, config.train.build)
     if processes.is_main_process:

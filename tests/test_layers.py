@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 WORDS = ("specbench.errors", "specbench.options")  # know nothing else in the project
 FILES = ("specbench.files", "specbench.contents", "specbench.assets")  # know files, and no engine
 READERS = tuple(f"specbench.engine.{name}" for name in ("pretrained", "weights", "target", "vocabulary"))
-DOORS = {f"specbench.{door}" for door in ("run", "train", "export", "report", "study", "cost", "trials")}
+DOORS = {f"specbench.{door}" for door in ("run", "train", "export", "report", "study", "cost", "serve", "trials")}
 
 
 def imports(path: Path) -> set[str]:
@@ -95,7 +95,7 @@ def test_every_drafter_composes_and_instantiates(drafter):
     assert instantiate(config.drafter).name == drafter
 
 
-@pytest.mark.parametrize(("group", "key"), [(g, g) for g in ("model", "dataset", "tree")])
+@pytest.mark.parametrize(("group", "key"), [(g, g) for g in ("model", "dataset", "tree", "link")])
 def test_every_choice_composes_and_instantiates(group, key):
     for choice in options(group):
         assert instantiate(composed("run", f"{group}={choice}")[key]) is not None

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 import specbench.export
 import specbench.report
 import specbench.run
+import specbench.serve
 import specbench.study
 import specbench.train
 from specbench import schema
@@ -32,6 +33,7 @@ DOORS: dict[str, Any] = {
     "export": specbench.export,
     "report": specbench.report,
     "study": specbench.study,
+    "serve": specbench.serve,
 }
 GROUPS = {"model": "model", "dataset": "dataset", "tree": "tree"}
 
@@ -49,11 +51,20 @@ def named(group: str) -> list[str]:
 
 def everything() -> list[tuple[str, tuple[str, ...]]]:
     """A configuration of every YAML file of every group, at a door that takes it."""
-    runs = [("run", (f"{group}={name}",)) for group in ("drafter", "model", "dataset", "tree") for name in named(group)]
+    runs = [
+        ("run", (f"{group}={name}",)) for group in ("drafter", "model", "dataset", "tree", "link") for name in named(group)
+    ]
     recipes = [tuple(name.split("_", 1)) for name in named("recipe")]
     pairs = {*recipes, *(("small", d) for d in TRAINED), *((t, "eagle2") for t in named("train"))}
     trainings = [("train", (f"drafter={d}", f"train={t}")) for t, d in sorted(pairs)]
-    return [*runs, *trainings, *(("study", (f"study={name}",)) for name in named("study")), ("export", ()), ("report", ())]
+    return [
+        *runs,
+        *trainings,
+        *(("study", (f"study={name}",)) for name in named("study")),
+        ("export", ()),
+        ("report", ()),
+        ("serve", ()),
+    ]
 
 
 class Loaded(BaseException):

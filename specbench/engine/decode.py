@@ -9,7 +9,7 @@ import torch
 from specbench.engine.interface import Drafter, Step
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
-from specbench.engine.verify import Rule, verify
+from specbench.engine.verify import Rule, Terms
 from specbench.errors import SpecBenchError
 
 Clock = Callable[[], float]
@@ -54,7 +54,8 @@ def decode(
 ) -> Iterator[Prefill | Step]:
     """Decode one prompt speculatively: yields one `Prefill`, then one `Step` a cycle.
 
-    The emitted ids are the prefill's token followed by every step's `tokens`. `clock` must wait for the device.
+    The emitted ids are the prefill's token followed by every step's `tokens`. `clock` must wait for the device. The drafter
+    draws from the generator, verification from another that is seeded by it: see `Terms`.
 
     Raises:
         SpecBenchError: an empty prompt, one that leaves no room in the context, NaN in the target's logits, or a drafter
@@ -74,11 +75,13 @@ def decode(
             "tell; decode it"
         )
     capacity = len(prompt) + limits.max_new_tokens + drafter.nodes
-    target.reset(capacity, drafter.taps)
+    target.reset(capacity, drafter.taps if review is None else drafter.taps.reviewed())
     drafter.reset(capacity)
+    seed = None if generator is None else int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+    judge = target.judge(Terms(rule, sampler, seed))
 
     states = target.prefill(torch.tensor(prompt, device=target.device))
-    root = int(sampler.choose(states.logits[-1], generator))
+    root = judge.first(states)
     before = clock()
     drafter.observe(states, root)
     now = clock()
@@ -91,7 +94,7 @@ def decode(
         t1 = clock()
         states = target.forward(tree)  # one pass over root and nodes, ancestors-only mask
         t2 = clock()
-        verdict, drafted = verify(tree, states.logits, rule, sampler, generator)  # the accepted path and one bonus
+        verdict, drafted = judge.verify(tree, states)  # the accepted path and one bonus
         t3 = clock()
         tokens, over = limits.cut([*verdict.tokens, verdict.bonus], emitted)
         emitted += len(tokens)

@@ -27,22 +27,38 @@ State = Literal["none", "prompt", "run"]
 
 @dataclass(frozen=True)
 class Taps:
-    """What a drafter wants to read from the target beside the post-norm last hidden state, which is always given.
+    """What a drafter wants to read from the target. A target on another machine sends nothing else.
 
     Attributes:
+        last: the post-norm last hidden state.
         hidden: decoder layers whose output (before the next layer) is wanted, 0-based; negative counts from the end.
         kv: decoder layers whose cached keys and values are wanted, likewise; keys are as cached, after RoPE.
+        likeliest: so many best ids of every node, rejected ones included, for `review`; None: all logits.
+        condensed: names the network that condenses these states, where the drafter is a `Condenser`: the fingerprint of its
+            weights. A server that has the same one sends what comes out of it.
     """
 
     hidden: tuple[int, ...] = ()
     kv: tuple[int, ...] = ()
+    last: bool = True
+    likeliest: int | None = 0
+    condensed: str | None = None
+
+    @property
+    def beside(self) -> bool:
+        """Does it read layers, beside the last state?"""
+        return bool(self.hidden or self.kv)
+
+    def reviewed(self) -> Taps:
+        """The same for a drafter that reviews passes: all logits, unless it says how many it looks at."""
+        return self if self.likeliest else replace(self, likeliest=None)
 
     def resolve(self, layers: int) -> Taps:
         """The same taps with non-negative indices; raises `IndexError` for a layer that the target lacks."""
         for layer in (*self.hidden, *self.kv):
             if not -layers <= layer < layers:
                 raise IndexError(f"tap on layer {layer}, but the target has {layers}")
-        return Taps(tuple(i % layers for i in self.hidden), tuple(i % layers for i in self.kv))
+        return replace(self, hidden=tuple(i % layers for i in self.hidden), kv=tuple(i % layers for i in self.kv))
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,7 @@ class TargetStates:
     logits: Tensor  # [N, V], or [1, V] after a prefill, where only the last position matters
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [N, D]
     kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([H, N, Dh], [H, N, Dh])
+    condensed: tuple[Tensor, ...] = ()  # [N, …] each: what a `Condenser` made of them where the target is, instead of them
 
     def select(self, nodes: Tensor) -> TargetStates:
         """The states of some nodes, in the given order; a prefill's single row of logits stays. nodes: [A] of N."""
@@ -82,6 +99,7 @@ class TargetStates:
             logits=self.logits[nodes] if self.logits.shape[0] == self.tokens.shape[0] else self.logits,
             hidden={i: h[nodes] for i, h in self.hidden.items()},
             kv={i: (k[:, nodes], v[:, nodes]) for i, (k, v) in self.kv.items()},
+            condensed=tuple(part[nodes] for part in self.condensed),
         )
 
 
@@ -230,6 +248,17 @@ class Reviewer(Protocol):
 
     def review(self, tree: DraftTree, states: TargetStates) -> None:
         """See what the target said of every node, once a cycle: after verification, before states are selected and kept."""
+
+
+class Condenser(Protocol):
+    """A drafter that first of all makes something shorter of a token's states, token by token.
+
+    Where target and drafter are two machines the target's side can do that as well, and less has to travel. `observe` takes
+    states either way.
+    """
+
+    def condense(self, states: TargetStates) -> tuple[Tensor, ...]:
+        """What is left of N tokens' states, each [N, …]."""
 
 
 class Rememberer(Protocol):

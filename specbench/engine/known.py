@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.target import Target
+from specbench.engine.verify import Judge, Terms
 
 
 class Known:
@@ -43,6 +44,9 @@ class Known:
         """Begin again. taps: of the drafter that comes now."""
         self.taps = (taps or Taps()).resolve(self.target.layers)
         self.root = self.begin  # where in the text the root stands
+
+    def judge(self, terms: Terms) -> Judge:
+        return self.target.judge(terms)
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """The prompt's states [N, …], and logits [1, V] that say the answer's first token."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import ConfigDict
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 from typing_extensions import TypedDict
@@ -27,7 +27,7 @@ from specbench.errors import SpecBenchError, refusing
 from specbench.files import read_json, read_text
 
 MODELS: Any = AutoModelForCausalLM  # whose stubs know half of its options
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 WHOLE = ("model.safetensors", "pytorch_model.bin")  # one file, else an index of several; safetensors first
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # what decides beside the weights, down to the chat format
 OBJECTS = {f"{n}.json" for n in ("config", "generation_config", "tokenizer", "tokenizer_config", "vocab")}
@@ -74,6 +74,42 @@ def read_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) 
         )
     _require_whole(model, found, folder)
     return model
+
+
+def read_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model in a folder without its layers, which take no memory: embedding, final norm and LM head alone are read.
+
+    Raises:
+        SpecBenchError: as `read_model`, for what is read.
+    """
+    config = read_config(folder)
+    bare = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 0, "layer_types": []})
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": False}
+    with _stumbling(folder, f"no causal language model can be read from {folder} by its {CONFIG}"):
+        with torch.device("meta"):
+            model = MODELS.from_config(config, **settings)
+        with device:
+            ends = MODELS.from_config(bare, **settings)
+        if (folder / GENERATION).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    own = ends.state_dict()
+    found = {name: tensor for name, tensor in _some_tensors(folder, set(own)).items() if tensor.shape == own[name].shape}
+    tied = {name for name in own if ends.get_output_embeddings().weight is ends.get_input_embeddings().weight}
+    ends.load_state_dict(found, strict=False)
+    if missing := sorted(own.keys() - found.keys() - (tied & {"lm_head.weight"})):
+        raise SpecBenchError(f"{folder} lacks tensors that its {CONFIG} asks for: {some(missing)}; fetch the model again")
+    model.set_input_embeddings(ends.get_input_embeddings())
+    model.set_output_embeddings(ends.get_output_embeddings())
+    model.get_decoder().norm = ends.get_decoder().norm
+    return model.requires_grad_(False)
+
+
+def _some_tensors(folder: Path, names: set[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with open_tensors(path) as opened:
+            found |= {name: read() for name, read in opened.items() if name in names}
+    return found
 
 
 def read_tokenizer(folder: Path) -> Any:

@@ -23,6 +23,7 @@ from specbench.engine.lean import Lean, lean_forward
 from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of, random_model, read_model
 from specbench.engine.products import hasten
 from specbench.engine.tensors import finite
+from specbench.engine.verify import Here, Judge, Terms
 from specbench.errors import SpecBenchError, refusing
 
 UNDECIDING = ("dtype", "transformers_version", "_name_or_path")  # of a configuration: not which model it is
@@ -304,6 +305,10 @@ class Target(CausalLM):
         if self._compiled is not None:  # one size for all prompts, or each would be compiled anew
             capacity = max(capacity, self.max_context + SPARE)
         self.cache.begin(capacity)
+
+    def judge(self, terms: Terms) -> Judge:
+        """Who says what is accepted of the coming generation's trees."""
+        return Here(terms, self.device)
 
     def compile(self, backend: str = "inductor") -> None:
         """From now on run trees through one compiled pass of static shapes; prompts stay eager.

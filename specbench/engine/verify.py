@@ -15,14 +15,14 @@ only how much work is saved. Draws at nodes off the path are independent of thos
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from specbench.engine.interface import DraftTree, Verdict
+from specbench.engine.interface import DraftTree, TargetStates, Verdict
 from specbench.engine.sampling import Sampler, draw
 from specbench.errors import SpecBenchError
 from specbench.options import Seed, Share, Weight
@@ -191,6 +191,44 @@ def verify(
     if not is_finite:
         raise SpecBenchError("the target computed NaN or infinite logits; use another dtype (model.dtype=float32)")
     return Verdict(numbers, [ids[node] for node in path], [ranks[node] for node in path], said), drafted
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How one generation is judged.
+
+    Attributes:
+        seed: of a generator for verification alone, so that who drafts and who verifies can be two machines and draw as
+            one would; None: torch's own.
+    """
+
+    rule: Rule
+    sampler: Sampler
+    seed: int | None = None
+
+
+class Judge(Protocol):
+    """What decides after each pass of one generation: here, or where the target is."""
+
+    def first(self, states: TargetStates) -> int:
+        """The token that follows a prompt."""
+
+    def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
+        """As the function `verify`."""
+
+
+class Here:
+    """The judge of a target in this process."""
+
+    def __init__(self, terms: Terms, device: torch.device):
+        self.terms = terms
+        self.generator = None if terms.seed is None else torch.Generator(device).manual_seed(terms.seed)
+
+    def first(self, states: TargetStates) -> int:
+        return int(self.terms.sampler.choose(states.logits[-1], self.generator))
+
+    def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
+        return verify(tree, states.logits, self.terms.rule, self.terms.sampler, self.generator)
 
 
 def _acceptable(tree: DraftTree, logits: Tensor) -> tuple[DraftTree, Tensor, list[int]]:

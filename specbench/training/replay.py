@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specbench.engine.decode import Limits, decode
 from specbench.engine.grow import named
-from specbench.engine.interface import Batch, Drafter, Step, Taps
+from specbench.engine.interface import Batch, Drafter, Step
 from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
@@ -119,7 +119,7 @@ def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) ->
     for row, (answer, end) in enumerate(zip(part, ends, strict=True)):
         tokens[row, :end] = torch.tensor(answer.ids[:end])
         valid[row, :end] = True
-    stored = drafter.taps == Taps() and all(a.states is not None for a in part)
+    stored = not drafter.taps.beside and all(a.states is not None for a in part)
     if not stored:
         states, hidden, kv = target.tapped(tokens, drafter.taps)
         return Batch(tokens, states, valid, valid, hidden=hidden, kv=kv)

@@ -1,0 +1,400 @@
+"""A target on another machine: it stands where `Target` stands, and holds embedding, final norm and LM head alone.
+
+A cycle is one round trip. What is judged there comes back judged, with the states that the drafter taps of the nodes that
+were kept, and of those alone; so the loop is the same, and no drafter knows.
+
+When the link breaks in the middle of a generation, a new connection goes on from the prompt and what was verified (`wait`),
+or the generation ends with `LinkLost`, of which a cell then makes what it was told to.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import zmq
+from torch import Tensor
+
+from specbench.engine import wire
+from specbench.engine.interface import DraftTree, Taps, TargetStates, Verdict
+from specbench.engine.pretrained import read_ends
+from specbench.engine.products import hasten
+from specbench.engine.sockets import TOKEN, connected
+from specbench.engine.target import Target
+from specbench.engine.tree import root_only
+from specbench.engine.verify import Judge, Lossless, Sampler, Terms
+from specbench.errors import SpecBenchError
+
+SENT: Mapping[str, Iterable[str]] = {"prompt": ["prompt"], "tree": ["tokens", "parents", "others"], "q": ["drawn"]}
+RECEIVED: Mapping[str, Iterable[str]] = {
+    "tokens": ["path", "drafted", "token"],
+    "last": ["last"],
+    "hidden": ["hidden"],
+    "kv": ["kv"],
+    "condensed": ["condensed"],
+    "logits": ["ids", "logits"],
+}
+AGAIN_S = 0.2  # between attempts to connect anew
+
+
+Then = Literal["wait", "stop", "continue"]
+
+
+class LinkLost(SpecBenchError):
+    """Nobody answers any more."""
+
+
+@dataclass
+class Traffic:
+    """What one generation sent and received.
+
+    Attributes:
+        sent, received: bytes of messages by kind. round_trips: questions answered. resumed: how often another link went on.
+        waited_s: from questions to their answers; server_s: of that, in passes.
+    """
+
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    round_trips: int = 0
+    waited_s: float = 0.0
+    server_s: float = 0.0
+    resumed: int = 0
+
+
+def _count(into: dict[str, int], found: Mapping[str, int]) -> None:
+    for kind, size in found.items():
+        into[kind] = into.get(kind, 0) + size
+
+
+class Connection:
+    """One client's way to a server.
+
+    Args:
+        address: tcp://host:port. patience_s: how long an answer may take.
+
+    Attributes:
+        welcome: what the server said of itself. traffic: of the generation that runs.
+    """
+
+    def __init__(self, address: str, patience_s: float):
+        self.address, self.patience_s = address, patience_s
+        self.socket: zmq.Socket[bytes] | None = None
+        self.traffic, self.number = Traffic(), 0
+
+    def open(self) -> None:
+        """Connect anew. Raises `SpecBenchError` for a server that does not fit, `LinkLost` for none."""
+        self.close()
+        self.socket = connected(self.address)
+        self.watch = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self.welcome: wire.Welcome = self.ask({"kind": "hello", "version": wire.VERSION})
+        except LinkLost as error:
+            raise LinkLost(
+                f"no answer from {self.address}: is specbench.serve running there, with the same {TOKEN}?"
+            ) from error
+        if self.welcome["version"] != wire.VERSION:
+            raise SpecBenchError(f"{self.address} speaks version {self.welcome['version']}; install the same SpecBench")
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.disable_monitor()
+            self.watch.close()
+            self.socket.close()
+            self.socket = None
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Say something that nobody answers."""
+        self.number += 1
+        if self.socket is not None:
+            self.socket.send(wire.encode({**message, "n": self.number}))
+
+    def ask(self, message: Mapping[str, Any]) -> Any:
+        """The answer to a message. Raises `SpecBenchError` for one that the server refuses, `LinkLost` if none comes."""
+        if self.socket is None:
+            raise LinkLost(f"the link to {self.address} is broken")
+        self.number += 1
+        message = {**message, "n": self.number}
+        data = wire.encode(message)
+        if message["kind"] != "hello" and len(data) > self.welcome["limits"]["message"]:
+            most = self.welcome["limits"]["message"]
+            raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {most}; raise its limits.message")
+        begin = time.perf_counter()
+        self.socket.send(data)
+        answer = self._answer(begin + self.patience_s)
+        self.traffic.waited_s += time.perf_counter() - begin
+        self.traffic.round_trips += 1
+        _count(self.traffic.sent, wire.sizes(message, SENT))
+        if answer["kind"] == "error":
+            raise SpecBenchError(f"{self.address} says: {answer['said']}")
+        _count(self.traffic.received, wire.sizes(answer, RECEIVED))
+        self.traffic.server_s += answer.get("seconds", 0.0)
+        return answer
+
+    def _answer(self, deadline: float) -> Any:
+        assert self.socket is not None
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.watch, zmq.POLLIN)
+        while (left := deadline - time.perf_counter()) > 0:
+            ready = dict(poller.poll(int(1000 * left) + 1))
+            if self.socket in ready:
+                answer = wire.decode(self.socket.recv(), wire.REPLY)
+                if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a question that was given up
+                    return answer
+            elif self.watch in ready:
+                self.close()
+                raise LinkLost(f"the link to {self.address} broke")
+        self.close()
+        raise LinkLost(f"no answer from {self.address} for {self.patience_s:.0f} s")
+
+
+@dataclass
+class Kept(TargetStates):
+    """States of what was kept, and what was decided there. logits: of all nodes, for a drafter that reviews them."""
+
+    said: int = 0
+    verdict: Verdict | None = None
+    drafted: int = 0
+
+    def select(self, nodes: Tensor) -> TargetStates:
+        """What was kept is all that there is."""
+        assert len(nodes) == len(self.tokens)
+        return self
+
+
+class There:
+    """The judge is where the target is: what it decided lies beside the states."""
+
+    def first(self, states: TargetStates) -> int:
+        assert isinstance(states, Kept)
+        return states.said
+
+    def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
+        assert isinstance(states, Kept) and states.verdict is not None
+        return states.verdict, states.drafted
+
+
+class RemoteTarget(Target):
+    """A target that a server runs.
+
+    Args:
+        model: see `pretrained.read_ends`. path: its folder, whose fingerprint must be the server's.
+        address: of the server, tcp://host:port.
+        patience_s: how long an answer, or a new connection, may take.
+        then: when the link breaks, `wait` for another and go on; or leave it to the caller, by `LinkLost`, to `stop` or to
+            `continue` with the drafter alone, for which states are kept.
+        cut_after: break the link in every generation once so many tokens are there.
+
+    Attributes:
+        connection: to the server. text: prompt and verified ids of the current generation. kept: their states, see `then`.
+        cutting: does `cut_after` count at the moment?
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        path: Path,
+        address: str,
+        patience_s: float = 60.0,
+        then: Then = "stop",
+        cut_after: int | None = None,
+    ):
+        super().__init__(model, path)
+        self.connection = Connection(address, patience_s)
+        self.then, self.cut_after, self.cutting = then, cut_after, True
+        self._open()
+        context = self.connection.welcome["limits"]["context"]
+        self.max_context = min(self.max_context, context)
+        self.reset(0)
+
+    @classmethod
+    def at(cls, address: str, path: Path, dtype: torch.dtype, device: torch.device, **more: Any) -> "RemoteTarget":
+        """The server's target, whose files lie in a folder here as well, as far as a client needs them."""
+        return cls(read_ends(path, dtype, device), path, address, **more)
+
+    def _open(self) -> None:
+        self.connection.open()
+        theirs = self.connection.welcome["fingerprint"]
+        if theirs != self.fingerprint():
+            self.connection.close()
+            raise SpecBenchError(
+                f"{self.connection.address} serves another target ({theirs}) than {self.path} ({self.fingerprint()}); "
+                "start it with the same model="
+            )
+
+    def close(self) -> None:
+        """Let the server forget this client at once."""
+        self.connection.tell({"kind": "end"})
+        self.connection.close()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.connection.traffic
+
+    def hasten(self) -> None:
+        hasten([self.head])
+
+    def reset(self, capacity: int, taps: Taps | None = None) -> None:
+        taps = (taps or Taps()).resolve(self.layers)
+        there = taps.condensed in self.connection.welcome["condensers"]
+        self.taps = replace(taps, hidden=(), kv=(), last=False) if there else replace(taps, condensed=None)
+        self.capacity = capacity
+        self.terms: Terms | None = None
+        self.text: list[int] = []
+        self.kept: list[TargetStates] = []
+        self.emitted = 0
+        self.connection.traffic = Traffic()
+
+    def judge(self, terms: Terms) -> Judge:
+        wire.judged(terms)  # refused here if it cannot travel
+        self.terms = terms
+        return There()
+
+    def prefill(self, tokens: Tensor) -> TargetStates:
+        """A prompt [N]; without a judge the logits of its last position come back instead of a token."""
+        if self.connection.socket is None:
+            self._open()
+        answer = self.connection.ask(self._begin(tokens.tolist(), resumed=False))
+        self.text, self.emitted = tokens.tolist(), 1
+        states = self._received(answer, tokens, 0)
+        if self.terms is None:
+            states.logits = wire.unpack(answer["logits"], self.device, (self.vocab_size,))[None]
+        return states
+
+    def forward(self, tree: DraftTree) -> TargetStates:
+        """The tree there, what became of it here."""
+        tokens = tree.tokens.tolist()
+        message: dict[str, Any] = {"kind": "pass", "tokens": tokens, "parents": tree.parents.tolist()[1:]}
+        if tree.acceptable is not None:
+            message["others"] = (~tree.acceptable).nonzero()[:, 0].tolist()
+        if tree.q is not None:
+            message["drawn"] = _drawn(tree)
+        answer = self._asked(message)
+        path = answer["path"]
+        ranks = tree.ranks.tolist()
+        start = len(self.text)
+        kept = [tokens[node] for node in (0, *path)]
+        self.text, self.emitted = self.text + kept, self.emitted + len(kept)
+        states = self._received(answer, torch.tensor(kept, device=self.device), start)
+        states.verdict = Verdict(path, kept[1:], [ranks[node] for node in path], answer["token"])
+        states.drafted = answer["drafted"]
+        if "logits" in answer:
+            states.logits = self._logits(answer, len(tokens))
+        return states
+
+    def keep(self, nodes: Tensor) -> None:
+        """It was kept there."""
+
+    def tapped(
+        self, tokens: Tensor, taps: Taps, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+        assert len(tokens) == 1 and positions is None and mask is None, "one text at a time"
+        self.reset(tokens.shape[1] + 1, taps)
+        states = self.prefill(tokens[0])
+        hidden = {i: h[None] for i, h in states.hidden.items()}
+        return states.last[None], hidden, {i: (k[None], v[None]) for i, (k, v) in states.kv.items()}
+
+    def greedy(self, start: tuple[int, ...], count: int) -> Tensor:
+        self.reset(len(start) + count, Taps(last=False))
+        judge = self.judge(Terms(Lossless(), Sampler()))
+        text = [*start, judge.first(self.prefill(torch.tensor(start, device=self.device)))]
+        while len(text) < len(start) + count:
+            tree = root_only(text[-1], self.device)
+            text.append(judge.verify(tree, self.forward(tree))[0].bonus)
+        return torch.tensor([text], device=self.device)
+
+    # What a client has not ----------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """There is nothing to run; the server has checked its own."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise SpecBenchError(
+            "this drafter runs layers of the target, which are on the server; take another drafter=, or link=local"
+        )
+
+    run = tail = subset = sublayers = compile = _refuse
+
+    # The wire -----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, tokens: list[int], resumed: bool) -> dict[str, Any]:
+        terms = self.terms
+        if resumed and terms is not None and terms.seed is not None:
+            terms = replace(terms, seed=(terms.seed + len(tokens)) % (1 << 62))  # or the first draws would come again
+        return {
+            "kind": "begin",
+            "prompt": tokens,
+            "capacity": self.capacity,
+            "taps": wire.tapped(self.taps),
+            "judged": None if terms is None else wire.judged(terms),
+            "resumed": resumed,
+        }
+
+    def _asked(self, message: Mapping[str, Any]) -> Any:
+        """The answer to a tree, over as many connections as it takes if this target waits."""
+        try:
+            if self.cutting and self.cut_after is not None and self.emitted >= self.cut_after and not self.traffic.resumed:
+                self.connection.close()
+            return self.connection.ask(message)
+        except LinkLost:
+            if self.then != "wait":
+                raise
+        deadline = time.monotonic() + self.connection.patience_s
+        while True:
+            try:
+                self._open()
+                self.connection.ask(self._begin(self.text, resumed=True))
+                self.traffic.resumed += 1
+                return self.connection.ask(message)
+            except LinkLost:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(AGAIN_S)
+
+    def _received(self, answer: Any, tokens: Tensor, start: int) -> Kept:
+        """What came back of these ids, which stand from `start` on."""
+        count = len(tokens)
+        config = self.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rows = (config.num_key_value_heads, count, dim)
+        kv = iter([self._tensor(part, rows) for part in answer.get("kv", [])])
+        hidden = [self._tensor(part, (count, self.hidden_size)) for part in answer.get("hidden", [])]
+        none = torch.empty(count, 0, device=self.device, dtype=self.dtype)
+        found = Kept(
+            tokens=tokens,
+            positions=torch.arange(start, start + count, device=self.device),
+            last=self._tensor(answer["last"], (count, self.hidden_size)) if self.taps.last else none,
+            logits=none,
+            hidden=dict(zip(self.taps.hidden, hidden, strict=True)),
+            kv=dict(zip(self.taps.kv, zip(kv, kv, strict=True), strict=True)),
+            condensed=tuple(self._tensor(part, (count, *part["s"][1:])) for part in answer.get("condensed", [])),
+            said=answer.get("token", 0),
+        )
+        if self.then == "continue":
+            self.kept.append(found)
+        return found
+
+    def _tensor(self, packed: wire.Packed, shape: tuple[int, ...]) -> Tensor:
+        return wire.unpack(packed, self.device, shape).to(self.dtype)
+
+    def _logits(self, answer: Any, nodes: int) -> Tensor:
+        """[N, V], of which all may be missing but the likeliest."""
+        if "ids" not in answer:
+            return self._tensor(answer["logits"], (nodes, self.vocab_size))
+        ids = torch.tensor(answer["ids"], device=self.device)
+        whole = torch.full((nodes, self.vocab_size), -torch.inf, device=self.device, dtype=self.dtype)
+        return whole.scatter(1, ids, self._tensor(answer["logits"], tuple(ids.shape)))
+
+
+def _drawn(tree: DraftTree) -> dict[str, Any]:
+    assert tree.q is not None
+    parents = tree.parents[1:].unique()
+    return {
+        "nodes": parents.tolist(),
+        "q": wire.pack(tree.q[parents]),
+        "ranks": tree.ranks.tolist(),
+        "width": tree.width,
+        "replacement": tree.replacement,
+    }

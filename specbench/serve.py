@@ -1,0 +1,60 @@
+"""Door seven: hold a target for clients that draft elsewhere.
+
+python -m specbench.serve model=smollm2-135m port=5555
+python -m specbench.run link=tcp://127.0.0.1:5555 drafter=eagle2
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import hydra
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from pydantic import Field
+
+from specbench import arms, schema, serving
+from specbench.door import CONF, run_door, spoken
+from specbench.engine.sockets import parsed, secret
+from specbench.models import ModelSpec
+from specbench.options import Count, Name, Positive, Text
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `conf/serve.yaml` may say; what each means stands there."""
+
+    host: Text
+    port: Annotated[int, Field(ge=0, le=65535)]
+    threads: Annotated[int, Field(ge=1, le=4096)] | None
+    clients: Count
+    megabytes: Annotated[int, Field(ge=1, le=4096)]
+    nodes: Count
+    prompt: Count | None
+    condense: Name | None
+    idle_s: Positive
+    model: ModelSpec
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="serve")
+@spoken
+def main(config: DictConfig) -> None:
+    """Load, say where to find it, serve until interrupted."""
+    schema.check(config, Options)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"tcp://{host}:{config.port}"
+    parsed(address), secret(address)  # refused before anything is loaded
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    asked = {key: config[key] for key in ("clients", "megabytes", "nodes", "prompt", "idle_s")}
+    condensers = arms.condensers(config.condense, config.model)
+    server = serving.server(instantiate(config.model), address, **asked, condensers=condensers)
+    print(f"{config.model.name} at {server.address}; end with Ctrl-C", file=sys.stderr, flush=True)
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        print("ended", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_door(main, "serve")

@@ -1,0 +1,168 @@
+"""A target on a server: the same tokens as here, whatever drafts; and nobody is hurt by what others send."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from conftest import DRAFTERS, TRAINED, make, tiny
+from test_decode import PROMPT, generate, plain
+
+from specbench.bench import Bench, Contender, RunSettings
+from specbench.engine import wire
+from specbench.engine.remote import SENT, RemoteTarget
+from specbench.engine.sampling import Sampler
+from specbench.engine.server import Server
+from specbench.engine.verify import Lossless
+from specbench.errors import SpecBenchError
+from specbench.records import Row
+
+LIMITS = {"clients": 4, "message": 1 << 22, "prompt": 128, "context": 256, "nodes": 128}
+NEEDS_LAYERS = {"self_speculation", "early_exit"}
+
+
+@contextmanager
+def serving(target, address="tcp://127.0.0.1:0", condensers=(), **limits):
+    """A server in a thread of this process."""
+    server = Server(target, address, {**LIMITS, **limits}, condensers=condensers)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stopping = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def client(server, folder, **more):
+    remote = RemoteTarget.at(server.address, folder, torch.float32, torch.device("cpu"), patience_s=30, **more)
+    try:
+        yield remote
+    finally:
+        remote.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("remote")
+    tiny().model.save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(tiny()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - NEEDS_LAYERS))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_remote_equals_local_token_for_token(drafter, temperature, server, folder):
+    """Also cycle by cycle: the same trees were drafted from the same states."""
+    sampler = Sampler(temperature)
+    here = tiny()
+    expected, steps = generate(here, make(drafter, here), cap=24, sampler=sampler)
+    with client(server, folder) as there:
+        found, remote = generate(there, make(drafter, there), cap=24, sampler=sampler)
+    assert found == expected
+    assert [(s.accepted, s.nodes, s.drafted, s.ranks) for s in remote] == [
+        (s.accepted, s.nodes, s.drafted, s.ranks) for s in steps
+    ]
+
+
+def test_drafters_that_run_the_targets_layers_are_refused(server, folder):
+    with client(server, folder) as there:
+        for drafter in sorted(NEEDS_LAYERS):
+            with pytest.raises(SpecBenchError, match="on the server"):
+                make(drafter, there)
+
+
+def test_a_client_holds_no_layers(server, folder):
+    with client(server, folder) as there:
+        assert all(p.is_meta for p in there.decoder.layers.parameters())
+        assert not there.head.weight.is_meta and not there.embedding.weight.is_meta
+        assert generate(there, make("none", there), cap=9)[0] == plain(tiny(), PROMPT, 9)
+
+
+def test_what_the_server_condenses_is_shorter_and_drafts_the_same(folder):
+    """MoA's layers mixed where they are: the same cycles, and fewer bytes than keys and values of all layers."""
+    here = tiny()
+    expected, steps = generate(here, make("moa", here), cap=24)
+    target = tiny()
+    with serving(target, condensers=[make("moa", target)]) as mixing, client(mixing, folder) as there:
+        found, remote = generate(there, make("moa", there), cap=24)
+        short = there.traffic.received
+        generate(there, make("moa", there, seed=7), cap=24)  # another network: its states come whole
+        assert "kv" in there.traffic.received and "condensed" not in there.traffic.received
+    assert (found, [s.accepted for s in remote]) == (expected, [s.accepted for s in steps])
+    assert set(short) == {"tokens", "condensed", "frame"} and short["condensed"] < there.traffic.received["kv"]
+
+
+# Broken links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle2", "moa", "lookahead"])
+def test_a_link_that_waits_goes_on_from_what_was_verified(drafter, server, folder):
+    """Greedy answers do not change when the link breaks in between."""
+    expected = plain(tiny(), PROMPT, 24)
+    with client(server, folder, then="wait", cut_after=9) as there:
+        assert generate(there, make(drafter, there), cap=24)[0] == expected
+        assert there.traffic.resumed == 1
+
+
+def benched(there, drafter, *, cap=20):
+    """The row of one generation."""
+    bench = Bench(there, None, [Contender(drafter, make(drafter, there), Lossless())], Sampler(), RunSettings(cap))
+    row = Row(drafter, "q", "c", 0, len(PROMPT), [], 0.0, 0.0)
+    bench._decoded(row, bench.contenders[0], PROMPT, None)
+    return row
+
+
+@pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - NEEDS_LAYERS - {"none"}))
+def test_cut_off_a_drafter_goes_on_alone_and_rows_say_what_is_its_own(drafter, server, folder):
+    """What was verified is the target's; behind it stands what the drafter says, again and again the same."""
+    with client(server, folder, then="continue", cut_after=6) as there:
+        row = benched(there, drafter)
+        assert benched(there, drafter).alone == row.alone, "a second generation begins anew"
+    assert row.tokens == plain(tiny(), PROMPT, len(row.tokens)) and len(row.tokens) >= 6
+    assert row.link.cut and len(row.tokens) + len(row.alone) <= 20
+    if drafter in TRAINED:
+        most = min(20 - len(row.tokens), make(drafter, tiny()).deepest or 99)
+        assert len(row.alone) == most or row.alone[-1] in there.stop_ids
+
+
+def test_alone_a_language_model_says_what_it_would_have_said(server, folder):
+    """Vanilla needs no states: cut off, it goes on as its own greedy decoding does."""
+    with client(server, folder, then="continue", cut_after=6) as there:
+        row = benched(there, "vanilla")
+        lm = make("vanilla", there).lm
+    text = PROMPT + row.tokens
+    for token in row.alone:
+        positions = torch.arange(len(text))[None]
+        with torch.inference_mode():
+            said = lm.logits(lm.run(torch.tensor([text]), positions, None, None)[0, -1])
+        assert int(said.argmax()) == token
+        text.append(token)
+
+
+def test_a_link_that_stops_ends_the_row(server, folder):
+    with client(server, folder, then="stop", cut_after=6) as there:
+        row = benched(there, "eagle2")
+        assert 6 <= len(row.tokens) < 20 and not row.alone and row.link.cut
+
+
+# Bytes ------------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_by_kind_are_all_bytes_and_what_is_not_read_does_not_travel(server, folder):
+    with client(server, folder) as there:
+        for drafter, kinds in {"eagle2": {"last"}, "moa": {"kv"}, "vanilla": set(), "none": set()}.items():
+            generate(there, make(drafter, there), cap=12)
+            traffic = there.traffic
+            assert set(traffic.received) == {"tokens", "frame", *kinds}
+            assert {"prompt", "tree", "frame"} <= set(traffic.sent)
+            assert traffic.round_trips > 1 and 0 < traffic.server_s < traffic.waited_s
+    message = {"kind": "pass", "n": 1, "tokens": [1, 2, 3], "parents": [0, 0]}
+    assert sum(wire.sizes(message, SENT).values()) == len(wire.encode(message))

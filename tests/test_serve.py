@@ -1,0 +1,138 @@
+"""The doors over a socket: a server, clients that come and go or are killed, links that are slow."""
+
+import asyncio
+import signal
+import statistics
+import time
+
+import pytest
+from doors import run, start, weight
+
+from specbench.shaper import Shape, listen
+
+
+def served(home, *arguments, **more):
+    """A running server and its address."""
+    door = start(home, "serve", "threads=1", "port=0", *arguments, **more)
+    deadline = time.monotonic() + 120
+    while " at tcp://" not in (said := door.files[1].read_text() if door.files[1].exists() else ""):
+        assert time.monotonic() < deadline and door.poll() is None, said
+        time.sleep(0.05)
+    return door, said.split(" at ")[1].split(";")[0]
+
+
+def stopped(door):
+    door.send_signal(signal.SIGINT)
+    assert door.wait(60) == 0, door.files[1].read_text()
+
+
+def test_two_commands_answer_as_one(home, tmp_path):
+    """A server, and a run that drafts: the answers are the local run's, and rows say what travelled."""
+    door, address = served(home)
+    try:
+        common = ["drafter=eagle2", weight(home, "eagle2"), "data.limit=2"]
+        run(home, "run", f"link={address}", *common, f"results={tmp_path / 'there'}")
+        run(home, "run", *common, f"results={tmp_path / 'here'}")
+    finally:
+        stopped(door)
+    there, here = (_rows(tmp_path / side) for side in ("there", "here"))
+    assert [(r.key, r.tokens) for r in there] == [(r.key, r.tokens) for r in here]
+    for row in there:
+        assert row.link.round_trips == len(row.accepted) + 1 and row.link.sent["tree"] > 0
+        assert ("last" in row.link.received) == (row.drafter == "eagle2")
+    assert all(row.link is None for row in here)
+
+
+def _rows(folder):
+    from specbench.records import Row, read_cell
+
+    (path,) = folder.rglob("rows.jsonl")
+    return [row for row in read_cell(path)[1] if isinstance(row, Row)]
+
+
+def test_a_run_starts_a_server_of_its_own_behind_a_profile(home, tmp_path):
+    run(home, "run", "link=lan", "drafter=prompt_lookup", "data.limit=1", f"results={tmp_path}")
+    assert all(row.link.round_trips == len(row.accepted) + 1 for row in _rows(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["link=direct"], "link.to is missing"),
+        (["link=tcp://127.0.0.1:1", "link.patience_s=0.5"], "is specbench.serve running there"),
+        (["link=tcp://192.0.2.1:5555"], "SPECBENCH_TOKEN"),
+        (["link=lan", "replay=true"], "replay=true runs no target passes"),
+        (["link=lan", "backend=compile"], "backend=compile"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(home, arguments, said):
+    assert said in run(home, "run", "drafter=none", *arguments, ok=False)
+
+
+def test_a_server_beyond_loopback_wants_a_token(home):
+    assert "SPECBENCH_TOKEN" in run(home, "serve", "host=0.0.0.0", ok=False)
+
+
+def test_who_has_not_the_token_gets_no_answer(home, tmp_path):
+    door, address = served(home, SPECBENCH_TOKEN="secret")
+    try:
+        asked = [f"link={address}", "link.patience_s=3", "drafter=none", "data.limit=1", f"results={tmp_path}"]
+        for token in ("", "another"):
+            assert "with the same SPECBENCH_TOKEN" in run(home, "run", *asked, ok=False, SPECBENCH_TOKEN=token)
+        run(home, "run", *asked, "link.patience_s=60", SPECBENCH_TOKEN="secret")
+    finally:
+        stopped(door)
+
+
+# The shaper -------------------------------------------------------------------------------------------------------------
+
+
+async def _echo(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+def shaped(shape, messages):
+    """Seconds from each message to the last byte of its echo."""
+
+    async def measure():
+        echo = await asyncio.start_server(_echo, "127.0.0.1", 0)
+        proxy = await listen("127.0.0.1", echo.sockets[0].getsockname()[1], shape)
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.sockets[0].getsockname()[1])
+        found = []
+        for message in messages:
+            begin = time.perf_counter()
+            writer.write(message)
+            assert await reader.readexactly(len(message)) == message
+            found.append(time.perf_counter() - begin)
+        writer.close()
+        return found
+
+    return asyncio.run(asyncio.wait_for(measure(), 60))
+
+
+def test_a_link_is_as_late_as_it_says():
+    assert statistics.median(shaped(Shape(), [b"x"] * 20)) < 0.02
+    assert statistics.median(shaped(Shape(delay_ms=40), [b"x"] * 8)) == pytest.approx(0.08, abs=0.02)
+
+
+def test_a_link_takes_no_more_than_it_says():
+    """200 kB at 8 Mbit/s: 0.2 s in each direction, of which what came already goes back meanwhile."""
+    (seconds,) = shaped(Shape(mbit=8), [bytes(range(256)) * 800])
+    assert 0.19 < seconds < 0.35
+
+
+def test_a_lost_packet_is_a_pause():
+    always = shaped(Shape(loss=1.0, pause_ms=50), [b"x"] * 3)
+    assert min(always) > 0.09
+    some = shaped(Shape(loss=0.5, pause_ms=50), [b"x"] * 24)
+    assert len({round(s / 0.05) for s in some}) > 1 and sum(some) == pytest.approx(24 * 0.05, rel=0.6)
+
+
+def test_jitter_keeps_the_order_and_its_spread():
+    """Two independent delays N(30, 10) ms a message."""
+    found = shaped(Shape(delay_ms=30, jitter_ms=10), [bytes([i]) * 10 for i in range(30)])
+    assert statistics.mean(found) == pytest.approx(0.06, abs=0.015)
+    assert 0.006 < statistics.stdev(found) < 0.03

@@ -1,0 +1,45 @@
+"""Speed over links: what is predicted of a link is what that link then does; and several clients of one server."""
+
+import statistics
+
+import pytest
+import torch
+from conftest import make
+from test_decode import PROMPT
+from test_remote import benched, client, folder, server  # noqa: F401 - fixtures
+
+from specbench.engine.remote import RemoteTarget
+from specbench.link import Link
+from specbench.shaper import Shape
+from specbench.throughput import predicted, throughput
+
+
+def test_a_delay_cut_off_at_nothing_has_the_mean_that_is_drawn():
+    for delay, jitter in ((10.0, 10.0), (21.0, 19.0), (5.0, 0.0)):
+        drawn = statistics.mean(Shape(delay, jitter, loss=0.01, pause_ms=200).late_s(100) for _ in range(40_000))
+        assert Link("x", delay_ms=delay, jitter_ms=jitter, loss=0.01).mean_delay_s() == pytest.approx(drawn, rel=0.05)
+
+
+def test_predicted_speed_is_that_of_the_link(server, folder):  # noqa: F811
+    """From rows without delay, 60 ms of round trip: both sides of the prediction are what the shaped link then shows."""
+    link = Link("slow", to=server.address, delay_ms=30.0, mbit=20.0)
+    with client(server, folder) as there:
+        benched(there, "eagle2", cap=30)  # the first is slow
+        said = predicted([benched(there, "eagle2", cap=30)], link)
+    there = link.connect(folder, torch.float32, torch.device("cpu"))
+    try:
+        row = benched(there, "eagle2", cap=30)
+    finally:
+        there.close()
+    assert said.round_trip_s == pytest.approx(0.06)
+    assert (len(row.tokens) - 1) / row.decode_s == pytest.approx(said.tokens_per_s, rel=0.35)
+
+
+def test_clients_share_a_server_and_each_gets_its_answer(server, folder):  # noqa: F811
+    def connect():
+        there = RemoteTarget.at(server.address, folder, torch.float32, torch.device("cpu"))
+        return there, make("eagle2", there)
+
+    for clients in (1, 3):
+        found = throughput(clients, connect, [PROMPT, [9, 8, 7]], 12)
+        assert found["together"] > 0 and 0 < found["slowest"] < 1.1 * found["together"] and 0 < found["waited"] < 1
