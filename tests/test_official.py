@@ -16,7 +16,7 @@ from conftest import configuration
 from hydra.utils import instantiate
 from safetensors.torch import load_file
 
-import specbench.engine.decode as loop
+import specbench.engine.verify as judging
 from drafters.teacher import Teacher
 from specbench import checkpoints
 from specbench.engine.decode import Limits, Prefill, decode
@@ -66,7 +66,7 @@ def cycles(target: Target, drafter: Any, prompt: dict[str, Any], monkeypatch: py
         return verdict, drafted
 
     monkeypatch.setattr(target, "forward", forward)
-    monkeypatch.setattr(loop, "verify", judge)
+    monkeypatch.setattr(judging, "verify", judge)
     limits = Limits(len(prompt["output"]), target.stop_ids)
     ids = []
     for event in decode(target, drafter, prompt["prompt"], limits, Lossless(), Sampler()):
