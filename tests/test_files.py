@@ -328,7 +328,13 @@ def test_broken_studies_and_published_numbers_are_left_out(tmp_path):
     found = Report(Sources(tmp_path / "r", published=tmp_path / "published", studies=tmp_path / "study"))
     assert "moa_table2.yaml" in found.problems[0] and "moa.csv" in found.problems[1]
     assert all("shows moa" in p and p.endswith("not among the published numbers") for p in found.problems[2:])
-    assert len(found.verdicts) > 10 and {p.paper for p in found.papers} == {"beagle", "coral", "eagle", "slides", "spec-bench"}
+    assert len(found.verdicts) > 10 and {p.paper for p in found.papers} == {
+        "beagle",
+        "coral",
+        "eagle",
+        "slides",
+        "spec-bench",
+    }
 
 
 TEST = {"metric": "tau", "of": "a", "over": "b", "is": "more"}
