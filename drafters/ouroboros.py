@@ -18,14 +18,13 @@ then. Rows of accepted drafts stay in the draft model's cache. The method is def
 temperature, though candidates are deterministic and the engine's rule for such would be lossless.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drafters.lookahead import Level, Pool, Window
+from drafters.retrieval import Remembering
 from drafters.vanilla import Vanilla
 from specbench.engine.grow import named
 from specbench.engine.interface import DraftTree, Sampler, State, Taps, TargetStates
@@ -35,7 +34,7 @@ from specbench.engine.tree import Trie
 from specbench.options import Count, Name, Natural, Seed
 
 
-class Ouroboros(nn.Module):
+class Ouroboros(nn.Module, Remembering):
     """A draft model with a window and a pool of phrases.
 
     Args:
@@ -71,7 +70,6 @@ class Ouroboros(nn.Module):
         self.window = Window(window, level, guesses)
         self.guesses, self.seed = guesses, seed
         self.nodes, self.passes = 1 + gamma + suffixes * (level - 1), gamma
-        self.remembering = False
 
     def bind(self, target: Target) -> None:
         self.base.bind(target)
@@ -87,16 +85,11 @@ class Ouroboros(nn.Module):
     def hasten(self) -> None:
         self.base.hasten()
 
-    def remember(self, on: bool) -> None:
-        self.remembering = on and self.state == "run"
-        self.forget()
-
     def forget(self) -> None:
         self.pool = Pool(self.guesses)
 
     def reset(self, capacity: int) -> None:
-        if not self.remembering:
-            self.forget()
+        Remembering.reset(self, capacity)
         self.base.cache.begin(capacity + self.window.nodes)
         self.text: list[int] = []
         self.drafts: list[int] = []
@@ -122,7 +115,7 @@ class Ouroboros(nn.Module):
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         while len(self.text) < self.verified + self.gamma:
             new = self._ahead()
-            self.text += self._emittable(new)
+            self.text += self.emittable(new)
             if self.stop_ids & set(new):
                 break
         self.drafts = drafts = self.text[self.verified : self.verified + self.gamma]
@@ -131,14 +124,14 @@ class Ouroboros(nn.Module):
         self.offered: list[tuple[tuple[int, ...], list[int]]] = []
         if len(drafts) == self.gamma:
             for phrase in self.pool.after(drafts[-1])[: self.suffixes]:
-                nodes = trie.add([*drafts, *self._emittable(phrase)])
+                nodes = trie.add([*drafts, *self.emittable(phrase)])
                 self.offered.append((phrase, nodes[self.gamma :]))
         return trie.tree(self.device)
 
     def _ahead(self) -> list[int]:
         """One pass of the draft model: the guess that it agrees with, and what it says next. Keeps those tokens' rows."""
         cache, root = self.base.cache, self.text[-1]
-        trie, guessed = self.window.trie(root, map(self._emittable, self.pool.after(root)))
+        trie, guessed = self.window.trie(root, map(self.emittable, self.pool.after(root)))
         states, before = self._run(self.text[cache.length : -1], trie.tree(self.device))
         asked = self.base.target_logits(torch.cat([states[:guessed], self.window.last(states)]))
         said = named(self.base, argmax(asked)).tolist()
@@ -173,7 +166,3 @@ class Ouroboros(nn.Module):
             between = drafts[i + 1 : i + level - 1]
             if between == said[i + 1 : i + level - 1]:
                 self.pool.keep([drafts[i], *between, said[i + level - 1]])
-
-    def _emittable(self, tokens: Iterable[int]) -> Iterator[int]:
-        """Up to a stop token."""
-        return takewhile(lambda token: token not in self.stop_ids, tokens)

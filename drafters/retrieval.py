@@ -1,4 +1,4 @@
-"""What drafters without weights share: reading the text as it grows, and forgetting it or not when a prompt ends."""
+"""What drafters that copy share: a memory that ends with a prompt or not, and reading the text as it grows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -9,27 +9,17 @@ from specbench.engine.interface import State, Taps, TargetStates
 from specbench.options import Name
 
 
-class Retriever(ABC):
-    """A drafter that looks up what it has seen. It multiplies nothing: any target will do, and there is nothing to train.
-
-    A method fills in `forget` and `propose`; `read`, or `observe` whole, and `begin` where a beginning matters.
+class Remembering(ABC):
+    """A drafter with a memory, from which it copies tokens.
 
     Attributes:
-        nodes: of its trees at most, the root included.
         state: what its memory holds when a generation begins, see `interface.State`.
         remembering: does memory outlive a prompt at the moment?
     """
 
-    taps = Taps(last=False)
-    passes, active_parameters = 0, 0
-
-    def __init__(self, name: Name, nodes: int, state: State = "prompt"):
-        self.name, self.nodes, self.state = name, nodes, state
-        self.remembering = self.begun = False
-
-    def bind(self, target: Any) -> None:
-        self.device, self.stop_ids = target.device, frozenset(target.stop_ids)
-        self.forget()
+    state: State
+    remembering = False
+    stop_ids: frozenset[int]
 
     def remember(self, on: bool) -> None:
         self.remembering = on and self.state == "run"
@@ -38,6 +28,38 @@ class Retriever(ABC):
     def reset(self, capacity: int) -> None:
         if not self.remembering:
             self.forget()
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Empty the memory."""
+
+    def emittable(self, tokens: Iterable[int]) -> Iterator[int]:
+        """Up to a stop token: what was copied from behind it belongs to another answer, and it can come as the bonus."""
+        return takewhile(lambda token: token not in self.stop_ids, tokens)
+
+
+class Retriever(Remembering):
+    """A drafter that looks up what it has seen. It multiplies nothing: any target will do, and there is nothing to train.
+
+    A method fills in `forget` and `propose`; `read`, or `observe` whole, and `begin` where a beginning matters.
+
+    Attributes:
+        nodes: of its trees at most, the root included.
+    """
+
+    taps = Taps(last=False)
+    passes, active_parameters = 0, 0
+
+    def __init__(self, name: Name, nodes: int, state: State = "prompt"):
+        self.name, self.nodes, self.state = name, nodes, state
+        self.begun = False
+
+    def bind(self, target: Any) -> None:
+        self.device, self.stop_ids = target.device, frozenset(target.stop_ids)
+        self.forget()
+
+    def reset(self, capacity: int) -> None:
+        super().reset(capacity)
         self.begun = False
         self.begin()
 
@@ -48,16 +70,8 @@ class Retriever(ABC):
         self.begun = True
         self.read([*new, bonus])
 
-    @abstractmethod
-    def forget(self) -> None:
-        """Empty the memory."""
-
-    def begin(self) -> None:  # noqa: B027, for most methods there is nothing to do
+    def begin(self) -> None:
         """A new text: nothing goes over from the last one's end to its beginning."""
 
-    def read(self, tokens: list[int]) -> None:  # noqa: B027, or `observe`
+    def read(self, tokens: list[int]) -> None:
         """The text goes on with these ids, the last of which is the coming cycle's root."""
-
-    def emittable(self, tokens: Iterable[int]) -> Iterator[int]:
-        """Up to a stop token: what was copied from behind it belongs to another answer, and it can come as the bonus."""
-        return takewhile(lambda token: token not in self.stop_ids, tokens)

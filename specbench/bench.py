@@ -15,10 +15,11 @@ from torch import nn
 from specbench.datasets import Chat, Message, Question
 from specbench.engine.alone import alone, joined
 from specbench.engine.cache import KVCache
+from specbench.engine.connection import LinkLost
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Drafter, Taps
 from specbench.engine.known import Known
-from specbench.engine.remote import LinkLost, RemoteTarget
+from specbench.engine.remote import RemoteTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
@@ -78,7 +79,7 @@ class Bench:
         self.target, self.chat, self.contenders = target, chat, contenders
         self.sampler, self.settings, self.replay = sampler, settings, replay
         self.clock, self.others = Clock(target.device), Others()
-        self.then = target.then if isinstance(target, RemoteTarget) else "stop"  # when the link to a server breaks
+        self.remote = target if isinstance(target, RemoteTarget) else None
         if replay and target.dtype != torch.float32:
             kind = str(target.dtype).removeprefix("torch.")
             raise SpecBenchError(
@@ -157,8 +158,8 @@ class Bench:
         events = decode(self.target, contender.drafter, prompt, limits, rule, self.sampler, generator, self.clock)
         begin = self.clock()
         lost: LinkLost | None = None
-        if isinstance(self.target, RemoteTarget):
-            self.target.cutting = contender.label != BASELINE  # with whose whole answer the others are compared
+        if self.remote is not None:
+            self.remote.cutting = contender.label != BASELINE  # with whose whole answer the others are compared
         try:
             for event in events:
                 if isinstance(event, Prefill):
@@ -168,15 +169,15 @@ class Bench:
                 else:
                     row.add(event)
         except LinkLost as error:
-            if not row.tokens or self.then == "wait":
+            if self.remote is None or not row.tokens or self.remote.then == "wait":
                 raise
             lost = error
         row.decode_s = self.clock() - begin
         row.others = self.others.read()
-        if isinstance(self.target, RemoteTarget):
-            row.link = LinkUse(**asdict(self.target.traffic), cut=None if lost is None else str(lost))
-            if lost is not None and self.then == "continue":
-                self._alone(row, contender.drafter, self.target, limits)
+        if self.remote is not None:
+            row.link = LinkUse(**asdict(self.remote.traffic), cut=None if lost is None else str(lost))
+            if lost is not None and self.remote.then == "continue":
+                self._alone(row, contender.drafter, self.remote, limits)
         if self.sampler.greedy and reference is not None and not rule.lossy:
             expected = reference.tokens if lost is None else reference.tokens[: len(row.tokens)]
             row.audit = audit(self.target, prompt, expected, row.tokens)

@@ -32,7 +32,7 @@ Bin = tuple[Natural, Natural, Annotated[float, AllowInfNan()]]  # nodes, those a
 
 @dataclass
 class LinkUse:
-    """What a generation sent and received: see `specbench.engine.remote.Traffic`."""
+    """What a generation sent and received: see `specbench.engine.connection.Traffic`."""
 
     sent: dict[str, Natural]
     received: dict[str, Natural]

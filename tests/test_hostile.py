@@ -18,8 +18,8 @@ from test_remote import LIMITS, client, folder, server, serving  # noqa: F401 - 
 from test_serve import served
 
 from specbench.engine import wire
+from specbench.engine.connection import LinkLost
 from specbench.engine.decode import Limits, Step, decode
-from specbench.engine.remote import LinkLost
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless

@@ -10,7 +10,8 @@ from test_decode import PROMPT, generate, plain
 
 from specbench.bench import Bench, Contender, RunSettings
 from specbench.engine import wire
-from specbench.engine.remote import SENT, RemoteTarget
+from specbench.engine.connection import SENT
+from specbench.engine.remote import RemoteTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.server import Server
 from specbench.engine.verify import Lossless

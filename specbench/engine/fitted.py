@@ -206,8 +206,11 @@ class Fitted(Dynamic, _Fit):
         super().__init__(depth, top_k, nodes)
         self.limits, self.chosen = Limits(depth, top_k, nodes), {}
 
+    def best(self, acceptance: Acceptance, costs: Costs) -> Choice:
+        return self.choose(dynamic_choices(acceptance, costs, self.limits), costs.verify[1])
+
     def fit(self, acceptance: Acceptance, costs: Costs) -> None:
-        best = self.choose(dynamic_choices(acceptance, costs, self.limits), costs.verify[1])
+        best = self.best(acceptance, costs)
         Dynamic.__init__(self, best.depth, best.top_k, best.nodes)
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
@@ -231,23 +234,16 @@ class FittedStatic(Static, _Fit):
         return super().grow(drafter, root, sampler, generator)
 
 
-class Rate(Dynamic, _Fit):
+class Rate(Fitted):
     """A tree that decides for itself, cycle by cycle and level by level, at the price of a second.
 
     A level is drafted while its nodes' expected children are worth more than the time it takes; of all that was drafted as
     many nodes are verified as maximise expected tokens - price * seconds, which may be none. The price is the speed of the
     best fitted tree on held-out answers. Reads each level's values back to the host: on a GPU a wait a level.
-
-    Args:
-        depth, top_k, nodes: at most.
     """
 
-    def __init__(self, depth: Count = 8, top_k: Count = 10, nodes: Nodes = 64):
-        super().__init__(depth, top_k, nodes)
-        self.limits, self.chosen = Limits(depth, top_k, nodes), {}
-
     def fit(self, acceptance: Acceptance, costs: Costs) -> None:
-        best = self.choose(dynamic_choices(acceptance, costs, self.limits), costs.verify[1])
+        best = self.best(acceptance, costs)
         self.acceptance = acceptance
         self.price = max(best.speed, 1 / costs.verify[1])  # plain decoding is always to be had
         self.verify = [self.price * between(costs.verify, nodes) for nodes in range(self.nodes + AHEAD + 1)]  # in tokens

@@ -8,146 +8,27 @@ or the generation ends with `LinkLost`, of which a cell then makes what it was t
 """
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
-import zmq
 from torch import Tensor
 
 from specbench.engine import wire
+from specbench.engine.connection import Connection, LinkLost, Traffic
 from specbench.engine.interface import DraftTree, Taps, TargetStates, Verdict
 from specbench.engine.pretrained import read_ends
 from specbench.engine.products import hasten
-from specbench.engine.sockets import TOKEN, connected
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
 from specbench.engine.verify import Judge, Lossless, Sampler, Terms
 from specbench.errors import SpecBenchError
 
-SENT: Mapping[str, Iterable[str]] = {"prompt": ["prompt"], "tree": ["tokens", "parents", "others"], "q": ["drawn"]}
-RECEIVED: Mapping[str, Iterable[str]] = {
-    "tokens": ["path", "drafted", "token"],
-    "last": ["last"],
-    "hidden": ["hidden"],
-    "kv": ["kv"],
-    "condensed": ["condensed"],
-    "logits": ["ids", "logits"],
-}
 AGAIN_S = 0.2  # between attempts to connect anew
 
-
 Then = Literal["wait", "stop", "continue"]
-
-
-class LinkLost(SpecBenchError):
-    """Nobody answers any more."""
-
-
-@dataclass
-class Traffic:
-    """What one generation sent and received.
-
-    Attributes:
-        sent, received: bytes of messages by kind. round_trips: questions answered. resumed: how often another link went on.
-        waited_s: from questions to their answers; server_s: of that, in passes.
-    """
-
-    sent: dict[str, int] = field(default_factory=dict)
-    received: dict[str, int] = field(default_factory=dict)
-    round_trips: int = 0
-    waited_s: float = 0.0
-    server_s: float = 0.0
-    resumed: int = 0
-
-
-def _count(into: dict[str, int], found: Mapping[str, int]) -> None:
-    for kind, size in found.items():
-        into[kind] = into.get(kind, 0) + size
-
-
-class Connection:
-    """One client's way to a server.
-
-    Args:
-        address: tcp://host:port. patience_s: how long an answer may take.
-
-    Attributes:
-        welcome: what the server said of itself. traffic: of the generation that runs.
-    """
-
-    def __init__(self, address: str, patience_s: float):
-        self.address, self.patience_s = address, patience_s
-        self.socket: zmq.Socket[bytes] | None = None
-        self.traffic, self.number = Traffic(), 0
-
-    def open(self) -> None:
-        """Connect anew. Raises `SpecBenchError` for a server that does not fit, `LinkLost` for none."""
-        self.close()
-        self.socket = connected(self.address)
-        self.watch = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            self.welcome: wire.Welcome = self.ask({"kind": "hello", "version": wire.VERSION})
-        except LinkLost as error:
-            raise LinkLost(
-                f"no answer from {self.address}: is specbench.serve running there, with the same {TOKEN}?"
-            ) from error
-        if self.welcome["version"] != wire.VERSION:
-            raise SpecBenchError(f"{self.address} speaks version {self.welcome['version']}; install the same SpecBench")
-
-    def close(self) -> None:
-        if self.socket is not None:
-            self.socket.disable_monitor()
-            self.watch.close()
-            self.socket.close()
-            self.socket = None
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """Say something that nobody answers."""
-        self.number += 1
-        if self.socket is not None:
-            self.socket.send(wire.encode({**message, "n": self.number}))
-
-    def ask(self, message: Mapping[str, Any]) -> Any:
-        """The answer to a message. Raises `SpecBenchError` for one that the server refuses, `LinkLost` if none comes."""
-        if self.socket is None:
-            raise LinkLost(f"the link to {self.address} is broken")
-        self.number += 1
-        message = {**message, "n": self.number}
-        data = wire.encode(message)
-        if message["kind"] != "hello" and len(data) > self.welcome["limits"]["message"]:
-            most = self.welcome["limits"]["message"]
-            raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {most}; raise its limits.message")
-        begin = time.perf_counter()
-        self.socket.send(data)
-        answer = self._answer(begin + self.patience_s)
-        self.traffic.waited_s += time.perf_counter() - begin
-        self.traffic.round_trips += 1
-        _count(self.traffic.sent, wire.sizes(message, SENT))
-        if answer["kind"] == "error":
-            raise SpecBenchError(f"{self.address} says: {answer['said']}")
-        _count(self.traffic.received, wire.sizes(answer, RECEIVED))
-        self.traffic.server_s += answer.get("seconds", 0.0)
-        return answer
-
-    def _answer(self, deadline: float) -> Any:
-        assert self.socket is not None
-        poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
-        poller.register(self.watch, zmq.POLLIN)
-        while (left := deadline - time.perf_counter()) > 0:
-            ready = dict(poller.poll(int(1000 * left) + 1))
-            if self.socket in ready:
-                answer = wire.decode(self.socket.recv(), wire.REPLY)
-                if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a question that was given up
-                    return answer
-            elif self.watch in ready:
-                self.close()
-                raise LinkLost(f"the link to {self.address} broke")
-        self.close()
-        raise LinkLost(f"no answer from {self.address} for {self.patience_s:.0f} s")
 
 
 @dataclass

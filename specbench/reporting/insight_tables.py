@@ -3,8 +3,8 @@
 A value that rests on too few tries is marked, one that does not exist is absent.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from specbench.metrics import BASELINE, Interval
 from specbench.reporting import insight
@@ -15,6 +15,7 @@ from specbench.trace import BINS
 
 MOST = 8  # columns of a table, or of a figure's axis, for positions
 
+T = TypeVar("T")
 Table = tuple[tuple[str, ...], list[list[str]]]
 
 
@@ -70,11 +71,17 @@ def length(accepted: int) -> str:
 def waste(group: Sequence[Entry]) -> Table:
     """What the target verified in vain."""
     columns = ("drafter", "nodes a cycle", "nodes verified an accepted token [95%]", "nodes accepted [95%]")
-    lines = []
+    return columns, [
+        [e.name, f"{found.a_cycle.value:.1f}", shown(found.per_accepted), percent(found.share)]
+        for e, found in _each(group, insight.waste)
+    ]
+
+
+def _each(group: Sequence[Entry], find: Callable[[Entry], T | None]) -> Iterator[tuple[Entry, T]]:
+    """The drafters of which something is found, with that."""
     for e in drafters(group):
-        if found := insight.waste(e):
-            lines.append([e.name, f"{found.a_cycle.value:.1f}", shown(found.per_accepted), percent(found.share)])
-    return columns, lines
+        if (found := find(e)) is not None:
+            yield e, found
 
 
 def percent(found: Interval | None) -> str:
@@ -92,11 +99,10 @@ def oracle_depths(group: Sequence[Entry]) -> Table:
         "predicted by params", "with oracle depth", "speed-up [95%]", "with oracle depth [95%]",
     )  # fmt: skip
     lines = []
-    for e in drafters(group):
-        if found := insight.oracle_depth(e):
-            estimates = [number("{:.2f}", x.value) for x in (found.by_parameters, found.oracle_by_parameters)]
-            measured = [shown(found.speed_up), shown(found.oracle_speed_up)]
-            lines.append([e.name, shown(found.tau), percent(found.wasted), percent(found.ran_out), *estimates, *measured])
+    for e, found in _each(group, insight.oracle_depth):
+        estimates = [number("{:.2f}", x.value) for x in (found.by_parameters, found.oracle_by_parameters)]
+        measured = [shown(found.speed_up), shown(found.oracle_speed_up)]
+        lines.append([e.name, shown(found.tau), percent(found.wasted), percent(found.ran_out), *estimates, *measured])
     return columns, lines
 
 
@@ -120,10 +126,9 @@ def calibration(group: Sequence[Entry]) -> Table:
     tenths = tuple(f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS))
     columns = ("drafter", "candidates", "calibration error [95%]", "probability - acceptance [95%]", *tenths)
     lines = []
-    for e in drafters(group):
-        if found := insight.calibration(e):
-            points = [_point(rate) for _, rate in found.curve]
-            lines.append([e.name, f"{found.candidates:,}", _small(found.error), _small(found.excess), *points])
+    for e, found in _each(group, insight.calibration):
+        points = [_point(rate) for _, rate in found.curve]
+        lines.append([e.name, f"{found.candidates:,}", _small(found.error), _small(found.excess), *points])
     return columns, lines
 
 
@@ -146,12 +151,10 @@ def conventions(group: Sequence[Entry]) -> Table:
 def predictions(group: Sequence[Entry]) -> Table:
     """Measured speed-ups beside two formulas."""
     columns = ("drafter", "speed-up [95%]", "predicted by time [95%]", "predicted by params [95%]", "measured / predicted")
-    lines = []
-    for e in drafters(group):
-        if found := insight.predicted(e):
-            cells = (found.measured, found.by_time, found.by_parameters, found.missed)
-            lines.append([e.name, *map(shown, cells)])
-    return columns, lines
+    return columns, [
+        [e.name, *map(shown, (found.measured, found.by_time, found.by_parameters, found.missed))]
+        for e, found in _each(group, insight.predicted)
+    ]
 
 
 def fitted(group: Sequence[Entry]) -> Table:
