@@ -10,13 +10,17 @@ from specbench.options import Name
 
 
 class NoDrafter:
-    """Proposes nothing; every cycle is one target pass over the root and emits the bonus."""
+    """Proposes nothing; every cycle is one target pass over the root and emits the bonus.
 
-    taps = Taps(last=False)
+    Args:
+        streamed: a target on a server goes on by itself and sends every token as soon as it is there, instead of being
+            asked for each; to any other target it is all the same.
+    """
+
     nodes, passes, active_parameters = 1, 0, 0
 
-    def __init__(self, name: Name = "none"):
-        self.name = name
+    def __init__(self, name: Name = "none", streamed: bool = False):
+        self.name, self.taps = name, Taps(last=False, unasked=streamed)
 
     def bind(self, target: Any) -> None:
         self.device = target.device

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import StringConstraints
@@ -35,6 +35,7 @@ class Link:
     cut_after: Count | None = None
     then: Then = "wait"
     condense: Name | None = None
+    states: Literal["exact", "int8"] = "exact"
 
     @property
     def local(self) -> bool:
@@ -57,7 +58,7 @@ class Link:
         if shape != Shape(pause_ms=self.pause_ms):
             address = _shaped(address, shape)
         more = {"patience_s": self.patience_s, "then": self.then, "cut_after": self.cut_after}
-        return RemoteTarget.at(address, path, dtype, device, **more)
+        return RemoteTarget.at(address, path, dtype, device, eight=self.states == "int8", **more)
 
 
 _shapers: list[subprocess.Popen[str]] = []  # they end with this process, which holds their standard input

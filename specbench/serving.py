@@ -21,7 +21,7 @@ _beside: dict[str, str] = {}  # addresses of servers that this process has start
 def server(
     model: ModelSpec,
     address: str,
-    clients: int = 4,
+    clients: int = 16,
     megabytes: int = 64,
     nodes: int = 256,
     prompt: int | None = None,

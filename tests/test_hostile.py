@@ -25,9 +25,12 @@ from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
 
-TAPS = {"hidden": [], "kv": [], "last": True, "likeliest": 0, "condensed": None}
+TAPS = {"hidden": [], "kv": [], "last": True, "likeliest": 0, "condensed": None, "unasked": False}
 TERMS = {"rule": "lossless", "numbers": [], "seed": None, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
-BEGIN = {"kind": "begin", "n": 2, "prompt": PROMPT, "capacity": 64, "taps": TAPS, "judged": TERMS, "resumed": False}
+BEGIN = {"kind": "begin", "n": 2, "prompt": PROMPT, "capacity": 64, "taps": TAPS, "judged": TERMS} | {
+    "resumed": False,
+    "eight": False,
+}
 PASS = {"kind": "pass", "n": 3, "tokens": [1, 2], "parents": [0]}
 Q = {"nodes": [0], "ranks": [0, 0], "width": 1, "replacement": False}
 
@@ -89,6 +92,14 @@ BAD = {
     "ranks beyond the width": ({**PASS, "drawn": {**q(0.1), "ranks": [0, 5]}}, "ranks"),
     "a shape of petabytes": ({**PASS, "drawn": {**Q, "q": {"d": "float32", "s": [2**30, 2**30], "b": b""}}}, "expected"),
     "a layer that is not there": ({**BEGIN, "taps": {**TAPS, "kv": [99]}}, "layer 99"),
+    "int8 without what it stands for": (
+        {**PASS, "drawn": {**Q, "q": {"d": "int8", "s": [1, 61], "b": bytes(61)}}},
+        "expected",
+    ),
+    "int8 that stands for no number": (
+        {**PASS, "drawn": {**Q, "q": {"d": "int8", "s": [1, 61], "b": bytes([1] * 61), "m": b"\xff\xff\xff\xff"}}},
+        "no probability",
+    ),
     "a layer many times": ({**BEGIN, "taps": {**TAPS, "kv": [1] * 50}}, "twice"),
     "a network that is not there": ({**BEGIN, "taps": {**TAPS, "condensed": "0" * 16}}, "has not the network"),
     "a long prompt": ({**BEGIN, "prompt": [1] * 129, "capacity": 200}, "129 tokens"),

@@ -1,6 +1,7 @@
 """A target on a server: the same tokens as here, whatever drafts; and nobody is hurt by what others send."""
 
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +12,7 @@ from test_decode import PROMPT, generate, plain
 from specbench.bench import Bench, Contender, RunSettings
 from specbench.engine import wire
 from specbench.engine.connection import SENT
+from specbench.engine.decode import Limits, decode
 from specbench.engine.remote import RemoteTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.server import Server
@@ -43,6 +45,13 @@ def client(server, folder, **more):
         yield remote
     finally:
         remote.close()
+
+
+def wait_for(true):
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +110,49 @@ def test_what_the_server_condenses_is_shorter_and_drafts_the_same(folder):
     assert set(short) == {"tokens", "condensed", "frame"} and short["condensed"] < there.traffic.received["kv"]
 
 
+# A stream -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_stream_is_plain_decoding_that_nobody_asks_for(temperature, server, folder):
+    """The same tokens as one round trip each, from a single one."""
+    sampler = Sampler(temperature)
+    with client(server, folder) as there:
+        expected, _ = generate(there, make("none", there), cap=24, sampler=sampler)
+        assert there.traffic.round_trips == 24
+        found, steps = generate(there, make("none", there, "drafter.streamed=true"), cap=24, sampler=sampler)
+        assert there.traffic.round_trips == 1
+    assert found == expected and len(steps) == 23
+
+
+def test_a_stream_ends_at_a_stop_token_or_where_it_was_to_end_and_others_go_on(folder):
+    """One who only listens keeps nobody waiting, and who has heard enough is sent nothing more."""
+    target = tiny()
+    expected = plain(tiny(), PROMPT, 40)
+    target.stop_ids = (expected[5],)
+    with serving(target) as one, client(one, folder) as hearing, client(one, folder) as drafting:
+        hearing.stop_ids = drafting.stop_ids = target.stop_ids
+        streamed = make("none", hearing, "drafter.streamed=true")
+        events = decode(hearing, streamed, PROMPT, Limits(40), Lossless(), Sampler())
+        found = [next(events).token, *next(events).tokens]
+        assert generate(drafting, make("eagle2", drafting), cap=40)[0] == expected
+        found += [token for event in events for token in event.tokens]  # beyond the stop token: asked for once more
+        assert found == expected
+        assert hearing.traffic.round_trips == 1 + found[:-1].count(expected[5])
+        wait_for(lambda: all(client.streamed is None for client in one.clients.values()))
+
+
 # Broken links -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["none", "eagle2", "moa", "lookahead"])
-def test_a_link_that_waits_goes_on_from_what_was_verified(drafter, server, folder):
+@pytest.mark.parametrize(
+    ("drafter", "more"), [("none", []), ("none", ["drafter.streamed=true"]), ("eagle2", []), ("moa", []), ("lookahead", [])]
+)
+def test_a_link_that_waits_goes_on_from_what_was_verified(drafter, more, server, folder):
     """Greedy answers do not change when the link breaks in between."""
     expected = plain(tiny(), PROMPT, 24)
     with client(server, folder, then="wait", cut_after=9) as there:
-        assert generate(there, make(drafter, there), cap=24)[0] == expected
+        assert generate(there, make(drafter, there, *more), cap=24)[0] == expected
         assert there.traffic.resumed == 1
 
 
@@ -167,3 +210,29 @@ def test_bytes_by_kind_are_all_bytes_and_what_is_not_read_does_not_travel(server
             assert traffic.round_trips > 1 and 0 < traffic.server_s < traffic.waited_s
     message = {"kind": "pass", "n": 1, "tokens": [1, 2, 3], "parents": [0, 0]}
     assert sum(wire.sizes(message, SENT).values()) == len(wire.encode(message))
+
+
+@pytest.mark.parametrize("drafter", ["eagle2", "moa"])
+def test_states_of_eight_bits_are_fewer_bytes_and_the_answer_stays(drafter, server, folder):
+    with client(server, folder) as there:
+        expected, steps = generate(there, make(drafter, there), cap=24)
+        kind = "kv" if drafter == "moa" else "last"
+        each = there.traffic.received[kind] / there.traffic.round_trips
+    with client(server, folder, eight=True) as there:
+        found, others = generate(there, make(drafter, there), cap=24)
+        assert (
+            there.traffic.received[kind] / there.traffic.round_trips < 0.6 * each
+        )  # rows of few numbers here, and a factor
+    assert found == expected and len(others) <= len(steps) + 3
+
+
+def test_a_rounded_tensor_is_within_half_a_step_of_its_rows_largest_value():
+    tensor = (
+        torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-4, 1.0, 1e4])[:, None, None]
+    )
+    packed = wire.pack(tensor, eight=True)
+    found = wire.unpack(packed, torch.device("cpu"), (3, 5, 64))
+    assert len(packed["b"]) + len(packed["m"]) == tensor.numel() + 4 * 15
+    assert bool(((found - tensor).abs() <= tensor.abs().amax(-1, keepdim=True) / 254 * 1.001).all())
+    nothing = torch.zeros(2, 4)
+    assert torch.equal(wire.unpack(wire.pack(nothing, eight=True), torch.device("cpu"), (2, 4)), nothing)

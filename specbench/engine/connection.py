@@ -95,35 +95,43 @@ class Connection:
 
     def ask(self, message: Mapping[str, Any]) -> Any:
         """The answer to a message. Raises `SpecBenchError` for one that the server refuses, `LinkLost` if none comes."""
-        if self.socket is None:
-            raise LinkLost(f"the link to {self.address} is broken")
         self.number += 1
         message = {**message, "n": self.number}
         data = wire.encode(message)
         if message["kind"] != "hello" and len(data) > self.welcome["limits"]["message"]:
             most = self.welcome["limits"]["message"]
             raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {most}; raise its limits.message")
-        begin = time.perf_counter()
-        self.socket.send(data)
-        answer = self._answer(begin + self.patience_s)
-        self.traffic.waited_s += time.perf_counter() - begin
+        self._there().send(data)
+        answer = self.listen()
         self.traffic.round_trips += 1
         _count(self.traffic.sent, wire.sizes(message, SENT))
+        return answer
+
+    def listen(self) -> Any:
+        """The next answer to what was asked last; raises as `ask` does."""
+        begin = time.perf_counter()
+        answer = self._answer(begin + self.patience_s)
+        self.traffic.waited_s += time.perf_counter() - begin
         if answer["kind"] == "error":
             raise SpecBenchError(f"{self.address} says: {answer['said']}")
         _count(self.traffic.received, wire.sizes(answer, RECEIVED))
         self.traffic.server_s += answer.get("seconds", 0.0)
         return answer
 
+    def _there(self) -> "zmq.Socket[bytes]":
+        if self.socket is None:
+            raise LinkLost(f"the link to {self.address} is broken")
+        return self.socket
+
     def _answer(self, deadline: float) -> Any:
-        assert self.socket is not None
+        socket = self._there()
         poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
         poller.register(self.watch, zmq.POLLIN)
         while (left := deadline - time.perf_counter()) > 0:
             ready = dict(poller.poll(int(1000 * left) + 1))
-            if self.socket in ready:
-                answer = wire.decode(self.socket.recv(), wire.REPLY)
+            if socket in ready:
+                answer = wire.decode(socket.recv(), wire.REPLY)
                 if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a question that was given up
                     return answer
             elif self.watch in ready:

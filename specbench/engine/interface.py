@@ -36,6 +36,7 @@ class Taps:
         likeliest: so many best ids of every node, rejected ones included, for `review`; None: all logits.
         condensed: names the network that condenses these states, where the drafter is a `Condenser`: the fingerprint of its
             weights. A server that has the same one sends what comes out of it.
+        unasked: nothing is ever drafted, so a target on another machine may go on without being asked.
     """
 
     hidden: tuple[int, ...] = ()
@@ -43,6 +44,7 @@ class Taps:
     last: bool = True
     likeliest: int | None = 0
     condensed: str | None = None
+    unasked: bool = False
 
     @property
     def beside(self) -> bool:

@@ -67,6 +67,7 @@ class RemoteTarget(Target):
         then: when the link breaks, `wait` for another and go on; or leave it to the caller, by `LinkLost`, to `stop` or to
             `continue` with the drafter alone, for which states are kept.
         cut_after: break the link in every generation once so many tokens are there.
+        eight: ask for states rounded to int8. What is verified is the same; what is drafted may be another.
 
     Attributes:
         connection: to the server. text: prompt and verified ids of the current generation. kept: their states, see `then`.
@@ -81,10 +82,11 @@ class RemoteTarget(Target):
         patience_s: float = 60.0,
         then: Then = "stop",
         cut_after: int | None = None,
+        eight: bool = False,
     ):
         super().__init__(model, path)
         self.connection = Connection(address, patience_s)
-        self.then, self.cut_after, self.cutting = then, cut_after, True
+        self.then, self.cut_after, self.cutting, self.eight = then, cut_after, True, eight
         self._open()
         context = self.connection.welcome["limits"]["context"]
         self.max_context = min(self.max_context, context)
@@ -137,7 +139,7 @@ class RemoteTarget(Target):
         """A prompt [N]; without a judge the logits of its last position come back instead of a token."""
         if self.connection.socket is None:
             self._open()
-        answer = self.connection.ask(self._begin(tokens.tolist(), resumed=False))
+        answer = self.connection.ask(self._begin(tokens.tolist()))
         self.text, self.emitted = tokens.tolist(), 1
         states = self._received(answer, tokens, 0)
         if self.terms is None:
@@ -145,14 +147,13 @@ class RemoteTarget(Target):
         return states
 
     def forward(self, tree: DraftTree) -> TargetStates:
-        """The tree there, what became of it here."""
+        """The tree there, what became of it here; of a stream the next token, which nobody asks for."""
         tokens = tree.tokens.tolist()
-        message: dict[str, Any] = {"kind": "pass", "tokens": tokens, "parents": tree.parents.tolist()[1:]}
-        if tree.acceptable is not None:
-            message["others"] = (~tree.acceptable).nonzero()[:, 0].tolist()
-        if tree.q is not None:
-            message["drawn"] = _drawn(tree)
-        answer = self._asked(message)
+        if self.taps.unasked:
+            assert len(tokens) == 1, "who drafts has to ask"
+            answer = self._asked(None, tokens[0])
+        else:
+            answer = self._asked(_message(tree), tokens[0])
         path = answer["path"]
         ranks = tree.ranks.tolist()
         start = len(self.text)
@@ -200,9 +201,9 @@ class RemoteTarget(Target):
 
     # The wire -----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, tokens: list[int], resumed: bool) -> dict[str, Any]:
+    def _begin(self, tokens: list[int], again: bool = False, resumed: bool = False) -> dict[str, Any]:
         terms = self.terms
-        if resumed and terms is not None and terms.seed is not None:
+        if again and terms is not None and terms.seed is not None:
             terms = replace(terms, seed=(terms.seed + len(tokens)) % (1 << 62))  # or the first draws would come again
         return {
             "kind": "begin",
@@ -211,14 +212,20 @@ class RemoteTarget(Target):
             "taps": wire.tapped(self.taps),
             "judged": None if terms is None else wire.judged(terms),
             "resumed": resumed,
+            "eight": self.eight,
         }
 
-    def _asked(self, message: Mapping[str, Any]) -> Any:
-        """The answer to a tree, over as many connections as it takes if this target waits."""
+    def _asked(self, message: Mapping[str, Any] | None, root: int) -> Any:
+        """The answer to a tree over this root, over as many connections as it takes if this target waits.
+
+        message: None for the next token of a stream.
+        """
         try:
             if self.cutting and self.cut_after is not None and self.emitted >= self.cut_after and not self.traffic.resumed:
                 self.connection.close()
-            return self.connection.ask(message)
+            if message is not None:
+                return self.connection.ask(message)
+            return self._anew(None, root) if root in self.stop_ids else self.connection.listen()  # there a stream ends
         except LinkLost:
             if self.then != "wait":
                 raise
@@ -226,13 +233,20 @@ class RemoteTarget(Target):
         while True:
             try:
                 self._open()
-                self.connection.ask(self._begin(self.text, resumed=True))
+                answer = self._anew(message, root)
                 self.traffic.resumed += 1
-                return self.connection.ask(message)
+                return answer
             except LinkLost:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(AGAIN_S)
+
+    def _anew(self, message: Mapping[str, Any] | None, root: int) -> Any:
+        """The same from a new beginning. A stream's next token is the first one behind a prompt that ends with the root."""
+        if message is None:
+            return self.connection.ask(self._begin([*self.text, root], again=True)) | {"path": [], "drafted": 0}
+        self.connection.ask(self._begin(self.text, again=True, resumed=True))
+        return self.connection.ask(message)
 
     def _received(self, answer: Any, tokens: Tensor, start: int) -> Kept:
         """What came back of these ids, which stand from `start` on."""
@@ -267,6 +281,15 @@ class RemoteTarget(Target):
         ids = torch.tensor(answer["ids"], device=self.device)
         whole = torch.full((nodes, self.vocab_size), -torch.inf, device=self.device, dtype=self.dtype)
         return whole.scatter(1, ids, self._tensor(answer["logits"], tuple(ids.shape)))
+
+
+def _message(tree: DraftTree) -> dict[str, Any]:
+    message: dict[str, Any] = {"kind": "pass", "tokens": tree.tokens.tolist(), "parents": tree.parents.tolist()[1:]}
+    if tree.acceptable is not None:
+        message["others"] = (~tree.acceptable).nonzero()[:, 0].tolist()
+    if tree.q is not None:
+        message["drawn"] = _drawn(tree)
+    return message
 
 
 def _drawn(tree: DraftTree) -> dict[str, Any]:

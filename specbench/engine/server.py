@@ -7,6 +7,7 @@ to it in one line; nobody else hears of it. Knows no drafter.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from specbench.engine.cache import KVCache
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.sockets import listening
 from specbench.engine.target import Target
+from specbench.engine.tree import root_only
 from specbench.engine.verify import Here
 from specbench.errors import SpecBenchError, one_line
 
@@ -26,17 +28,26 @@ POLL_MS = 500  # between looks at who has vanished
 
 @dataclass
 class Client:
-    """What a server holds of one client."""
+    """What a server holds of one client.
+
+    Attributes:
+        eight: do its states travel as int8?
+        streamed: number of the request that plain decoding answers, token by token; None if it is asked for each tree.
+        root: the last token of such a stream.
+    """
 
     cache: KVCache
     taps: Taps = field(default_factory=Taps)
     judge: Here | None = None
+    eight: bool = False
+    streamed: int | None = None
+    root: int = 0
     seen: float = field(default_factory=time.monotonic)
 
     def forget(self) -> None:
         """Its generation is over, and its cache's memory free."""
         self.cache.begin(0)
-        self.cache.storage, self.cache.capacity, self.judge = {}, 0, None
+        self.cache.storage, self.cache.capacity, self.judge, self.streamed = {}, 0, None, None
 
 
 class Server:
@@ -74,8 +85,11 @@ class Server:
         looked = time.monotonic()
         try:
             while not (self.stopping or until()):
-                if self.socket.poll(POLL_MS):
+                streams = [pair for pair in self.clients.items() if pair[1].streamed is not None]
+                if self.socket.poll(0 if streams else POLL_MS):
                     self._turn()
+                for who, client in streams:
+                    self._stream(who, client)
                 if time.monotonic() - looked > POLL_MS / 1000:
                     self._look()
                     looked = time.monotonic()
@@ -110,11 +124,25 @@ class Server:
         if request["kind"] == "end":
             self._drop(who)
             return None
+        return self._timed(client, self._begun if request["kind"] == "begin" else self._passed, request)
+
+    def _timed(self, client: Client, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+        """What some work for a client comes to, and its seconds."""
         begin = time.perf_counter()
         self.target.cache, self.target.taps = client.cache, client.taps
         with torch.inference_mode():
-            said = self._begun(client, request) if request["kind"] == "begin" else self._passed(client, request)
+            said = work(client, *arguments)
         return {"kind": "answer", **said, "seconds": time.perf_counter() - begin}
+
+    def _stream(self, who: bytes, client: Client) -> None:
+        """One token more of plain decoding, until a stop token comes or the room that was asked for is full."""
+        if client.streamed is None:  # its last message has ended it
+            return
+        over = client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity
+        number, client.streamed = client.streamed, None
+        if not over and self.clients.get(who) is client:
+            self._send(who, self._timed(client, self._judged, root_only(client.root, self.target.device)) | {"n": number})
+            client.streamed, client.seen = number, time.monotonic()
 
     def _welcome(self, who: bytes, request: wire.Hello) -> dict[str, Any]:
         if request["version"] != wire.VERSION:
@@ -138,11 +166,8 @@ class Server:
         if not len(prompt) < request["capacity"]:
             raise SpecBenchError(f"a prompt of {len(prompt)} tokens has no room in {request['capacity']} positions")
         self._known_ids(prompt)
-        said = request["taps"]
         try:
-            if any(len(set(layers)) < len(layers) for layers in (said["hidden"], said["kv"])):
-                raise SpecBenchError("a layer that is tapped twice")
-            taps = Taps(tuple(said["hidden"]), tuple(said["kv"]), said["last"], said["likeliest"], said["condensed"])
+            taps = wire.taps(request["taps"])
             if taps.condensed is not None:
                 if taps.condensed not in self.condensers:
                     raise SpecBenchError("this server has not the network that condenses states for you")
@@ -150,38 +175,47 @@ class Server:
             self.target.reset(request["capacity"], taps)
         except IndexError as error:
             raise SpecBenchError(one_line(error)) from error
-        client.taps = self.target.taps
+        client.taps, client.eight, client.streamed = self.target.taps, request["eight"], None
         client.judge = None if request["judged"] is None else Here(wire.terms(request["judged"]), self.target.device)
         states = self.target.prefill(torch.tensor(prompt, device=self.target.device))
         found: dict[str, Any] = {}
         if client.judge is None:
             found["logits"] = wire.pack(states.logits[-1])
         elif not request["resumed"]:
-            found["token"] = client.judge.first(states)
-        return found if request["resumed"] else found | self._states(states, client.taps)
+            found["token"] = client.root = client.judge.first(states)
+            client.streamed = request["n"] if taps.unasked else None
+        return found if request["resumed"] else found | self._states(states, client)
 
     def _passed(self, client: Client, request: wire.Pass) -> dict[str, Any]:
         if client.judge is None:
             raise SpecBenchError("a tree without a prompt; begin a generation first")
+        client.streamed = None
         tree = self._tree(request)
         if client.cache.length + len(tree) > client.cache.capacity:
             raise SpecBenchError(f"a tree of {len(tree)} nodes has no room left in {client.cache.capacity} positions")
+        return self._judged(client, tree)
+
+    def _judged(self, client: Client, tree: DraftTree) -> dict[str, Any]:
+        """What becomes of a tree."""
+        assert client.judge is not None
         states = self.target.forward(tree)
         verdict, drafted = client.judge.verify(tree, states)
         kept = torch.tensor([0, *verdict.path], device=self.target.device)
         found = self._reviewed(states, client.taps)
-        found |= self._states(states.select(kept), client.taps)  # before keeping, which moves what is tapped
+        found |= self._states(states.select(kept), client)  # before keeping, which moves what is tapped
         self.target.keep(kept)
+        client.root = verdict.bonus
         return {"path": verdict.path, "drafted": drafted, "token": verdict.bonus, **found}
 
-    def _states(self, states: TargetStates, taps: Taps) -> dict[str, Any]:
+    def _states(self, states: TargetStates, client: Client) -> dict[str, Any]:
+        taps, pack = client.taps, partial(wire.pack, eight=client.eight)
         if taps.condensed is not None:
-            return {"condensed": [wire.pack(part) for part in self.condensers[taps.condensed].condense(states)]}
-        found: dict[str, Any] = {"last": wire.pack(states.last)} if taps.last else {}
+            return {"condensed": [pack(part) for part in self.condensers[taps.condensed].condense(states)]}
+        found: dict[str, Any] = {"last": pack(states.last)} if taps.last else {}
         if taps.hidden:
-            found["hidden"] = [wire.pack(states.hidden[i]) for i in taps.hidden]
+            found["hidden"] = [pack(states.hidden[i]) for i in taps.hidden]
         if taps.kv:
-            found["kv"] = [wire.pack(part) for i in taps.kv for part in states.kv[i]]
+            found["kv"] = [pack(part) for i in taps.kv for part in states.kv[i]]
         return found
 
     def _reviewed(self, states: TargetStates, taps: Taps) -> dict[str, Any]:

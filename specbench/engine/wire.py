@@ -8,10 +8,12 @@ Every request carries a number, every answer the same number, so that what comes
     begin    prompt, what is tapped, rule, seed       answer   first token, states of the prompt
     pass     tokens and parents of a tree             answer   path, bonus, depth, states of what was kept
     end      (nothing comes back)
+    (of a generation in which nothing is drafted an answer to `begin` comes for every token, unasked)
                                                       error    one line
                                                       alive    to find out who has vanished (0 bytes of answer)
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -27,8 +29,8 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless, Rule, Terms, Typical
 from specbench.errors import SpecBenchError
 
-VERSION = 1
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+VERSION = 2
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 _SHAPE = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
@@ -40,11 +42,12 @@ Float = Annotated[float, Field(ge=0, le=1e6)]
 
 @with_config(_SHAPE)
 class Packed(TypedDict):
-    """A tensor: dtype, shape, little-endian bytes."""
+    """A tensor: dtype, shape, little-endian bytes; of int8 also what 127 stands for in each row, as float32."""
 
-    d: Literal["float32", "bfloat16", "float16"]
+    d: Literal["float32", "bfloat16", "float16", "int8"]
     s: Annotated[list[Natural], Field(max_length=4)]
     b: bytes
+    m: NotRequired[bytes]
 
 
 @with_config(_SHAPE)
@@ -63,6 +66,7 @@ class Tapped(TypedDict):
     last: bool
     likeliest: Natural | None
     condensed: Digest | None
+    unasked: bool
 
 
 @with_config(_SHAPE)
@@ -79,7 +83,11 @@ class Judged(TypedDict):
 
 @with_config(_SHAPE)
 class Begin(TypedDict):
-    """A generation. judged: None asks for the logits behind the prompt and decides nothing. resumed: send no states."""
+    """A generation.
+
+    judged: None asks for the logits behind the prompt and decides nothing. resumed: send no states.
+    eight: send states as int8.
+    """
 
     kind: Literal["begin"]
     n: Natural
@@ -88,6 +96,7 @@ class Begin(TypedDict):
     taps: Tapped
     judged: Judged | None
     resumed: bool
+    eight: bool
 
 
 @with_config(_SHAPE)
@@ -206,28 +215,52 @@ def sizes(message: Mapping[str, Any], kinds: Mapping[str, Iterable[str]]) -> dic
     return {kind: count for kind, count in found.items() if count}
 
 
-def pack(tensor: Tensor) -> Packed:
+def pack(tensor: Tensor, eight: bool = False) -> Packed:
+    """A tensor as bytes. eight: rounded to int8, each row of its last dimension by its own largest value."""
     plain = tensor.detach().to("cpu").contiguous()
+    if eight:
+        most = plain.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        rounded = (plain.float() * (127 / most)).round().to(torch.int8)
+        return {"d": "int8", "s": list(plain.shape), "b": _bytes(rounded), "m": _bytes(most)}
     name: Any = str(plain.dtype).removeprefix("torch.")
-    return {"d": name, "s": list(plain.shape), "b": plain.view(-1).view(torch.uint8).numpy().tobytes()}
+    return {"d": name, "s": list(plain.shape), "b": _bytes(plain)}
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    found: bytes = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    return found
 
 
 def unpack(packed: Packed, device: torch.device, shape: tuple[int, ...]) -> Tensor:
     """The tensor, which must be of this shape. Raises `SpecBenchError`."""
-    dtype = DTYPES[packed["d"]]
-    count = 1
-    for size in packed["s"]:
-        count *= size
-    if tuple(packed["s"]) != shape or len(packed["b"]) != count * dtype.itemsize:
-        raise SpecBenchError(f"a tensor of {packed['s']} in {len(packed['b'])} bytes, where {list(shape)} were expected")
-    flat = torch.frombuffer(bytearray(packed["b"]), dtype=dtype) if count else torch.empty(0, dtype=dtype)
-    return flat.view(shape).to(device)
+    if tuple(packed["s"]) != shape or ("m" in packed) != (packed["d"] == "int8"):
+        raise SpecBenchError(f"a tensor of {packed['s']}, where {list(shape)} were expected")
+    found = _tensor(packed["b"], DTYPES[packed["d"]], shape)
+    if "m" in packed:
+        found = found * (_tensor(packed["m"], torch.float32, (*shape[:-1], 1)) / 127)
+    return found.to(device)
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    count = math.prod(shape)
+    if len(data) != count * dtype.itemsize:
+        raise SpecBenchError(f"{len(data)} bytes of a tensor, where {list(shape)} of {dtype.itemsize} each were expected")
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
 
 
 def tapped(taps: Taps) -> Tapped:
     """Names as they are, layers as lists."""
     said: Any = asdict(taps) | {"hidden": list(taps.hidden), "kv": list(taps.kv)}
     return said
+
+
+def taps(said: Tapped) -> Taps:
+    """Of what `tapped` makes of them. Raises `SpecBenchError` for a layer that is wanted twice."""
+    if any(len(set(layers)) < len(layers) for layers in (said["hidden"], said["kv"])):
+        raise SpecBenchError("a layer that is tapped twice")
+    names: Any = said
+    return Taps(**{**names, "hidden": tuple(said["hidden"]), "kv": tuple(said["kv"])})
 
 
 def judged(terms: Terms) -> Judged:
