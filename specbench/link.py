@@ -1,7 +1,6 @@
 """Where the target is, and what the way there is like: one `conf/link/*.yaml`."""
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -41,15 +40,6 @@ class Link:
     def local(self) -> bool:
         """Is the target in this process?"""
         return self.name == "local"
-
-    def mean_delay_s(self) -> float:
-        """One way, of a message that fits into a packet: a normal distribution cut off at 0, and what losses cost."""
-        mean, spread = self.delay_ms, self.jitter_ms
-        if spread:
-            z = mean / spread
-            below = 0.5 * math.erfc(z / math.sqrt(2))
-            mean = mean * (1 - below) + spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-        return (mean + self.loss * self.pause_ms) / 1000
 
     def connect(self, path: Path, dtype: torch.dtype, device: torch.device) -> RemoteTarget:
         """The server's target. path: the folder of its model, here."""

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 from specbench import apart, arms, costs
 from specbench.arms import Arm
+from specbench.engine.interface import Drafter
+from specbench.engine.remote import RemoteTarget
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError, visible
 from specbench.faults import told
 from specbench.metrics import BASELINE
 from specbench.progress import progress
 from specbench.records import Cell, Measurement
+from specbench.throughput import throughput
 
+CLIENTS = (1, 2, 4, 8)  # of one server
 PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and tokens of each answer at most
 
 
@@ -67,6 +71,23 @@ def _training(setting: Setting, arm: Arm) -> dict[str, float]:
     return found
 
 
+def _clients(setting: Setting, arm: Arm) -> dict[str, float]:
+    if not isinstance(setting.target, RemoteTarget):
+        raise SpecBenchError("a target in this process has no clients; choose another link=")
+
+    def connect() -> tuple[RemoteTarget, Drafter]:
+        target, _ = arms.load(arm.config)
+        assert isinstance(target, RemoteTarget)
+        return target, arms.build(arm.config, target, arm.label).contender.drafter
+
+    found: dict[str, float] = {}
+    for count in CLIENTS:
+        took = throughput(count, connect, setting.prompts, setting.tokens)
+        found |= {f"{name}_{count}": value for name, value in took.items()}
+        found[f"gain_{count}"] = took["together"] / found["together_1"]
+    return found
+
+
 def _target_pass(setting: Setting, arm: Arm) -> dict[str, float]:
     return costs.target_pass(setting.target, setting.prompts[0])
 
@@ -88,6 +109,7 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "drafting": Quantity(_decoding(costs.drafting), _drafters),
     "overhead": Quantity(_decoding(costs.overhead), _everyone),
     "target_pass": Quantity(_target_pass, _baseline),
+    "clients": Quantity(_clients, _everyone),
     "generate": Quantity(_decoding(costs.against_transformers), _known_to_transformers),
 }
 

@@ -40,6 +40,8 @@ class LinkUse:
     waited_s: Seconds
     server_s: Seconds
     resumed: Natural
+    prompt_bytes: Natural = 0
+    prompt_s: Seconds = 0.0
     cut: str | None = None  # why the generation ended without the server
 
 

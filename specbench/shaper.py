@@ -10,6 +10,7 @@ says the port at which it listens on loopback, and ends when its standard input 
 
 import asyncio
 import json
+import math
 import random
 import sys
 from contextlib import suppress
@@ -35,6 +36,15 @@ class Shape:
         delay = max(0.0, random.gauss(self.delay_ms, self.jitter_ms))
         lost = random.random() >= (1 - self.loss) ** -(-size // PACKET)
         return (delay + lost * self.pause_ms) / 1000
+
+    def mean_late_s(self) -> float:
+        """How late a message that fits into a packet comes in the mean."""
+        mean, spread = self.delay_ms, self.jitter_ms
+        if spread:
+            z = mean / spread
+            below = 0.5 * math.erfc(z / math.sqrt(2))
+            mean = mean * (1 - below) + spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        return (mean + self.loss * self.pause_ms) / 1000
 
     def line_s(self, size: int) -> float:
         return size * 8 / (self.mbit * 1e6) if self.mbit else 0.0

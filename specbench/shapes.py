@@ -117,6 +117,7 @@ class Config(TypedDict):
     decode: NotRequired[dict[str, Any]]
     threads: NotRequired[int | None]
     backend: NotRequired[str]
+    link: NotRequired[dict[str, Any]]
 
 
 @with_config(OPEN)

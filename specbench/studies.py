@@ -25,7 +25,9 @@ METRICS = (*RATES, *OF_ARMS)
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as typed behind a door
 Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
-Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "generate"]  # see `specbench.measurements`
+Measured = Literal[
+    "memory", "training", "drafting", "overhead", "target_pass", "clients", "generate"
+]  # see `specbench.measurements`
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
 
 

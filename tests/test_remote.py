@@ -156,9 +156,9 @@ def test_a_link_that_waits_goes_on_from_what_was_verified(drafter, more, server,
         assert there.traffic.resumed == 1
 
 
-def benched(there, drafter, *, cap=20):
+def benched(there, drafter, *more, cap=20):
     """The row of one generation."""
-    bench = Bench(there, None, [Contender(drafter, make(drafter, there), Lossless())], Sampler(), RunSettings(cap))
+    bench = Bench(there, None, [Contender(drafter, make(drafter, there, *more), Lossless())], Sampler(), RunSettings(cap))
     row = Row(drafter, "q", "c", 0, len(PROMPT), [], 0.0, 0.0)
     bench._decoded(row, bench.contenders[0], PROMPT, None)
     return row

@@ -36,6 +36,7 @@ class Traffic:
     Attributes:
         sent, received: bytes of messages by kind. round_trips: questions answered. resumed: how often another link went on.
         waited_s: from questions to their answers; server_s: of that, in passes.
+        prompt_bytes, prompt_s: of `sent` and `received`, and of server_s, what the prompt took.
     """
 
     sent: dict[str, int] = field(default_factory=dict)
@@ -44,6 +45,8 @@ class Traffic:
     waited_s: float = 0.0
     server_s: float = 0.0
     resumed: int = 0
+    prompt_bytes: int = 0
+    prompt_s: float = 0.0
 
 
 def _count(into: dict[str, int], found: Mapping[str, int]) -> None:

@@ -141,6 +141,9 @@ class RemoteTarget(Target):
             self._open()
         answer = self.connection.ask(self._begin(tokens.tolist()))
         self.text, self.emitted = tokens.tolist(), 1
+        traffic = self.traffic
+        traffic.prompt_bytes = sum(traffic.sent.values()) + sum(traffic.received.values())
+        traffic.prompt_s = traffic.server_s
         states = self._received(answer, tokens, 0)
         if self.terms is None:
             states.logits = wire.unpack(answer["logits"], self.device, (self.vocab_size,))[None]
