@@ -51,7 +51,7 @@ def run_door(main: Callable[[], None], name: str | None = None) -> None:
     """Run a command-line door. name: of its configuration, to say which option a misspelt one is near to."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
     _lost.clear()
-    sys.argv[1:] = [word for typed in sys.argv[1:] for word in addressed(typed)]
+    sys.argv[1:] = spelt_out(sys.argv[1:])
     try:
         main()
     except KeyboardInterrupt:
@@ -69,10 +69,21 @@ def run_door(main: Callable[[], None], name: str | None = None) -> None:
         sys.exit(2)
 
 
-def addressed(typed: str) -> list[str]:
-    """`link=tcp://host:port` as the two overrides that it stands for: an address is no file under `conf/link`."""
-    found = re.match(r"link=(tcp://.*)$", typed)
-    return ["link=direct", f"link.to={found[1]}"] if found else [typed]
+def spelt_out(typed: list[str]) -> list[str]:
+    """What words of a command line stand for, as overrides.
+
+    `link=tcp://host:port`  an address is no file under `conf/link`
+    `model.path=DIR`        alone: a model of that folder's name, or its rows would stand under the default target's
+    """
+    words: list[str] = []
+    for word in typed:
+        found = re.match(r"link=(tcp://.*)$", word)
+        words += ["link=direct", f"link.to={found[1]}"] if found else [word]
+    folders = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
+    if folders and folders[-1] not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
+        own = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(folders[-1].strip("'\"")).resolve().name).lstrip("-.")
+        words.append(f"model.name={own[:100] or 'model'}")
+    return words
 
 
 def composed(name: str, overrides: list[str]) -> DictConfig:

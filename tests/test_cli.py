@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT
 from doors import call, kill_after_rows, rows_of, run, start, typed, wait_for_rows, weight
 
+from specbench.door import spelt_out
 from specbench.records import read_cell
 
 
@@ -337,3 +338,23 @@ def test_training_on_the_text_itself(home):
 )
 def test_bad_training_input_is_one_clear_line(home, arguments, said):
     assert said in run(home, "train", *train(home, "bad"), *arguments, ok=False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "added"),
+    [
+        (["model.path=/somewhere/My model (2)"], ["model.name=My-model-2-"]),
+        (["drafter=none", "model.path='/somewhere/x'"], ["model.name=x"]),
+        (["model.path=/somewhere/x", "model.name=mine"], []),
+        (["model=llama2-7b", "model.path=/somewhere/x"], []),
+        (["model.path=null"], []),
+        (["drafter=none"], []),
+    ],
+)
+def test_a_folder_alone_names_its_model(typed, added):
+    """Else its rows would stand under the default target's name, and that one's weights would be looked for."""
+    assert spelt_out(typed) == [*typed, *added]
+
+
+def test_an_address_is_a_link_of_its_own():
+    assert spelt_out(["link=tcp://127.0.0.1:5555"]) == ["link=direct", "link.to=tcp://127.0.0.1:5555"]
