@@ -220,6 +220,19 @@ def test_prompt_sets_are_compared_without_pairing_their_questions(tmp_path):
     assert found is not None and found.value == pytest.approx(metrics.tau(ours) - metrics.tau(theirs))
 
 
+@pytest.mark.parametrize(("questions", "expected"), [(1, INCONCLUSIVE), (3, INCONCLUSIVE), (4, REPRODUCED)])
+def test_a_few_questions_decide_nothing(questions, expected, tmp_path):
+    """Resampled, one question has no spread at all: whatever it says would look certain."""
+    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", *ARMS, questions=questions)
+    known = gathered(tmp_path)
+    for test in (
+        {"metric": "tau", "of": "good", "over": "poor", "is": "more"},
+        {"metric": "tau", "of": "good", "than": 2.0},
+    ):
+        assert verdict({"is": "more", **test}, known) == expected
+    assert verdict({"metric": "parameters", "of": "good", "over": "poor", "is": "less"}, known) == REPRODUCED
+
+
 def test_unpaired_intervals_are_as_wide_as_the_two_sides_say(known):
     """Of independent sides the variances add; paired with itself an arm has no spread at all."""
     totals = known.find("mixed", None, timed=False).totals

@@ -14,6 +14,7 @@ Differences are taken of tau and acceptances, ratios of everything else. The 95%
 arms the same, or repetitions. Only what was measured alike is compared: see `unlike`.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inco
 NOT_TESTABLE, NOT_RUN = "not testable here", "not run"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTABLE, NOT_RUN)
 TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "identical")  # not of replayed rows
-FEWEST = 5  # repetitions of a measurement, for an interval
+FEWEST, QUESTIONS = 5, 4  # repetitions of a measurement and questions of a cell, for an interval
+EXACT = ("parameters", "draft_cost_by_parameters")  # the same whatever was asked
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def compare(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, 
         return None, f"no rows of {test['of']}"
     category = test.get("at", {}).get("category")
     if "than" in test:
-        found = interval(rate(ours, metric), _part(ours, category))
+        part = _part(ours, category)
+        found = _bounded(interval(rate(ours, metric), part), metric, part)
         return (found and _against(found, test["than"], _subtracted(test))), "" if found else "no number"
     theirs = known.find(test.get("over", test["of"]), test.get("over_at", test.get("at")), timed)
     if theirs is None:
@@ -136,15 +139,20 @@ def compare(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, 
     if differ := unlike(ours, theirs, known.study.get("varies", [])):
         return None, f"rows that differ in {', '.join(differ)} are not compared"
     apart = category is not None and "over_at" in test
-    found = contrast(
-        rate(ours, metric),
-        _part(ours, category),
-        _part(theirs, category, others=apart),
-        ratio=not _subtracted(test),
-        other=rate(theirs, second),
-        paired=ours.dataset == theirs.dataset and not apart,
-    )
-    return found, "" if found else "no questions of both sides"
+    paired = ours.dataset == theirs.dataset and not apart
+    mine, yours = _part(ours, category), _part(theirs, category, others=apart)
+    if paired:
+        shared = sorted({*mine.questions} & {*yours.questions})
+        mine, yours = mine.among(shared), yours.among(shared)
+    found = contrast(rate(ours, metric), mine, yours, not _subtracted(test), rate(theirs, second), paired)
+    return _bounded(found, metric, mine, yours), "" if found else "no questions of both sides"
+
+
+def _bounded(found: Interval | None, metric: str, *parts: Totals) -> Interval | None:
+    """An effect whose bounds are nowhere where too few questions lie behind it: resampling them would show too little."""
+    if found is None or metric in EXACT or min(len(part.questions) for part in parts) >= QUESTIONS:
+        return found
+    return Interval(found.value, -math.inf, math.inf)
 
 
 def _place(e: Entry) -> dict[str, Any]:
@@ -287,6 +295,8 @@ def _said(test: Mapping[str, Any], effect: Interval | None, why: str) -> str:
         name += f" over {words(test['over_metric'])}"
     if effect is None:
         return f"{name}: {why}"
+    if math.isinf(effect.high):
+        return f"{name}: {effect.value:.2f} (fewer than {QUESTIONS} questions make no interval)"
     if _subtracted(test):
         return f"{name}: {effect.value:+.2f} [{effect.low:+.2f}, {effect.high:+.2f}]"
     return f"{name}: x{effect.value:.2f} [{effect.low:.2f}, {effect.high:.2f}]"
