@@ -30,6 +30,7 @@ from specbench.metrics import BASELINE
 from specbench.options import Count, Natural, Seed
 from specbench.progress import progress
 from specbench.records import Cell, Failure, LinkUse, Row
+from specbench.scoring import Check
 from specbench.trace import Watched
 
 
@@ -93,6 +94,9 @@ class Bench:
         keys = [(c.label, q.id, t) for q in questions for t in range(len(q.turns)) for c in self.contenders]
         if all(cell.done(k) for k in keys):
             return 0
+        for question in questions:
+            if question.check is not None:
+                question.check.require()
         self._warm_up(questions[0])
         rememberers = [c for c in self.contenders if getattr(c.drafter, "state", None) == "run"]
         for contender in rememberers:
@@ -129,14 +133,20 @@ class Bench:
                         row = self._guarded(begun, self._followed, contender, known, prompt, reference.tokens)
                     else:
                         row = self._guarded(begun, self._decoded, contender, prompt, reference)
+                        if isinstance(row, Row) and question.check is not None and turn + 1 == len(question.turns):
+                            row = self._guarded(row, self._score, question.check)
                     cell.write(row)
                 if isinstance(row, Row) and (contender.label == BASELINE or reference is None):
                     reference = row
                 advance()
             if reference is None:
                 return  # without an answer there is no next turn to ask
-            answer = [t for t in reference.tokens if t not in self.target.stop_ids]
-            history.append({"role": "assistant", "content": self.chat.tokenizer.decode(answer).strip()})
+            history.append({"role": "assistant", "content": self._text(reference.tokens).strip()})
+
+    def _text(self, tokens: list[int]) -> str:
+        """What a reader sees of an answer."""
+        text: str = self.chat.tokenizer.decode([t for t in tokens if t not in self.target.stop_ids])
+        return text
 
     def _guarded(self, row: Row, make: Callable[..., None], *arguments: Any) -> Row | Failure:
         """A row, filled; or what went wrong: the other generations are worth having."""
@@ -183,6 +193,10 @@ class Bench:
             row.audit = audit(self.target, prompt, expected, row.tokens)
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
+
+    def _score(self, row: Row, check: Check) -> None:
+        """After its time was taken; a drafter's own continuation belongs to the answer."""
+        row.solved = check.passed(self._text(row.tokens + row.alone))
 
     def _alone(self, row: Row, drafter: Drafter, target: RemoteTarget, limits: Limits) -> None:
         """The link is broken: what the drafter says of the rest by itself."""

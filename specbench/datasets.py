@@ -15,6 +15,7 @@ from specbench.assets import Wheel, file_from_wheel
 from specbench.errors import SpecBenchError, refusing
 from specbench.files import parse_lines, read_bytes
 from specbench.options import Count, Name, Text
+from specbench.scoring import Check, LastNumber, UnitTests
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
@@ -26,6 +27,7 @@ class Question:
     id: str
     category: str
     turns: tuple[str, ...]
+    check: Check | None = None  # of the last answer
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class PromptSet:
         hub: {"path", "name", "split"} for `datasets.load_dataset`.
         field: where the prompt stands in a wheel's or the hub's record: a list of turns or a text.
         template: wraps each text, with `{text}` in it.
+        check: what a record says by which answers can be scored. score: do so.
         limit: take this many questions, spread evenly over the set so that every category stays represented.
     """
 
@@ -49,6 +52,8 @@ class PromptSet:
     field: Text = "turns"
     template: Annotated[str, StringConstraints(pattern=r"^[^{}]*\{text\}[^{}]*$")] = "{text}"
     limit: Count | None = None
+    check: UnitTests | LastNumber | None = None
+    score: bool = False
 
     def load(self) -> list[Question]:
         """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for anything unusable."""
@@ -77,7 +82,19 @@ class PromptSet:
         for key, said, kinds in (("question_id", name, (str, int)), ("category", category or "", (str,))):
             if not isinstance(said, kinds) or isinstance(said, bool):
                 raise SpecBenchError(f"dataset {self.name}, record {index + 1}: `{key}` is {said!r}; give it a text")
-        return Question(str(name), category or "", tuple(template.format(text=t) for t in turns))
+        said = tuple(template.format(text=t) for t in turns)
+        return Question(str(name), category or "", said, self._check(index, record, turns[-1]))
+
+    def _check(self, index: int, record: dict[str, Any], text: str) -> Check | None:
+        if not self.score:
+            return None
+        try:
+            found = None if self.check is None else self.check.of(record, text)
+        except ValueError as error:
+            raise SpecBenchError(f"dataset {self.name}, record {index + 1}: {error}") from error
+        if found is None:
+            raise SpecBenchError(f"dataset {self.name}, record {index + 1}: nothing to score by; set dataset.score=false")
+        return found
 
     def _require_unlike(self, questions: list[Question]) -> None:
         """Rows are known by their question's id: of two questions with one id only one would be decoded."""

@@ -130,7 +130,7 @@ class Totals:
         names = ("tokens", "cycles", "seconds", "draft", "target", "audited", "identical")
         sums: dict[str, np.ndarray] = {n: np.zeros(len(questions)) for n in names}
         sums |= {f"base_{n}": np.zeros(len(questions)) for n in names}
-        sums |= {n: np.zeros(len(questions)) for n in ("answers", "sent", "received", "same", "whole")}
+        sums |= {n: np.zeros(len(questions)) for n in ("answers", "sent", "received", "same", "whole", "scored", "solved")}
         sums |= {n: np.zeros((len(questions), DEPTHS)) for n in ("tried", "passed")}
         answers = {(r.question, r.turn): r.tokens for r in baseline}
         asked = {(r.question, r.turn) for r in rows}
@@ -146,6 +146,8 @@ class Totals:
                 sums[prefix + "identical"][at] += row.audit["verdict"] == "identical"
             if not prefix:
                 sums["answers"][at] += 1
+                sums["scored"][at] += row.solved is not None
+                sums["solved"][at] += bool(row.solved)
                 if row.link is not None:
                     sums["sent"][at] += sum(row.link.sent.values())
                     sums["received"][at] += sum(row.link.received.values())
@@ -198,6 +200,7 @@ RATES: dict[str, Rate] = {
     "sent_bytes": lambda s: s["sent"] / s["cycles"],  # a cycle, the prompt's share included
     "received_bytes": lambda s: s["received"] / s["cycles"],
     "same_share": lambda s: s["same"] / s["whole"],  # of the baseline's ids, those that stand in the same place here
+    "solved": lambda s: s["solved"] / s["scored"],  # answers that pass their question's check
     "identical": lambda s: s["identical"] / s["audited"],  # greedy answers that are the baseline's, id by id
 }
 SAMPLES = 2000

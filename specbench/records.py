@@ -79,6 +79,7 @@ class Row:
         default_factory=list
     )  # what the drafter went on with, cut off, behind `tokens`; unverified
     alone_s: Seconds = 0.0
+    solved: bool | None = None  # does the answer, `alone` included, pass its question's check? None: nobody asked
     kind: Literal["prompt"] = "prompt"
 
     def add(self, step: Step) -> None:

@@ -10,8 +10,8 @@ A claim is a list of tests (`specbench/studies.py`); a test compares a metric of
     {measured: memory.peak, of: beagle, over: eagle2, is: less}   what was measured beside the rows, five times or more
     {measured: generate.ratio, of: none, than: 1, is: more}       the same against a number
 
-Differences are taken of tau and acceptances, ratios of everything else. The 95% interval resamples questions, for both
-arms the same, or repetitions. Only what was measured alike is compared: see `unlike`.
+Differences are taken of tau, acceptances and problems solved, ratios of everything else. The 95% interval resamples
+questions, for both arms the same, or repetitions. Only what was measured alike is compared: see `unlike`.
 """
 
 import math
@@ -28,7 +28,7 @@ from specbench.studies import Study, unmet
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
 NOT_TESTABLE, NOT_RUN = "not testable here", "not run"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTABLE, NOT_RUN)
-TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "identical")  # not of replayed rows
+TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "identical", "solved")
 FEWEST, QUESTIONS = 5, 4  # repetitions of a measurement and questions of a cell, for an interval
 EXACT = ("parameters", "draft_cost_by_parameters")  # the same whatever was asked
 
@@ -196,7 +196,7 @@ def _against(found: Interval, number: float, subtracted: bool) -> Interval:
 
 def _subtracted(test: Mapping[str, Any]) -> bool:
     """Is the effect a difference? Otherwise it is a ratio."""
-    return "metric" in test and (test["metric"] == "tau" or "alpha" in test["metric"])
+    return "metric" in test and (test["metric"] in ("tau", "solved") or "alpha" in test["metric"])
 
 
 def judge(test: Mapping[str, Any], effect: Interval | None) -> str:
@@ -268,6 +268,7 @@ def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:
 METRIC_WORDS = {
     "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "draft_ms": "drafting a cycle", "alpha": "acceptance",
     "late_alpha": "acceptance behind the first step", "identical": "identical answers", "parameters": "parameters",
+    "solved": "share of problems solved",
     "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
     "expected_speed_up": "speed-up by Theorem 3.8",
 }  # fmt: skip

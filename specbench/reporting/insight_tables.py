@@ -6,7 +6,7 @@ A value that rests on too few tries is marked, one that does not exist is absent
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specbench.metrics import BASELINE, Interval
+from specbench.metrics import BASELINE, RATES, Interval, interval
 from specbench.reporting import insight
 from specbench.reporting.cells import Entry
 from specbench.reporting.insight import FEW, LONGEST, STRETCH, Rated, few
@@ -175,6 +175,19 @@ def fitted(group: Sequence[Entry]) -> Table:
         other = f"{_shape(second)}: {second['speedup']:.2f}" if second else ABSENT
         lines.append([e.name, _shape(choice), *cells, shown(up), kept, other])
     return columns, lines
+
+
+def solved(group: Sequence[Entry]) -> Table:
+    """How many answers pass their questions' checks, the baseline's among them, and how much a drafter said alone."""
+    lines = []
+    for e in group:
+        scored = [row for row in e.rows if row.solved is not None]
+        if scored:
+            alone = sum(len(row.alone) for row in scored)
+            own = f"{alone / (alone + sum(len(row.tokens) for row in scored)):.0%}"
+            count = f"{sum(bool(row.solved) for row in scored)} of {len(scored)}"
+            lines.append([e.name, count, percent(interval(RATES["solved"], e.totals)), own])
+    return ("drafter", "solved", "share [95%]", "of their tokens said alone, without the target"), lines
 
 
 def _shape(said: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbench.metrics import BASELINE
 from specbench.records import by_error
-from specbench.reporting import claims, insight, links, overview, published, tables
+from specbench.reporting import claims, insight, insight_tables, links, overview, published, tables
 from specbench.reporting.cells import Entry, groups
 from specbench.reporting.document import Block, Cell, Figures, Fold, Says, Section, Table, Tally
 from specbench.reporting.overview import Overview
@@ -233,7 +233,11 @@ def _cells(report: "Report") -> list[Block]:
         lines = [tables.cells(e) for e in _baseline_first(group)]
         found = by_study.setdefault(title or "runs", [])
         found.append(Table(tables.COLUMNS, lines, f"{caption}, {group[0].summary.prompts} generations"))
-        beside = {"Over the link": links.table(group), "Several clients of one server, tokens/s": links.clients(group)}
+        beside = {
+            "Problems solved": insight_tables.solved(group),
+            "Over the link": links.table(group),
+            "Several clients of one server, tokens/s": links.clients(group),
+        }
         found += [Table(columns, lines, title) for title, (columns, lines) in beside.items() if lines]
         found += [Says(busy, "note") for busy in tables.disturbances(group)]
     blocks: list[Block] = [Fold(title, parts) for title, parts in by_study.items()]
