@@ -10,8 +10,9 @@ from conftest import ROOT, SHIPPED, composed, configuration
 from hydra.utils import instantiate
 from scipy.stats import chisquare
 
-from specbench.assets import sha256_of
+from specbench.assets import file_from_wheel, sha256_of
 from specbench.bench import audit
+from specbench.datasets import read_jsonl
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.grow import Chain, Dynamic
 from specbench.engine.sampling import Sampler
@@ -166,3 +167,14 @@ def test_the_shipped_corpus_is_this_targets_and_small(real):
         best = target.logits(target.run(tokens[None], torch.arange(end)[None], None, None))[0].argmax(-1)
     agree = (best[begin - 1 : end - 1] == tokens[begin:]).float().mean()
     assert agree > 0.97, "held-out answers are the target's own greedy ones"
+
+
+def test_every_reference_solution_of_humaneval_passes_its_tests():
+    """As a whole function in a block, or as the prompt's continuation; and no other problem's solution does."""
+    folder = configuration("none", "dataset=humaneval", "dataset.score=true").dataset
+    problems = [question.check for question in instantiate(folder).load()]
+    records = list(read_jsonl(file_from_wheel(instantiate(folder.wheel))))
+    for number, (problem, record) in enumerate(zip(problems, records, strict=True)):
+        body = record["canonical_solution"]
+        assert problem.passed(body if number % 2 else f"```python\n{record['prompt']}{body}```"), record["task_id"]
+    assert not problems[0].passed(records[1]["canonical_solution"])
