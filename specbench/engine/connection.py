@@ -104,15 +104,16 @@ class Connection:
         if message["kind"] != "hello" and len(data) > self.welcome["limits"]["message"]:
             most = self.welcome["limits"]["message"]
             raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {most}; raise its limits.message")
+        begin = time.perf_counter()
         self._there().send(data)
-        answer = self.listen()
+        answer = self.listen(begin)
         self.traffic.round_trips += 1
         _count(self.traffic.sent, wire.sizes(message, SENT))
         return answer
 
-    def listen(self) -> Any:
-        """The next answer to what was asked last; raises as `ask` does."""
-        begin = time.perf_counter()
+    def listen(self, since: float | None = None) -> Any:
+        """The next answer to what was asked last, awaited since then or from now on; raises as `ask` does."""
+        begin = time.perf_counter() if since is None else since
         answer = self._answer(begin + self.patience_s)
         self.traffic.waited_s += time.perf_counter() - begin
         if answer["kind"] == "error":
