@@ -34,7 +34,7 @@ CLAIMED = [
     ("beagle_table1", "speed_up", "vanilla", 1.2),
     ("beagle_table1", "speed_up", "self_speculation", 1.0),
     ("beagle_table1", "tau", "self_speculation", "eagle2"),
-    ("beagle_figure3", "late_alpha", "beagle_60", "eagle2_60"),
+    ("beagle_figure3", "late_alpha", "beagle_240", "eagle2_240"),
     ("beagle_figure4", "tau", "k3", "k1"),
     ("beagle_figure5", "tau", "late_4", "k5"),
     ("beagle_figure5", "tau", "late_4", "late_uniform"),
