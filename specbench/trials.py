@@ -4,8 +4,8 @@ python -m specbench.trials
 python -m specbench.trials only=[eagle2,vanilla:norm] seeds=[0] tokens=100000
 
 A trial trains once a seed on the corpus' first `tokens`, beside a base that has one thing otherwise, and is measured on the
-held-out answers. A row a training goes to `trials.jsonl` as soon as it is there; what is there is not done again. The table
-beside it is its `README.md`.
+held-out answers. A row a training goes to `trials.jsonl` as soon as it is there; what a machine like this one left is
+not done again, and only what was trained alike is compared. The table beside it is its `README.md`.
 """
 
 import json
@@ -22,9 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import with_config
 from typing_extensions import NotRequired, TypedDict
 
-from specbench import schema
+from specbench import measure, schema
 from specbench.assets import atomic_path, cache_root, require_writable
 from specbench.door import CONF, run_door, spoken
+from specbench.engine.target import pick_device
 from specbench.engine.weights import PROVENANCE
 from specbench.errors import SpecBenchError, visible
 from specbench.files import STRICT
@@ -35,7 +36,17 @@ from specbench.reporting.trainings import TRIALS, Trial, trial_lines
 from specbench.studies import Override
 
 BASE = "base"
-KEPT = ("held_out", "hours", "steps", "tokens_seen", "parameters", "machine", "versions", "commit")  # of a provenance
+KEPT = (
+    "held_out",
+    "hours",
+    "steps",
+    "tokens_seen",
+    "parameters",
+    "precision",
+    "machine",
+    "versions",
+    "commit",
+)  # of a provenance
 Row = Mapping[str, Any]
 
 
@@ -83,9 +94,11 @@ def main(config: DictConfig) -> None:
     chosen = _chosen(every, asked.only)
     path = out / "trials.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    here = measure.hardware(pick_device("auto"))["device"]
+    there = {(r["drafter"], r["trial"], r["seed"]) for r in rows if r["machine"]["device"] == here}
     for seed in asked.seeds:
         for trial in chosen:
-            if (trial.drafter, trial.name, seed) in {(r["drafter"], r["trial"], r["seed"]) for r in rows}:
+            if (trial.drafter, trial.name, seed) in there:
                 continue
             print(f"{trial.drafter} {trial.name}, seed {seed}", file=sys.stderr, flush=True)
             rows.append(_train(trial, seed, told(asked, trial, seed)))

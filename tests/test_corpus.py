@@ -346,7 +346,8 @@ def test_held_out_answers_are_of_several_turns(tmp_path):
 
 def training(answers, **more):
     said = {"parameters": 5, "data": {"unique_tokens": 7}, "tokens_seen": 9, "steps": 4, "hours": 0.5, "seed": 0}
-    return said | {"machine": {"device": "here"}, "held_out": {"answers": answers, "n_alpha": [0.5, 0.25]}} | more
+    said |= {"machine": {"device": "here"}, "precision": "bf16"}
+    return said | {"held_out": {"answers": answers, "n_alpha": [0.5, 0.25]}} | more
 
 
 def test_trials_are_compared_answer_by_answer_with_their_base():
@@ -361,6 +362,14 @@ def test_trials_are_compared_answer_by_answer_with_their_base():
     assert lines[0][5] == "-" and lines[1][5:] == ["+0.300 [+0.300, +0.300]", "450.00", "yes"]
     assert lines[2][5:] == ["+0.000 [+0.000, +0.000]", "450.00", "no"]
     assert lines[1][4] == f"{sum(e for e, _ in better) / 400:.3f}"
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"machine": {"device": "there"}}, {"precision": "no"}])
+def test_a_trial_is_never_compared_with_a_base_that_was_trained_otherwise(other):
+    rows = [training([[3, 2]] * 5, drafter="a", trial="base"), training([[4, 2]] * 5, drafter="a", trial="x", **other)]
+    assert trial_lines([Trial("a", "x", "", "base")], rows) == []
+    rows.append(training([[3, 2]] * 5, drafter="a", trial="base", **other))
+    assert trial_lines([Trial("a", "x", "", "base")], rows)[0][3:5] == ["1.500", "2.000"]
 
 
 def test_trainings_measured_on_other_answers_are_not_compared():

@@ -108,10 +108,15 @@ class Trial:
     kept: bool | None = None
 
 
+def _alike(row: Mapping[str, Any]) -> tuple[int, str, str]:
+    return row["seed"], row["machine"]["device"], row["precision"]
+
+
 def trial_lines(trials: Sequence[Trial], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One line a trial that was run, seeds pooled.
 
-    rows: {"drafter", "trial", "seed", "held_out", "hours", "steps"} a training.
+    rows: {"drafter", "trial", "seed", "held_out", "hours", "steps", "machine", "precision"} a training. A trial is compared
+        with the base of its seed that was trained on the same kind of machine in the same precision.
     """
     by_trial: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -120,10 +125,10 @@ def trial_lines(trials: Sequence[Trial], rows: Sequence[Mapping[str, Any]]) -> l
     for trial in trials:
         ours = by_trial.get((trial.drafter, trial.name), [])
         theirs = by_trial.get((trial.drafter, trial.base or trial.name), [])
-        seeds = {r["seed"] for r in ours} & {r["seed"] for r in theirs}
-        if not seeds:
+        shared = {_alike(r) for r in ours} & {_alike(r) for r in theirs}
+        if not shared:
             continue
-        ours, theirs = ([r for r in part if r["seed"] in seeds] for part in (ours, theirs))
+        ours, theirs = (sorted((r for r in part if _alike(r) in shared), key=_alike) for part in (ours, theirs))
         a, b = counts(ours), counts(theirs)
         if len(a) != len(b):
             raise SpecBenchError("trainings measured on different held-out answers cannot be compared")
