@@ -140,7 +140,7 @@ def lost(error: str) -> bool:
 
 def settle(config: DictConfig) -> None:
     """Write into a run configuration what follows from the rest of it, so that headers say it."""
-    own, published = config.drafter.get("weights"), config.model.get("published") or {}
+    own, published = bearer(config.drafter), config.model.get("published") or {}
     if config.replay and (config.sampler.temperature > 0 or config.model.get("weights") == "random"):
         raise SpecBenchError(
             "replay=true follows the target's own greedy answers; set sampler.temperature=0, or replay=false"
@@ -153,8 +153,16 @@ def settle(config: DictConfig) -> None:
         _assume(config)
     elif config.alpha is not None:
         raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
-    elif config.checkpoint is None and own and not (PROJECT / own).exists():
-        config.checkpoint = published.get(config.drafter.name)
+    elif config.checkpoint is None and own.get("weights") and not (PROJECT / own.weights).exists():
+        config.checkpoint = published.get(own.name)
+
+
+def bearer(drafter: DictConfig) -> DictConfig:
+    """The part of a drafter's configuration that names weights: its own, or those of the trained drafter that it asks."""
+    if "weights" in drafter or "base" not in drafter:
+        return drafter
+    OmegaConf.resolve(drafter)  # a part that another file has would be read anew at every look
+    return drafter.base
 
 
 def _settle_link(config: DictConfig) -> None:
@@ -174,7 +182,7 @@ def _assume(config: DictConfig) -> None:
     """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
     if config.alpha is None:
         raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
-    OmegaConf.resolve(config.drafter)  # parts that another file has would be read anew at every look
+    OmegaConf.resolve(config.drafter)  # as in `bearer`
     part: Any = config.drafter
     while part:
         for files in ("weights", "searched"):
@@ -194,9 +202,10 @@ def make(config: DictConfig) -> tuple[Any, Rule]:
     if config.sampler.temperature > 0 and getattr(drafter, "greedy_only", False):
         raise SpecBenchError(f"drafter={config.drafter.name} is for greedy decoding; set sampler.temperature=0")
     if config.checkpoint is not None:
-        if not hasattr(drafter, "official"):
+        trained = drafter if bearer(config.drafter) is config.drafter else drafter.base
+        if not hasattr(trained, "official"):
             raise SpecBenchError(f"drafter={config.drafter.name} takes no checkpoint; leave checkpoint out")
-        drafter.checkpoint = checkpoints.read(config.checkpoint)
+        trained.checkpoint = checkpoints.read(config.checkpoint)
     return drafter, instantiate(config.verify)
 
 

@@ -250,9 +250,8 @@ def _prepared(
         trained = _folder(member, study, users)
         config = composed("run", [*said, *member.spec["run"], *users])
         config.results = base.results
-        if trained is not None:  # of the draft model, where a drafter has none but that one's
-            part = config.drafter if "weights" in config.drafter else config.drafter.base
-            part.weights = str(trained)
+        if trained is not None:
+            arms.bearer(config.drafter).weights = str(trained)
         place = arms.failure_path(config, member.label)
         try:
             schema.check(config, RunOptions)
