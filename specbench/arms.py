@@ -36,6 +36,10 @@ OWN = ("drafter", "tree", "verify", "checkpoint")  # what drafters of one cell m
 ASIDE = ("baseline", "results", "rerun", "show", "trace", "memory")  # what cannot change a row
 
 
+class GreedyOnly(SpecBenchError):
+    """A drafter that cannot sample was asked to."""
+
+
 @dataclass(frozen=True)
 class Data:
     """Where prompts come from: a folder with `<dataset>.jsonl` instead of wheel and hub; so many of them."""
@@ -200,7 +204,7 @@ def make(config: DictConfig) -> tuple[Any, Rule]:
     """Drafter and rule as a run configuration says, refused before any target is loaded if they cannot be."""
     drafter: Any = instantiate(config.drafter)
     if config.sampler.temperature > 0 and getattr(drafter, "greedy_only", False):
-        raise SpecBenchError(f"drafter={config.drafter.name} is for greedy decoding; set sampler.temperature=0")
+        raise GreedyOnly(f"drafter={config.drafter.name} is for greedy decoding; set sampler.temperature=0")
     if config.checkpoint is not None:
         trained = drafter if bearer(config.drafter) is config.drafter else drafter.base
         if not hasattr(trained, "official"):

@@ -77,10 +77,10 @@ def main(config: DictConfig) -> None:
     prepared = [_prepared(said, members, users, study, Path(config.results) / name) for said in _cells(study, config)]
     lost = _train(name, members, study, users)
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    measured = next((n for n, (base, _) in enumerate(prepared) if not base.replay), 0)  # once a study, not in each cell
+    measured = next((n for n, (base, *_) in enumerate(prepared) if not base.replay), 0)  # once a study, not in each cell
     target, chat, loaded = *arms.load(prepared[0][0]), prepared[0][0].model
-    found, dropped = [], 0
-    for number, (base, sides) in enumerate(prepared):
+    found, dropped, absent = [], 0, 0
+    for number, (base, sides, wanted) in enumerate(prepared):
         try:
             questions = instantiate(base.dataset).load()
         except SpecBenchError as error:  # the other cells are worth having
@@ -100,13 +100,13 @@ def main(config: DictConfig) -> None:
         if ran.failed:
             print(f"specbench: {ran.failed} generations failed; their rows in {ran.cell.path} say why", file=sys.stderr)
         found.append(ran)
+        absent = max(absent, 1 + wanted - len({label for label, *_ in ran.cell.rows}))  # the baseline is one
     if not found:
         raise SpecBenchError(f"study {name}: no cell has its prompts, see above")
     _say(name, study, [ran.cell for ran in found], config)
     for ran in found:
         arms.require_lossless(ran.cell)
     broken, unmeasured = sum(ran.failed for ran in found), sum(ran.unmeasured for ran in found)
-    absent = 1 + len(members) - min(len({label for label, *_ in ran.cell.rows}) for ran in found)  # the baseline is one
     if broken or unmeasured or absent or dropped:
         raise SpecBenchError(
             f"{broken} generations and {unmeasured} measurements failed, {dropped} cells and {absent} arms are missing, "
@@ -242,10 +242,11 @@ class Side:
 
 def _prepared(
     said: list[str], members: list[Member], users: list[str], study: Study, results: Path
-) -> tuple[DictConfig, list[Side]]:
-    """A cell's configuration and its members, as far as they can be checked without target and weights."""
+) -> tuple[DictConfig, list[Side], int]:
+    """A cell's configuration, its members as far as they can be checked without target and weights, and how many there
+    should be: one that cannot sample has no place where the others do."""
     base = _base(said, users, results)
-    sides = []
+    sides, wanted = [], len(members)
     for member in members:
         trained = _folder(member, study, users)
         config = composed("run", [*said, *member.spec["run"], *users])
@@ -261,9 +262,14 @@ def _prepared(
             if config.model != base.model:
                 raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")
             sides.append(Side(member, config, arms.make(config), place))
+        except arms.GreedyOnly as error:
+            wanted -= 1
+            print(
+                visible(f"specbench: {member.label} is left out at T={base.sampler.temperature}: {error}"), file=sys.stderr
+            )
         except Exception as error:
             _fail(config, member, place, error)
-    return base, sides
+    return base, sides, wanted
 
 
 def _built(side: Side, target: Target) -> Arm | None:

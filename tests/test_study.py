@@ -125,6 +125,22 @@ def test_an_arm_that_is_not_to_be_had_costs_itself_alone(home, tmp_path):
     assert len(list(tmp_path.rglob("chain-*.failed.json"))) == 2  # one a cell
 
 
+def test_a_drafter_that_cannot_sample_is_left_out_where_the_others_do(home, tmp_path):
+    text = TWO.replace("limit=6, replay=true", "limit=3, sampler.temperature=1")
+    text = text.replace(
+        "chain: {run: [", "chain: {run: [drafter=ouroboros, drafter.base.weights=null]}\n  other: {run: ["
+    ).replace("over: chain", "over: other")
+    study(home, text, "cold", f"results={tmp_path}")
+    again = call(home, "study", f"--config-dir={home / 'conf'}", "study=cold", f"results={tmp_path}")
+    assert again.returncode == 0 and again.stderr.count("chain is left out at T=1") == 1
+    drafters = {heat: set() for heat in (0, 1)}
+    for path in tmp_path.rglob("rows.jsonl"):
+        header, rows = read_cell(path)
+        drafters[header["config"]["sampler"]["temperature"]] = {r.drafter for r in rows}
+    assert drafters == {0: {"none", "eagle2", "chain", "other"}, 1: {"none", "eagle2", "other"}}
+    assert not list(tmp_path.rglob("*.failed.json"))
+
+
 def test_prompts_that_are_not_to_be_had_cost_their_cell_alone(home, tmp_path):
     text = TWO.replace("[dataset=mtbench, data.limit=3]", "[dataset=gsm8k, data.root=HOME/nowhere, data.limit=3]")
     (home / "conf" / "study").mkdir(parents=True, exist_ok=True)
