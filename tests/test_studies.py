@@ -179,19 +179,21 @@ def test_trainings_are_configurations_of_a_training(name, tmp_path):
 def test_trained_weights_are_the_drafters_or_its_draft_models(arm, tmp_path):
     one = STUDIES["moa_table2"]
     member = study.Member(arm, 1, f"{arm}@1", one["arms"][arm])
-    _, (side,) = study._prepared(one["cells"][0], [member], [], one, tmp_path)
+    _, (side,), _ = study._prepared(one["cells"][0], [member], [], one, tmp_path)
     shared = study._folder(study.Member("", 1, "", one["arms"]["independent"]), one, [])
     made = side.made[0]
     assert getattr(made, "base", made).weights == str(shared)
     assert str(shared) in str(side.config.drafter), "the header does not say which weights they are"
 
 
-def test_trained_arms_have_two_seeds_and_train_briefly():
+def test_trained_arms_train_briefly():
+    """But for those that are to have seen as much as a drafter that is shipped."""
     for name, one in STUDIES.items():
         for label, arm in one["arms"].items():
-            if "train" in arm:
-                steps = next(int(o.split("=")[1]) for o in arm["train"] if o.startswith("train.settings.steps="))
-                assert arm["seeds"] == [0, 1] and steps <= 312, f"{name}: {label}"
+            if "train" in arm and name != "moa_table2":
+                said = dict(o.split("=", 1) for o in arm["train"] if "=" in o)
+                rows = int(said["train.settings.steps"]) * int(said.get("train.batch", 16 if "train" in said else 2))
+                assert rows <= 960, f"{name}: {label}"
 
 
 # What stands beside ----------------------------------------------------------------------------------------------------
