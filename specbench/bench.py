@@ -227,6 +227,8 @@ class Bench:
 
     def _warm_up(self, question: Question) -> None:
         """First calls pay for kernels and memory that later ones find ready; they are not rows."""
+        if self.remote is not None:
+            self.remote.cutting = False  # a link that breaks early is nothing to warm up for
         prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]  # any ids do; few always fit
         limits = Limits(16, self.target.stop_ids)
         for contender in list(self.contenders) * (0 if self.replay else self.settings.warmup):

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from conftest import DRAFTERS, TRAINED, make, tiny
 from test_decode import PROMPT, generate, plain
 
 from specbench.bench import Bench, Contender, RunSettings
+from specbench.datasets import Question
 from specbench.engine import wire
 from specbench.engine.connection import SENT
 from specbench.engine.decode import Limits, decode
@@ -195,6 +197,16 @@ def test_a_link_that_stops_ends_the_row(server, folder):
     with client(server, folder, then="stop", cut_after=6) as there:
         row = benched(there, "eagle2")
         assert 6 <= len(row.tokens) < 20 and not row.alone and row.link.cut
+
+
+def test_warming_up_is_never_cut(server, folder):
+    """However early the link is to break, the first generation that can lose it is a row."""
+    chat = SimpleNamespace(encode=lambda messages: PROMPT)
+    with client(server, folder, then="stop", cut_after=2) as there:
+        contenders = [Contender("eagle2", make("eagle2", there), Lossless())]
+        Bench(there, chat, contenders, Sampler(), RunSettings(20))._warm_up(Question("q", "c", ("anything",)))
+        assert there.traffic.round_trips > 2
+        assert benched(there, "eagle2").link.cut
 
 
 # Bytes ------------------------------------------------------------------------------------------------------------------
