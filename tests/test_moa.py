@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import SHIPPED, configuration, make, tiny
+from conftest import make, tiny
 from layouts import LENGTHS, packed, padded, walked
 from test_drafters import batch_of, optimise
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -306,8 +306,3 @@ def test_widths_are_the_papers_in_proportion_and_each_parts_own():
     made = MoA("moa", Chain(2), mlp_ratios={"sa": 2})
     made.bind(target)
     assert made.sa.mlp.gate_proj.out_features == 64 and made.mlp.gate_proj.out_features == 56
-
-
-def test_the_shipped_weights_are_still_configured():
-    assert "moa" in SHIPPED
-    assert dict(configuration("moa").drafter.mlp_ratios) == dict.fromkeys(("lsa", "sa", "ca"), 0.8)
