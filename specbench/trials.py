@@ -36,17 +36,8 @@ from specbench.reporting.trainings import TRIALS, Trial, trial_lines
 from specbench.studies import Override
 
 BASE = "base"
-KEPT = (
-    "held_out",
-    "hours",
-    "steps",
-    "tokens_seen",
-    "parameters",
-    "precision",
-    "machine",
-    "versions",
-    "commit",
-)  # of a provenance
+# Of a provenance.
+KEPT = ("held_out", "hours", "steps", "tokens_seen", "parameters", "precision", "machine", "versions", "commit")
 Row = Mapping[str, Any]
 
 

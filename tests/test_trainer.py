@@ -1,6 +1,7 @@
 """Recipes: the learning rate of every step, clipping, groups of parameters, phases and their resume; what conf/ says."""
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -432,6 +433,13 @@ def test_the_papers_numbers():
 
 
 ASKED = trials.Options(**OmegaConf.to_container(composed("trials"), resolve=True))
+
+
+def test_the_committed_table_of_trials_is_what_its_rows_say(tmp_path):
+    folder = ROOT / "results" / "trials"
+    rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    trials.write_table(tmp_path, trials.listed(ASKED), rows)
+    assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("trial", trials.listed(ASKED), ids=lambda t: f"{t.drafter}-{t.name}")

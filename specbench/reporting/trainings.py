@@ -109,7 +109,8 @@ class Trial:
 
 
 def _alike(row: Mapping[str, Any]) -> tuple[int, str, str]:
-    return row["seed"], row["machine"]["device"], row["precision"]
+    """What a trial and its base share. Rows that do not say their precision are held against one another alone."""
+    return row["seed"], row["machine"]["device"], str(row.get("precision"))
 
 
 def trial_lines(trials: Sequence[Trial], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
