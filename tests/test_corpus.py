@@ -272,6 +272,19 @@ def test_shards_hold_the_targets_states_and_follow_their_text(tmp_path):
         torch.testing.assert_close(states[valid], states_of(target, ids), atol=2e-2, rtol=1e-2)  # stored in bfloat16
 
 
+def test_of_more_text_only_so_many_tokens_are_read(tmp_path):
+    target = tiny()
+    writer(target, tmp_path).write()
+    part = Shards(writer(target, tmp_path, tokens=400))
+    used, unread = part.tokens()
+    folder = part.build()
+    read = Corpus(folder, 4, False, 0, limit=400)
+    assert 0 < len(read.shards) == len(list(folder.glob("shard-*"))) < 6
+    assert read.tokens == used >= 400
+    assert unread > used, "held-out text is read too"
+    assert part.tokens() == (used, 0)
+
+
 @pytest.mark.parametrize("answers_only", [False, True])
 def test_packed_rows_hold_what_padded_rows_hold(tmp_path, answers_only):
     target = tiny()

@@ -191,8 +191,8 @@ def test_trained_arms_train_briefly():
     for name, one in STUDIES.items():
         for label, arm in one["arms"].items():
             if "train" in arm and name != "moa_table2":
-                said = dict(o.split("=", 1) for o in arm["train"] if "=" in o)
-                rows = int(said["train.settings.steps"]) * int(said.get("train.batch", 16 if "train" in said else 2))
+                recipe = composed("train", arm["train"]).train
+                rows = recipe.settings.steps * recipe.batch
                 assert rows <= 960, f"{name}: {label}"
 
 

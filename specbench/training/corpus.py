@@ -170,16 +170,12 @@ class Writer:
             return sorted(self.written().values(), key=lambda t: t.index)
         found, tokens = [], 0
         for index, chat in enumerate(self.chats):
-            if tokens >= self._wanted():
+            if tokens >= self.wanted():
                 break
             text = self._as_it_is(index, chat)
             found.append(text)
             tokens += len(text.tokens) * (index >= self.settings.validation)
         return found
-
-    def tokens(self) -> int:
-        """Training tokens that are there."""
-        return self._training_tokens(self.texts())
 
     def missing(self) -> int:
         """Training tokens still to be written; at most, where `tokens` is None."""
@@ -225,7 +221,7 @@ class Writer:
         with progress("held-out answers", len(held), "dialogues") as reached:
             for count, _ in enumerate(self._run(held, process, "target"), 1):
                 reached(count)
-        tokens, until = self._training_tokens(there.values()) // processes, self._wanted() / processes
+        tokens, until = self._training_tokens(there.values()) // processes, self.wanted() / processes
         with (
             progress("answers", int(min(until, tokens + self.missing())), "tokens") as reached,
             closing(self._run(rest if tokens < until else [], process, self.settings.precision)) as dialogues,
@@ -279,7 +275,8 @@ class Writer:
         held = self.settings.validation
         return held + (len(self.chats) - held) * self.settings.draws
 
-    def _wanted(self) -> float:
+    def wanted(self) -> float:
+        """Training tokens asked for; infinite: all there are."""
         return math.inf if self.settings.tokens is None else self.settings.tokens
 
     def _training_tokens(self, texts: Iterable[Text]) -> int:

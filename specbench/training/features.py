@@ -100,9 +100,14 @@ class Shards:
     def bytes_per_token(self) -> int:
         return 5 + (2 * self.target.hidden_size if self.settings.states else 0)  # states in bfloat16
 
-    def read_tokens(self) -> int:
-        """Training tokens that are in shards already."""
-        return sum(_count(path) for path in self.folder.glob("shard-*.safetensors"))
+    def tokens(self) -> tuple[int, int]:
+        """Training tokens of the text to be used, and tokens whose shards are missing or behind their text."""
+        used, unread = 0, 0
+        for name, texts in self.wanted().items():
+            tokens = sum(len(t.tokens) for t in texts)
+            used += tokens * (name != VALIDATION)
+            unread += tokens * (not self._there(self.folder / f"{name}.safetensors", texts))
+        return used, unread
 
     def seconds_per_token(self) -> float:
         """Of a pass that reads states, tried on random tokens."""
@@ -123,12 +128,7 @@ class Shards:
         held_out: of the validation dialogues alone.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        shards: dict[str, list[Text]] = {}
-        for text in self.text.texts():
-            number = (text.index - self.settings.validation) // self.settings.shard
-            shards.setdefault(VALIDATION if number < 0 else f"shard-{number:05d}", []).append(text)
-        if held_out:
-            shards = {VALIDATION: shards.get(VALIDATION, [])}
+        shards = {name: texts for name, texts in self.wanted().items() if name == VALIDATION or not held_out}
         total, done = sum(len(t.tokens) for texts in shards.values() for t in texts), 0
         with progress("states", total, "tokens") as reached:
             for turn, (name, texts) in enumerate(shards.items()):
@@ -138,6 +138,22 @@ class Shards:
                 done += sum(len(t.tokens) for t in texts)
                 reached(done)
         return self.folder
+
+    def wanted(self) -> dict[str, list[Text]]:
+        """Shards and their texts, held-out first: of the written text as many shards as hold the tokens asked for."""
+        shards: dict[str, list[Text]] = {}
+        tokens = 0
+        for number, texts in itertools.groupby(self.text.texts(), self._number):
+            if number < 0:
+                shards[VALIDATION] = list(texts)
+            elif tokens < self.text.wanted():
+                name = f"shard-{number:05d}"
+                shards[name] = list(texts)
+                tokens += sum(len(t.tokens) for t in shards[name])
+        return shards
+
+    def _number(self, text: Text) -> int:
+        return max(-1, (text.index - self.settings.validation) // self.settings.shard)
 
     def _there(self, path: Path, texts: list[Text]) -> bool:
         """Does this shard hold these texts, with states if they are wanted?"""
@@ -183,12 +199,6 @@ def _starts(shard: Any) -> list[int]:
     if len(names) < 2 or starts[:1] != [0] or starts != sorted(starts) or lengths != {starts[-1]}:
         raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
     return starts
-
-
-def _count(path: Path) -> int:
-    with open_shard(path) as shard:
-        count: int = shard.get_slice("tokens").get_shape()[0]
-        return count
 
 
 class Corpus:

@@ -86,8 +86,8 @@ def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: Rows, onl
     """
     check(drafter, settings)
     text, target = shards.text, shards.text.target
-    missing, tokens = text.missing() if build else 0, text.tokens()
-    unread = max(0, tokens + missing - shards.read_tokens()) if build else 0
+    missing, (tokens, unread) = text.missing() if build else 0, shards.tokens()
+    unread = unread + missing if build else 0
     own = [p for p in drafter.parameters() if p.requires_grad]
     size = sum(p.numel() * p.element_size() for p in own)
     longest = batch.tokens or text.settings.text_tokens
