@@ -135,7 +135,7 @@ class Routed(TrainedDrafter):
     # Training -----------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """The router's cross-entropy; `mass`: held by the active groups; `agreement`, of some: routed and true argmax agree."""
+        """The router's cross-entropy; `mass`: held by the active groups; `agreement`, of some: both argmax agree."""
         places = batch.scored & (batch.positions > 0)  # nothing drafts the first state
         with torch.no_grad():
             states = next(self.base.draft_states(batch, 1))[places]  # [M, D]
