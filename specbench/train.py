@@ -194,9 +194,11 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
         shards.settings.reading,
     )
     answers = held_out(shards.folder, settings.validation_answers)
+    measured: list[Acceptance] = []
 
     def validate() -> dict[str, Any]:
         found = acceptance(target, drafter, answers)
+        measured.append(found)
         return {"chain_tau": round(found.tau, 4), "n_alpha": [round(a, 4) for a in found.alphas]}
 
     folder = _progress_of(config)
@@ -210,7 +212,8 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     history = trainer.run()
     # By all processes: a target in parts runs in all of them or in none.
     calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION]])
-    found, followed = acceptance(target, drafter, answers), trees.measure(target, drafter, answers)
+    found = measured[-1] if measured else acceptance(target, drafter, answers)  # of a run that had ended, none is
+    followed = trees.measure(target, drafter, answers)
     if not processes.is_main_process:
         return
     provenance = _provenance(config, trainer, corpus, target, found) | {"history": history, "calibration": calibration}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import DRAFTERS, ROOT, composed, tiny
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -292,6 +293,24 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_weights(tmp_path, optimize
     again = trainer(tmp_path / "whole", **options)  # of a training that is over
     again.run()
     assert not again.drafter.seen and (again.drafter.gain, again.drafter.noise) == (0.5, 0.5)
+
+
+def test_at_the_end_is_measured_what_will_be_used(tmp_path, monkeypatch):
+    """Between steps in the precision of training, at the end the weights as they are saved; what has ended, not at all."""
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # it holds one precision a process
+    seen = []
+
+    def validate():
+        seen.append((made.parameters[0].dtype, torch.is_autocast_enabled("cpu")))
+        return {}
+
+    settings = TrainSettings(lr=0.05, epochs=2, precision="bf16", validate_minutes=-1.0)
+    corpus: Any = Text()
+    for _ in range(2):
+        made = Trainer(Fake().to(torch.bfloat16), corpus, settings, validate, tmp_path)
+        made.run()
+    half, single = torch.bfloat16, torch.float32
+    assert seen == [(single, True)] * 9 + [(half, False)]
 
 
 def test_the_last_phase_configures_the_drafter_even_without_a_step(tmp_path):

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,10 @@ class Trainer:
         self._enter(len(settings.phases) - 1)
         for parameter in self.parameters:
             parameter.requires_grad_(True)  # what is the drafter's own, whatever the last phase trained
+        self._cast(self.dtype)  # as it will be used: so is it measured now
         if not self.history or self.history[-1]["step"] != self.step:
             self._log(console)
             self._save()
-        self._cast(self.dtype)
         return self.history
 
     def _steps(self, epoch: int) -> list[list[list[Row]]]:
@@ -297,7 +298,7 @@ class Trainer:
         self.drafter.eval()
         entry = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
         entry |= {k: round(v, 5) for k, v in self.running.items()}
-        with self.accelerator.autocast():
+        with self.accelerator.autocast() if self.step < self.total else nullcontext():
             entry |= self.validate()
         self.drafter.train()
         self.history.append(entry)
