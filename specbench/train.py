@@ -62,6 +62,7 @@ class Train:
     pack: Text | None
     shard_target: bool
     online: bool
+    follow: bool
     batch: Count
     row_tokens: Count | None
     answers_only: bool
@@ -213,7 +214,7 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     # By all processes: a target in parts runs in all of them or in none.
     calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION]])
     found = measured[-1] if measured else acceptance(target, drafter, answers)  # of a run that had ended, none is
-    followed = trees.measure(target, drafter, answers)
+    followed = trees.measure(target, drafter, answers) if config.train.follow else None
     if not processes.is_main_process:
         return
     provenance = _provenance(config, trainer, corpus, target, found) | {"history": history, "calibration": calibration}
@@ -221,7 +222,8 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
     with atomic_path(out / weights.WEIGHTS) as temporary:
         weights.save(drafter, temporary.parent, provenance)
         (temporary.parent / weights.PROVENANCE).replace(out / weights.PROVENANCE)
-    trees.write(out, followed)
+    if followed is not None:
+        trees.write(out, followed)
     print(f"weights in {out}")
 
 

@@ -187,6 +187,7 @@ def test_trees_are_fitted_to_weights_and_machine(home):
     assert "fastest: depth=" in said and (home / "costs" / "tiny-eagle2.png").stat().st_size > 10_000
     assert "are for trees that are fitted" in run(home, "cost", *weights, "tree=chain", ok=False)
     (folder / "acceptance.json").unlink()
+    run(home, "train", *train(home, "fitted", "train.follow=false"))
     assert "until=acceptance" in run(home, "run", *weights, "tree=rate", f"results={home / 'rate'}", ok=False)
     run(home, "train", *train(home, "fitted", "train.until=acceptance"))
     assert json.loads((folder / "acceptance.json").read_text())["weights"] == json.loads(followed)["weights"]
