@@ -2,10 +2,12 @@
 
 Threads that spin instead are faster on an idle machine, which timed runs are made on, and many times slower as soon as
 anything else runs beside them: so corpora are written, drafters trained and tests run with `OMP_WAIT_POLICY=PASSIVE`.
+A search times passes for decoding, and waits as that does.
 """
 
 import os
 import sys
 
-if "torch" not in sys.modules:  # which has read it by then; only processes started from here would notice
+# Where torch is there already it has read the policy; only processes started from here would notice.
+if "torch" not in sys.modules and "train.until=search" not in sys.argv:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

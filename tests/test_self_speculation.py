@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -306,3 +309,13 @@ def test_what_a_search_writes_is_what_the_drafter_reads(tmp_path):
     )
     with pytest.raises(SpecBenchError, match="no held-out answers"):
         skipping.search(target, made, [], tmp_path / "journal")
+
+
+@pytest.mark.parametrize(("until", "policy"), [("weights", "PASSIVE"), ("search", None)])
+def test_a_search_times_passes_with_threads_that_wait_as_they_do_in_decoding(until, policy):
+    program = "import os, specbench.passive; print(os.environ.get('OMP_WAIT_POLICY'))"
+    clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    said = subprocess.run(
+        [sys.executable, "-c", program, f"train.until={until}"], env=clean, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == str(policy)
