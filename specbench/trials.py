@@ -86,13 +86,15 @@ def main(config: DictConfig) -> None:
     path = out / "trials.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     here = measure.hardware(pick_device("auto"))["device"]
-    there = {(r["drafter"], r["trial"], r["seed"]) for r in rows if r["machine"]["device"] == here}
+    ours = [r for r in rows if r["machine"]["device"] == here]
+    there = {(r["drafter"], r["trial"], r["seed"], trainings.tokens_of(r["options"])) for r in ours}
     for seed in asked.seeds:
         for trial in chosen:
-            if (trial.drafter, trial.name, seed) in there:
+            said = told(asked, trial, seed)
+            if (trial.drafter, trial.name, seed, trainings.tokens_of(said)) in there:
                 continue
             print(f"{trial.drafter} {trial.name}, seed {seed}", file=sys.stderr, flush=True)
-            rows.append(_train(trial, seed, told(asked, trial, seed)))
+            rows.append(_train(trial, seed, said))
             with path.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             write_table(out, every, rows)

@@ -359,7 +359,7 @@ def test_held_out_answers_are_of_several_turns(tmp_path):
 
 def training(answers, **more):
     said = {"parameters": 5, "data": {"unique_tokens": 7}, "tokens_seen": 9, "steps": 4, "hours": 0.5, "seed": 0}
-    said |= {"machine": {"device": "here"}, "precision": "bf16"}
+    said |= {"machine": {"device": "here"}, "precision": "bf16", "options": ["drafter=a", "train.corpus.tokens=250000"]}
     return said | {"held_out": {"answers": answers, "n_alpha": [0.5, 0.25]}} | more
 
 
@@ -377,7 +377,10 @@ def test_trials_are_compared_answer_by_answer_with_their_base():
     assert lines[1][4] == f"{sum(e for e, _ in better) / 400:.3f}"
 
 
-@pytest.mark.parametrize("other", [{"seed": 1}, {"machine": {"device": "there"}}, {"precision": "no"}])
+TOKENS = {"options": ["drafter=a", "train.corpus.tokens=500000"]}
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"machine": {"device": "there"}}, {"precision": "no"}, TOKENS])
 def test_a_trial_is_never_compared_with_a_base_that_was_trained_otherwise(other):
     rows = [training([[3, 2]] * 5, drafter="a", trial="base"), training([[4, 2]] * 5, drafter="a", trial="x", **other)]
     assert trial_lines([Trial("a", "x", "", "base")], rows) == []

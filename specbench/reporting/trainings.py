@@ -108,16 +108,21 @@ class Trial:
     kept: bool | None = None
 
 
-def _alike(row: Mapping[str, Any]) -> tuple[int, str, str]:
+def _alike(row: Mapping[str, Any]) -> tuple[int, str, str, str]:
     """What a trial and its base share. Rows that do not say their precision are held against one another alone."""
-    return row["seed"], row["machine"]["device"], str(row.get("precision"))
+    return row["seed"], row["machine"]["device"], str(row.get("precision")), tokens_of(row["options"])
+
+
+def tokens_of(options: Iterable[str]) -> str:
+    """How much of the corpus a training was told to see, in its own words."""
+    return next((option for option in options if option.startswith("train.corpus.tokens=")), "")
 
 
 def trial_lines(trials: Sequence[Trial], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One line a trial that was run, seeds pooled.
 
-    rows: {"drafter", "trial", "seed", "held_out", "hours", "steps", "machine", "precision"} a training. A trial is compared
-        with the base of its seed that was trained on the same kind of machine in the same precision.
+    rows: {"drafter", "trial", "seed", "options", "held_out", "hours", "steps", "machine", "precision"} a training. A trial
+        is compared with the base of its seed that saw as many tokens, on the same kind of machine, in the same precision.
     """
     by_trial: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
