@@ -74,10 +74,12 @@ def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, most
     Raises:
         NoShortcut: the drafter has no such drafts.
     """
-    result = Acceptance()
-    for at in range(0, len(answers), TOGETHER):
-        part = answers[at : at + TOGETHER]
-        ends = [min(a.begin + most, len(a.ids)) for a in part]
+    lengths = [min(a.begin + most, len(a.ids)) for a in answers]
+    order = sorted(range(len(answers)), key=lengths.__getitem__)  # neighbours in length pad one another least
+    counted: dict[int, tuple[list[int], int]] = {}
+    for at in range(0, len(order), TOGETHER):
+        places = order[at : at + TOGETHER]
+        part, ends = [answers[i] for i in places], [lengths[i] for i in places]
         batch = _batch(target, drafter, part, ends)
         place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         begins = torch.tensor([a.begin for a in part], device=place.device)[:, None]
@@ -93,8 +95,11 @@ def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, most
             accepted += passed.roll(-step, 1)  # a chain's step stands `step` places behind its root
             reached = passed.roll(1, 1) & asked
             reached[:, 0] = False
-        for row, (answer, end) in enumerate(zip(part, ends, strict=True)):
-            _walk(result, accepted[row].tolist(), answer.begin, end, drafted)
+        counted |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(places)}
+    result = Acceptance()
+    for i, (answer, end) in enumerate(zip(answers, lengths, strict=True)):
+        accepted_from, drafted = counted[i]
+        _walk(result, accepted_from, answer.begin, end, drafted)
     return result
 
 
