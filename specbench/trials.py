@@ -95,6 +95,7 @@ def main(config: DictConfig) -> None:
                 continue
             print(f"{trial.drafter} {trial.name}, seed {seed}", file=sys.stderr, flush=True)
             rows.append(_train(trial, seed, said))
+            out.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             write_table(out, every, rows)

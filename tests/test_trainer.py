@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from drafters.blocks import TrainedDrafter
-from specbench import schema, trials
+from specbench import measure, schema, trials
 from specbench.engine.grow import Chain
 from specbench.engine.interface import Batch
 from specbench.errors import SpecBenchError
@@ -459,6 +459,25 @@ def test_the_committed_table_of_trials_is_what_its_rows_say(tmp_path):
     rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
     trials.write_table(tmp_path, trials.listed(ASKED), rows)
     assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
+
+
+def test_trials_begin_in_a_new_folder_and_go_on_there_with_what_is_missing(tmp_path, monkeypatch):
+    trained = []
+
+    def train(trial, seed, options):
+        trained.append((trial.name, seed))
+        return {
+            "drafter": trial.drafter, "trial": trial.name, "seed": seed, "options": options, "precision": "no",
+            "machine": measure.hardware(torch.device("cpu")), "hours": 1.0, "steps": 2,
+            "held_out": {"chain_tau": 1.5, "answers": [[3, 2]] * 4},
+        }  # fmt: skip
+
+    monkeypatch.setattr(trials, "_train", train)
+    said = f"out={tmp_path / 'new'}", "only=[vanilla:base,vanilla:norm]"
+    for more in (["seeds=[0]"], ["seeds=[0,1]"], ["seeds=[0]", "tokens=1000"]):
+        trials.main.__wrapped__(composed("trials", *said, *more))
+    assert trained == [("base", 0), ("norm", 0), ("base", 1), ("norm", 1), ("base", 0), ("norm", 0)]
+    assert len((tmp_path / "new" / "trials.jsonl").read_text().splitlines()) == 6
 
 
 @pytest.mark.parametrize("trial", trials.listed(ASKED), ids=lambda t: f"{t.drafter}-{t.name}")
