@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import with_config
 from typing_extensions import NotRequired, TypedDict
 
-from specbench import measure, schema
+from specbench import contents, measure, schema
 from specbench.assets import atomic_path, cache_root, require_writable
 from specbench.door import CONF, run_door, spoken
 from specbench.engine.target import pick_device
@@ -137,8 +137,8 @@ def _names(trial: Trial) -> set[str]:
 
 
 def _train(trial: Trial, seed: int, options: list[str]) -> Row:
-    """One training, in a process of its own; its row."""
-    name = f"trial-{trial.drafter}-{trial.name}-{seed}"
+    """One training, in a process of its own; its row. Its folder is named by all that the training is told."""
+    name = f"trial-{trial.drafter}-{trial.name}-{contents.of(options)[:12]}"
     folder = cache_root() / "trials" / name
     command = [sys.executable, "-m", "specbench.train", *options, f"train.name={name}", f"train.out={folder}"]
     if code := subprocess.run([*command, "train.missing=true"]).returncode:

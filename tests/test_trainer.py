@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -478,6 +479,16 @@ def test_trials_begin_in_a_new_folder_and_go_on_there_with_what_is_missing(tmp_p
         trials.main.__wrapped__(composed("trials", *said, *more))
     assert trained == [("base", 0), ("norm", 0), ("base", 1), ("norm", 1), ("base", 0), ("norm", 0)]
     assert len((tmp_path / "new" / "trials.jsonl").read_text().splitlines()) == 6
+
+
+def test_no_trial_takes_the_weights_of_one_that_was_told_otherwise(monkeypatch):
+    commands = []
+    monkeypatch.setattr(trials.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=1))
+    for tokens in (1000, 2000):
+        with pytest.raises(SpecBenchError, match="failed"):
+            trials._train(trials.listed(ASKED)[0], 0, [f"train.corpus.tokens={tokens}"])
+    outs = [next(word for word in command if word.startswith("train.out=")) for command in commands]
+    assert outs[0] != outs[1]
 
 
 @pytest.mark.parametrize("trial", trials.listed(ASKED), ids=lambda t: f"{t.drafter}-{t.name}")

@@ -109,8 +109,8 @@ class Trial:
 
 
 def _alike(row: Mapping[str, Any]) -> tuple[int, str, str, str]:
-    """What a trial and its base share. Rows that do not say their precision are held against one another alone."""
-    return row["seed"], row["machine"]["device"], str(row.get("precision")), tokens_of(row["options"])
+    """What a trial and its base share."""
+    return row["seed"], row["machine"]["device"], row["precision"], tokens_of(row["options"])
 
 
 def tokens_of(options: Iterable[str]) -> str:

@@ -103,7 +103,7 @@ class Shards:
     def tokens(self) -> tuple[int, int]:
         """Training tokens of the text to be used, and tokens whose shards are missing or behind their text."""
         used, unread = 0, 0
-        for name, texts in self.wanted().items():
+        for name, texts in self.chosen().items():
             tokens = sum(len(t.tokens) for t in texts)
             used += tokens * (name != VALIDATION)
             unread += tokens * (not self._there(self.folder / f"{name}.safetensors", texts))
@@ -128,7 +128,7 @@ class Shards:
         held_out: of the validation dialogues alone.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        shards = {name: texts for name, texts in self.wanted().items() if name == VALIDATION or not held_out}
+        shards = {name: texts for name, texts in self.chosen().items() if name == VALIDATION or not held_out}
         total, done = sum(len(t.tokens) for texts in shards.values() for t in texts), 0
         with progress("states", total, "tokens") as reached:
             for turn, (name, texts) in enumerate(shards.items()):
@@ -139,7 +139,7 @@ class Shards:
                 reached(done)
         return self.folder
 
-    def wanted(self) -> dict[str, list[Text]]:
+    def chosen(self) -> dict[str, list[Text]]:
         """Shards and their texts, held-out first: of the written text as many shards as hold the tokens asked for."""
         shards: dict[str, list[Text]] = {}
         tokens = 0

@@ -97,9 +97,9 @@ def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, most
             reached[:, 0] = False
         counted |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(places)}
     result = Acceptance()
-    for i, (answer, end) in enumerate(zip(answers, lengths, strict=True)):
-        accepted_from, drafted = counted[i]
-        _walk(result, accepted_from, answer.begin, end, drafted)
+    for i, answer in enumerate(answers):
+        by_root, drafted = counted[i]
+        _walk(result, by_root, answer.begin, lengths[i], drafted)
     return result
 
 
