@@ -7,7 +7,7 @@ MODEL ?= smollm2-135m
 # Two small targets fit into minutes on two cores; a larger one gets the papers' full setting.
 ifneq ($(filter $(MODEL),smollm2-135m gemma3-270m),)
 LIMIT ?= 4
-TOKENS ?= 48
+TOKENS ?= 24
 endif
 LIMIT ?= null
 TOKENS ?= 1024
@@ -70,8 +70,8 @@ train: $(READY) ## corpus, drafters and routers that MODEL has no weights for, J
 		model=$(MODEL) train=router drafter=$$0 train.missing=$(MISSING) || exit 255'
 	$(BIN)/python -m specbench.report training=drafters/weights/$(MODEL)
 
-test: $(CHECKED) ## the whole test-suite
-	$(BIN)/python -m pytest
+test: $(CHECKED) ## the whole test-suite, a file at a time on every core
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 lint: $(CHECKED) ## ruff and mypy
 	$(BIN)/ruff check .

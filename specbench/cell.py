@@ -77,7 +77,9 @@ def _trace(config: DictConfig, target: Target, chat: Chat, sides: list[Arm], que
         for question in questions[: config.trace]:
             prompt = chat.encode([{"role": "user", "content": question.turns[0]}])
             drafter, rule = side.contender.drafter, side.contender.rule
-            found = trace.trace(target, chat, drafter, prompt, rule, sampler, config.decode.seed)
+            found = trace.trace(
+                target, chat, drafter, prompt, rule, sampler, config.decode.seed, config.decode.max_new_tokens
+            )
             traces.append({"question": question.id, **found, "drafter": side.label})
     if traces:
         trace.write(path, traces)

@@ -2,7 +2,7 @@
 
 python -m specbench.report
 python -m specbench.report results=results
-python -m specbench.report results=results/smollm2-135m-cpu format=markdown
+python -m specbench.report results=results/bench format=markdown
 python -m specbench.report training=drafters/weights/smollm2-135m
 python -m specbench.report import=answers.jsonl format=spec-bench
 """

@@ -83,9 +83,16 @@ class _Target(_Proxy):
 
 
 def trace(
-    target: Target, chat: Chat, drafter: Drafter, prompt: list[int], rule: Rule, sampler: Sampler, seed: int = 0
+    target: Target,
+    chat: Chat,
+    drafter: Drafter,
+    prompt: list[int],
+    rule: Rule,
+    sampler: Sampler,
+    seed: int = 0,
+    tokens: int = TOKENS,
 ) -> dict[str, Any]:
-    """Decode one prompt and keep every cycle's tree.
+    """Decode one prompt, at most so many tokens and `TOKENS`, and keep every cycle's tree.
 
     Returns:
         prompt: text. first: the prefill's token. cycles, each with the root's text; nodes as [text, parent, the target's
@@ -94,7 +101,7 @@ def trace(
     seen, asked = _Target(target), _Drafter(drafter)
     generator = None if sampler.greedy else torch.Generator(target.device).manual_seed(seed)
     found: dict[str, Any] = {"drafter": drafter.name, "prompt": chat.tokenizer.decode(prompt), "cycles": []}
-    limits = Limits(TOKENS, target.stop_ids)
+    limits = Limits(min(tokens, TOKENS), target.stop_ids)
     for event in decode(seen, asked, prompt, limits, rule, sampler, generator):  # type: ignore[arg-type]
         if isinstance(event, Prefill):
             found["first"] = chat.tokenizer.decode([event.token])

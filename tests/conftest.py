@@ -114,6 +114,20 @@ def target(request: pytest.FixtureRequest) -> Target:
     return tiny(request.param)
 
 
+def pytest_sessionfinish(session: Any) -> None:
+    """A worker of pytest-xdist hands its counts to the process that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["bad_inputs"] = (COUNT.tried, COUNT.failed)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker handed over; one that died has nothing."""
+    tried, failed = getattr(node, "workeroutput", {}).get("bad_inputs", (0, []))
+    COUNT.tried += tried
+    COUNT.failed += failed
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many bad inputs were tried, and how many did not end as they should."""
     if COUNT.tried:

@@ -19,8 +19,9 @@ from test_study import study
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from drafters.none import NoDrafter
-from specbench import costs, measurements, metrics, studies
+from specbench import apart, costs, measurements, metrics, studies
 from specbench.bench import Contender
+from specbench.engine import products
 from specbench.engine.verify import Lossless
 from specbench.records import Cell, Measurement, Row, read_cell
 from specbench.reporting import cells, tables
@@ -312,6 +313,12 @@ def test_a_killed_process_takes_the_one_that_measures_with_it(tmp_path):
     parent.kill()
     parent.wait()
     assert until(lambda: not alive(child)), "it waits for ever"
+
+
+def test_a_process_that_measures_knows_what_was_timed_of_products_here(monkeypatch):
+    timed = {((7, 5), torch.float32, 3): (True, False)}
+    monkeypatch.setattr(products, "found", timed)
+    assert apart.call(eval, "__import__('specbench.engine.products', fromlist=['found']).found") == timed
 
 
 def until(true):

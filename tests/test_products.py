@@ -35,7 +35,7 @@ OTHERS = {  # kinds that have a lean forward, in shapes that the default target 
 def always_packed(monkeypatch):
     """What is timed on tiny layers says nothing: packed products are to be tested, not chosen."""
     monkeypatch.setattr(products, "_timed", lambda weights, packs: (True,) * len(products.ROWS))
-    monkeypatch.setattr(products, "_packs", {})  # what tests before have timed
+    monkeypatch.setattr(products, "found", {})  # what tests before have timed
 
 
 def loud(model) -> Target:
@@ -68,7 +68,7 @@ def test_a_packed_product_is_the_product(rows, biased):
 
 def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
     monkeypatch.setattr(products, "_timed", lambda weights, packs: tuple(rows >= 4 for rows in products.ROWS))
-    monkeypatch.setattr(products, "_packs", {})
+    monkeypatch.setattr(products, "found", {})
     layer, seen = nn.Linear(48, 40), []
     products.hasten([layer])
     monkeypatch.setattr(products, "multiply", lambda x, packed, bias: seen.append(x.shape[0]) or F.linear(x, layer.weight))

@@ -18,7 +18,9 @@ Product = Callable[[Tensor], Tensor]
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows that are timed; more than the last count as the last
 TURNS = 3  # of which the fastest counts
 
-_packs: dict[tuple[object, ...], tuple[bool, ...]] = {}  # what was found faster packed, by shape and rows
+Found = dict[tuple[object, ...], tuple[bool, ...]]  # by shape, type and threads: for which of `ROWS` packed is faster
+
+found: Found = {}  # in this process, or handed to it by the one that started it
 
 
 class Packed:
@@ -37,8 +39,8 @@ class Packed:
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b from packed weights."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return found
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -61,9 +63,9 @@ def products(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Product]:
     first = layers[0][0]
     packs = [pack(weight) for weight, _ in layers]
     key = (tuple(first.shape), first.dtype, torch.get_num_threads())
-    if key not in _packs:
-        _packs[key] = _timed([weight for weight, _ in layers], packs)
-    pays = _packs[key]
+    if key not in found:
+        found[key] = _timed([weight for weight, _ in layers], packs)
+    pays = found[key]
     if not any(pays):
         return [_plain(weight, bias) for weight, bias in layers]
     return [Packed(weight, bias, packed, pays) for (weight, bias), packed in zip(layers, packs, strict=True)]
@@ -75,7 +77,7 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Product:
 
 def _timed(weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ...]:
     """For each of `ROWS`: are packed weights faster? One layer after the other, as a forward reads them from memory."""
-    found = []
+    pays = []
     for rows in ROWS:
         x = torch.randn(rows, weights[0].shape[1]).to(weights[0])
         plain, packed = float("inf"), float("inf")
@@ -87,8 +89,8 @@ def _timed(weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ..
             for pack in packs:
                 multiply(x, pack, None)
             plain, packed = min(plain, middle - begin), min(packed, time.perf_counter() - middle)
-        found.append(packed < plain)
-    return tuple(found)
+        pays.append(packed < plain)
+    return tuple(pays)
 
 
 def hasten(modules: Iterable[nn.Module]) -> None:
