@@ -41,13 +41,35 @@ class Hybrid(nn.Module):
         name: as tables show it.
         retrieval: copies. base: the trained one, of the configuration that `trained` names.
         least: tokens that must match for a draft from the text.
+        vocabulary: of the trained one, see `TrainedDrafter`.
     """
 
-    def __init__(self, name: Name, retrieval: Matching, trained: Name, base: Any, least: Count = 3):
+    def __init__(
+        self,
+        name: Name,
+        retrieval: Matching,
+        trained: Name,
+        base: Any,
+        least: Count = 3,
+        vocabulary: Count | None = None,
+    ):
         super().__init__()
         self.name, self.retrieval, self.trained, self.base, self.least = name, retrieval, trained, base, least
+        self.vocabulary = vocabulary
         self.taps = base.taps
-        self.nodes, self.passes = max(retrieval.nodes, base.nodes), base.passes
+
+    @property
+    def nodes(self) -> int:
+        return max(self.retrieval.nodes, int(self.base.nodes))
+
+    @property
+    def passes(self) -> int:
+        return int(self.base.passes)
+
+    @property
+    def grower(self) -> Any:
+        """The drafter whose trees `tree=` shapes, and fits."""
+        return self.base
 
     @property
     def state(self) -> State:

@@ -225,7 +225,7 @@ def build(
         drafter.hasten()
     settings = plain(config)
     own = {key: settings[key] for key in OWN}
-    fitted = _fit(drafter, config, target) if hasattr(getattr(drafter, "growth", None), "fit") else {}
+    fitted = _fit(drafter, config, target)
     own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration
     said = own | {
         "parameters": drafter.active_parameters,
@@ -239,17 +239,25 @@ def build(
 
 
 def _fit(drafter: Any, config: DictConfig, target: Target) -> dict[str, Any]:
-    """Fit a drafter's growth to the machine; what was chosen, and from which costs.
+    """Fit a drafter's growth to the machine, if it can be; what was chosen, and from which costs.
+
+    Of a drafter that asks a trained one it is that one's growth: what both of them do is not predicted.
 
     Raises:
         SpecBenchError: acceptance was not measured with these weights, or cannot be.
     """
+    own: dict[str, Any] = plain(config)["drafter"]
+    if hasattr(drafter, "grower"):
+        drafter, own = drafter.grower, own["base"]
+    growth: Any = getattr(drafter, "growth", None)
+    if not hasattr(growth, "fit"):
+        return {}
     if config.model.get("weights") == "random" or drafter.weights is None:
         raise SpecBenchError(f"drafter={drafter.name}: a tree can be fitted to trained weights only; choose another tree=")
     if config.link.name != "local":
         raise SpecBenchError("tree=: costs are timed of a target in this process; choose another tree=, or link=local")
     followed = acceptance.read(PROJECT / drafter.weights)
-    growth, said = drafter.growth, {k: v for k, v in plain(config)["drafter"].items() if k != "growth"}
+    said = {k: v for k, v in own.items() if k != "growth"}
     costs = price.of(target, drafter, config.model.name, {"drafter": said, "backend": config.backend})
     growth.fit(followed, costs)
     drafter.regrow(growth)

@@ -94,8 +94,10 @@ def composed(name: str, overrides: list[str]) -> DictConfig:
         return compose(name, overrides)
 
 
-def trained_drafter(name: str, *, _parent_: Any) -> DictConfig:
+def trained_drafter(name: str, vocabulary: int | None = None, *, _parent_: Any) -> DictConfig:
     """The options of a trained drafter, as its own file has them, within those of another: `${trained_drafter:eagle2}`.
+
+    vocabulary: so many ids for it to draft from, where its file does not say.
 
     Raises:
         SpecBenchError: there is no trained drafter of this name.
@@ -105,6 +107,8 @@ def trained_drafter(name: str, *, _parent_: Any) -> DictConfig:
     if name not in known:
         raise SpecBenchError(f"there is no trained drafter {name}{schema.nearest(name, known)}")
     found: DictConfig = known[name]
+    if vocabulary is not None:
+        found.vocabulary = vocabulary
     found._set_parent(_parent_)  # its own interpolations are into the whole configuration
     return found
 

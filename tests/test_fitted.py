@@ -5,9 +5,10 @@ import random
 
 import pytest
 import torch
-from conftest import make, tiny
+from conftest import configuration, make, tiny
 
 from specbench import acceptance as measured
+from specbench import arms
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.fitted import (
     NODES,
@@ -269,3 +270,21 @@ def test_acceptance_lies_beside_the_weights_it_was_measured_with(tmp_path, answe
     (tmp_path / measured.FILE).unlink()
     with pytest.raises(SpecBenchError, match=r"until=acceptance"):
         measured.read(tmp_path)
+
+
+def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
+    """They are fitted to its acceptance and to its cycles, as if it drafted alone; and it drafts from as many ids."""
+    target, asked = tiny(), []
+    monkeypatch.setattr(arms.acceptance, "read", lambda folder: asked.append(folder.name) or made_up())
+    monkeypatch.setattr(arms.price, "of", lambda target, drafter, model, said: asked.append((drafter, said)) or COSTS)
+    drafter = make("hybrid", target, "tree=rate")
+    drafter.base.weights = "somewhere"
+    config, alone = configuration("hybrid", "drafter.vocabulary=20"), configuration("eagle2", "drafter.vocabulary=20")
+    found = arms._fit(drafter, config, target)
+    (timed, said) = asked.pop()
+    assert asked == ["somewhere"] and timed is drafter.base
+    assert said["drafter"] == {k: v for k, v in arms.plain(alone)["drafter"].items() if k != "growth"}
+    assert found["fitted"]["choice"] == drafter.base.growth.chosen["choice"]
+    assert drafter.nodes == max(drafter.retrieval.nodes, drafter.base.nodes) and drafter.passes == drafter.base.passes
+    assert configuration("hybrid").drafter.base.vocabulary is None
+    assert arms._fit(make("hybrid", target), config, target) == {}, "a tree of a paper is not fitted"

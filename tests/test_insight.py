@@ -352,6 +352,8 @@ def test_fitted_trees_stand_beside_what_was_expected_of_them():
     up = made[1].summary.speed_up
     assert line[:3] == ["eagle2", "depth 4, top 2, 8 nodes", "2.50"] and line[4] == "1.50" and len(line) == len(columns)
     assert line[6] == f"{up.value / 1.5:.2f}" and line[7] == "depth 5, top 2, 8 nodes: 1.25"
+    made[1].arm["drafter"]["trained"] = "eagle2"
+    assert insight_tables.fitted(made)[1] == [], "what a hybrid copies was not expected of its trees"
 
 
 @SEEDS

@@ -166,7 +166,7 @@ def fitted(group: Sequence[Entry]) -> Table:
     lines = []
     for e in drafters(group):
         fit, up = e.arm.get("fitted"), e.summary.speed_up
-        if fit is None or up is None or e.replayed:
+        if fit is None or up is None or e.replayed or "trained" in e.arm["drafter"]:  # a hybrid copies, too
             continue
         choice = fit["choice"]
         second = fit.get("runner_up")
