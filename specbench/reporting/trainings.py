@@ -22,7 +22,7 @@ HELD_OUT = (
     "drafter", "trained parameters", "different tokens", "tokens seen", "steps", "hours",
     "held-out chain tau [95%]", "0-alpha … 4-alpha", "trained on",
 )  # fmt: skip
-TRIALS = ("drafter", "changed", "why", "base tau", "tau", "difference [95%]", "seconds a step", "kept")
+TRIALS = ("drafter", "changed", "why", "base tau", "tau", "difference [95%]", "kept")
 
 
 def read(path: Path) -> Mapping[str, Any]:
@@ -121,7 +121,7 @@ def tokens_of(options: Iterable[str]) -> str:
 def trial_lines(trials: Sequence[Trial], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One line a trial that was run, seeds pooled.
 
-    rows: {"drafter", "trial", "seed", "options", "held_out", "hours", "steps", "machine", "precision"} a training. A trial
+    rows: {"drafter", "trial", "seed", "options", "held_out", "machine", "precision"} a training. A trial
         is compared with the base of its seed that saw as many tokens, on the same kind of machine, in the same precision.
     """
     by_trial: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -139,7 +139,6 @@ def trial_lines(trials: Sequence[Trial], rows: Sequence[Mapping[str, Any]]) -> l
         if len(a) != len(b):
             raise SpecBenchError("trainings measured on different held-out answers cannot be compared")
         changed = gain(a, b)
-        seconds = 3600 * sum(r["hours"] for r in ours) / sum(r["steps"] for r in ours)
         difference = f"{changed.value:+.3f} [{changed.low:+.3f}, {changed.high:+.3f}]" if trial.base else "-"
         kept = {None: "-", True: "yes", False: "no"}[trial.kept]
         lines.append(
@@ -150,7 +149,6 @@ def trial_lines(trials: Sequence[Trial], rows: Sequence[Mapping[str, Any]]) -> l
                 f"{tau(b).value:.3f}",
                 f"{tau(a).value:.3f}",
                 difference,
-                f"{seconds:.2f}",
                 kept,
             ]
         )
