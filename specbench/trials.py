@@ -157,8 +157,9 @@ def write_table(out: Path, trials: Sequence[Trial], rows: Iterable[Row]) -> None
     text = f"""# Trials
 
 One thing changed at a time, beside the same training without it: same tokens, in the same order; seeds pooled;
-tau of a chain of 5 on the held-out answers, resampled alike for both. Written by `specbench.trials` from
-`trials.jsonl` ({machines}).
+tau of a chain of 5 on the held-out answers, resampled alike for both. *kept*: whether the shipped recipe has it; these
+trainings are short, so some that lose here are: as the paper's own, or since the longer one was not tried without.
+Written by `specbench.trials` from `trials.jsonl` ({machines}).
 
 {markdown_table(TRIALS, trial_lines(trials, rows))}
 """
