@@ -1,6 +1,6 @@
 """What can only be measured in a process of its own: peak memory, which no process gives back.
 
-`call` runs a function of this package in a fresh interpreter, one at a time, and hands back what it returns. What was
+`call` runs a function of this package in a fresh process, one at a time, and hands back what it returns. What was
 timed of products here is not timed again there.
 """
 

@@ -97,7 +97,7 @@ def composed(name: str, overrides: list[str]) -> DictConfig:
 def trained_drafter(name: str, vocabulary: int | None = None, *, _parent_: Any) -> DictConfig:
     """The options of a trained drafter, as its own file has them, within those of another: `${trained_drafter:eagle2}`.
 
-    vocabulary: so many ids for it to draft from, where its file does not say.
+    vocabulary: so many ids for it to draft from; None: as its file has it.
 
     Raises:
         SpecBenchError: there is no trained drafter of this name.
