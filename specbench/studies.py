@@ -20,7 +20,9 @@ from specbench.metrics import RATES
 from specbench.options import Name, Natural, Text
 
 FOLDER = ROOT / "conf" / "study"
-OF_ARMS = ("parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up")  # what is no sum over rows
+OF_ARMS = (  # what is no sum over rows
+    "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up",
+)  # fmt: skip
 METRICS = (*RATES, *OF_ARMS)
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as typed behind a door

@@ -169,6 +169,16 @@ def test_the_expected_speed_up_is_that_of_tokens_drawn_one_by_one(known):
     assert float(rate(entry, "expected_speed_up")(sums)) == pytest.approx(emitted / (gamma * cost + 1))
 
 
+def test_a_fitted_tree_is_held_to_what_was_expected_of_it(known, monkeypatch):
+    entry = known.find("good", None, timed=True)
+    test = {"metric": "speed_up", "of": "good", "over_metric": "promised_speed_up", "within": 0.1}
+    found, _ = compare(test, known)
+    assert found is None, "nothing was promised of a tree that was not fitted"
+    monkeypatch.setitem(entry.arm, "fitted", {"choice": {"speedup": 2 * entry.summary.speed_up.value}})
+    found, _ = compare(test, known)
+    assert found.value == pytest.approx(0.5) and judge(test, found) == "not reproduced"
+
+
 def test_effects_are_those_of_a_bootstrap_written_out(known):
     found, _ = compare({"metric": "tau", "of": "mixed", "over": "poor", "is": "more"}, known)
     ours, theirs = (known.find(name, None, timed=False).rows for name in ("mixed", "poor"))

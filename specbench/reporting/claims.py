@@ -81,6 +81,9 @@ def rate(e: Entry, metric: str) -> Rate:
         return lambda s: s["draft"] / s["cycles"] / passes / (s["base_target"] / s["base_cycles"])
     if metric == "expected_speed_up":
         return lambda s: _expected(RATES["alpha"](s), rate(e, "draft_cost")(s), e.arm["passes"])
+    if metric == "promised_speed_up":  # by the search for a fitted tree; of no other tree
+        promised = e.arm.get("fitted", {}).get("choice", {}).get("speedup", math.nan)
+        return lambda s: np.full_like(s["cycles"], promised)
     return RATES[metric]
 
 
@@ -270,7 +273,7 @@ METRIC_WORDS = {
     "late_alpha": "acceptance behind the first step", "identical": "identical answers", "parameters": "parameters",
     "solved": "share of problems solved",
     "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
-    "expected_speed_up": "speed-up by Theorem 3.8",
+    "expected_speed_up": "speed-up by Theorem 3.8", "promised_speed_up": "what its fit promised",
 }  # fmt: skip
 
 
