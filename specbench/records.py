@@ -22,7 +22,7 @@ from specbench.assets import atomic_path
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
 from specbench.files import parse_lines, read_bytes, read_json
-from specbench.shapes import SCHEMA, Header, Measure, Natural, Seconds, upgraded
+from specbench.shapes import SCHEMA, Header, Measure, Natural, Seconds
 
 VERDICTS = ("identical", "numerical tie", "bug", "simulated acceptance")  # of an audit
 
@@ -69,7 +69,6 @@ class Row:
     target_s: Seconds = 0.0
     verify_s: Seconds = 0.0
     rest_s: Measure = 0.0  # what no phase claims
-    peak: dict[str, bool | Natural] = field(default_factory=dict)  # bytes by source; of older rows alone
     audit: dict[str, Any] | None = None
     others: Seconds | None = None  # cores that other processes kept busy meanwhile
     replayed: bool = False
@@ -257,7 +256,7 @@ def read_cell(path: Path) -> tuple[Header, list[Row | Failure | Measurement]]:
     Raises:
         SpecBenchError: no header, another schema, or a line that is damaged or no row; it names the line.
     """
-    lines = parse_lines(upgraded(read_bytes(path)), Line, path, cut=True)
+    lines = parse_lines(read_bytes(path), Line, path, cut=True)
     _, header = next(lines, (0, None))
     if header is None:
         raise SpecBenchError(f"{path} is empty: its run ended before the first row; run it again or remove the file")

@@ -4,7 +4,6 @@ Everything a table or figure relies on is declared, with its range; an `OPEN` sh
 Rows and failures are declared where they are written, in `specbench/records.py`.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval, MinLen
@@ -176,27 +175,6 @@ def _ours(schema: int) -> int:
     if schema != SCHEMA:
         raise ValueError(f"{schema}, while this code reads row schema {SCHEMA}")
     return schema
-
-
-def upgraded(data: bytes) -> bytes:
-    """The lines of a cell; a header of schema 1, of one drafter and the baseline beside it, as one of this schema."""
-    first, newline, rest = data.partition(b"\n")
-    if b'"schema": 1,' not in first[:80]:
-        return data
-    try:
-        header = json.loads(first)
-        config, parameters, held = header["config"], header["parameters"], header.get("bytes", {})
-        name = config["drafter"]["name"]
-        arms = {"none": {"drafter": {"name": "none"}, "parameters": 0, "passes": 0, "lossy": False, "weights": {}}}
-        if name != "none":
-            arms[name] = {"drafter": config["drafter"], "parameters": parameters["drafter"], "weights": header["weights"]}
-            arms[name] |= {"passes": header["draft_passes"], "lossy": header["lossy"]}
-            arms[name] |= {"bytes": held["drafter"]} if held else {}
-        target = header["target"] | {"parameters": parameters["target"]} | ({"bytes": held["target"]} if held else {})
-        header = {k: v for k, v in header.items() if k != "bytes"} | {"schema": SCHEMA, "arms": arms, "target": target}
-        return json.dumps(header).encode() + newline + rest
-    except (ValueError, KeyError, TypeError):
-        return data  # damaged, as its own shape then says
 
 
 @with_config(OPEN)
