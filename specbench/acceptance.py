@@ -29,6 +29,7 @@ from specbench.engine.verify import Lossless
 from specbench.engine.weights import WEIGHTS
 from specbench.errors import SpecBenchError
 from specbench.files import read_json
+from specbench.progress import progress
 from specbench.training.features import Answer
 
 FILE = "acceptance.json"
@@ -80,8 +81,13 @@ class Drafted:
 def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> Acceptance:
     """Draft at every position of some held-out answers."""
     before = drafter.growth
+    found: list[Drafted] = []
     try:
-        found = [_drafted(target, drafter, answer) for answer in answers[:ANSWERS]]
+        with progress("following held-out answers", min(len(answers), ANSWERS), "answers") as show:
+            for answer in answers[:ANSWERS]:
+                show(len(found))
+                found.append(_drafted(target, drafter, answer))
+            show(len(found))
     finally:
         drafter.regrow(before)
     if not found:
