@@ -192,6 +192,8 @@ def _forwards(target: Target, contender: Contender) -> list[Timed]:
     for name in getattr(inner, "compiled", ()):
         part = getattr(inner, name)
         found.append((part, "forward", "network") if isinstance(part, nn.Module) else (inner, name, "network"))
+    if isinstance(getattr(inner, "lm", None), CausalLM):  # a lean forward runs past the module's own
+        found.append((inner.lm, "run", "network"))
     # Layers of the target that a drafter runs on top of its own, or instead of any.
     return [*found, (target, "tail", "network"), (target, "subset", "network")]
 

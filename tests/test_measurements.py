@@ -110,6 +110,14 @@ def test_measuring_changes_nothing_of_what_it_measures(name):
     assert costs._answer(target, side, PROMPTS[0], TOKENS) == answer
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_network_is_found_where_a_lean_forward_runs_past_its_module(name):
+    target = tiny()
+    side = contender(name, target)
+    side.drafter.hasten()
+    assert costs.drafting(target, side, PROMPTS, TOKENS)["network"] > 0
+
+
 def test_a_target_pass_is_timed_by_its_nodes(monkeypatch):
     clock, target = Ticking(), tiny()
     monkeypatch.setattr(costs, "Clock", lambda device: clock)
