@@ -349,24 +349,26 @@ def draft_vocabularies(entries: Sequence[Entry]) -> Figure | None:
     names = list(dict.fromkeys(str(e.arm["drafter"]["name"]) for e, _ in found))
     if len({ids for _, ids in found}) < 2:
         return None
-    figure, (left, right) = _axes(8.0, 3.4, ncols=2)
-    for name, style in zip(names, _styles(names), strict=True):
-        own = sorted(((e, ids) for e, ids in found if e.arm["drafter"]["name"] == name), key=lambda pair: pair[1])
-        taus = [(ids, e.summary.tau_interval) for e, ids in own if e.replayed and e.summary.tau_interval]
-        speeds = [(ids, e.summary.speed_up) for e, ids in own if not e.replayed and e.summary.speed_up]
-        for axes, points in ((left, taus), (right, speeds)):
-            if points:
-                at, values = [ids for ids, _ in points], [value for _, value in points]
-                axes.errorbar(at, [v.value for v in values], yerr=_bars(values), capsize=2, **style)
-                style = style | {"label": None}
+    kinds = [timed for timed in (False, True) if any(e.replayed != timed for e, _ in found)]  # no panel without rows
+    figure, grid = _axes(4.0 * len(kinds), 3.4, ncols=len(kinds), squeeze=False)
+    panels = list(grid[0])
     sizes = sorted({ids for _, ids in found})
-    for axes, label in ((left, "tau, tokens a target pass"), (right, "speed-up over plain decoding")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [f"{ids:,}" for ids in sizes], rotation=45, ha="right")
-        axes.minorticks_off()
-        axes.set(xlabel="ids that the head is multiplied for", ylabel=label)
-    _legend(left)
-    _grid(right)
+    for panel, timed in zip(panels, kinds, strict=True):
+        for name, style in zip(names, _styles(names), strict=True):
+            own = [(ids, e.summary) for e, ids in found if e.arm["drafter"]["name"] == name and e.replayed != timed]
+            own.sort(key=lambda pair: pair[0])
+            points = [(ids, value) for ids, s in own if (value := s.speed_up if timed else s.tau_interval)]
+            if points:
+                values = [value for _, value in points]
+                bars = {"yerr": _bars(values), "capsize": 2}
+                panel.errorbar([ids for ids, _ in points], [v.value for v in values], **bars, **style)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [f"{ids:,}" for ids in sizes], rotation=45, ha="right")
+        panel.minorticks_off()
+        label = "speed-up over plain decoding" if timed else "tau, tokens a target pass"
+        panel.set(xlabel="ids that the head is multiplied for", ylabel=label)
+        _grid(panel)
+    _legend(panels[0])
     return figure
 
 
