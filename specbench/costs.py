@@ -189,11 +189,11 @@ def _forwards(target: Target, contender: Contender) -> list[Timed]:
     inner = getattr(drafter, "base", drafter)  # a router's network is its base's
     found = [(inner.head, "forward", "head")] if hasattr(inner, "head") else []
     found += [(inner, "target_logits", "head")] if hasattr(inner, "target_logits") else []  # slices of a head, too
+    if isinstance(model := getattr(inner, "lm", None), CausalLM):  # whose lean forward runs past its module's own
+        return [*found, (model, "run", "network")]
     for name in getattr(inner, "compiled", ()):
         part = getattr(inner, name)
         found.append((part, "forward", "network") if isinstance(part, nn.Module) else (inner, name, "network"))
-    if isinstance(getattr(inner, "lm", None), CausalLM):  # a lean forward runs past the module's own
-        found.append((inner.lm, "run", "network"))
     # Layers of the target that a drafter runs on top of its own, or instead of any.
     return [*found, (target, "tail", "network"), (target, "subset", "network")]
 

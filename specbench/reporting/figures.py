@@ -351,12 +351,12 @@ def draft_vocabularies(entries: Sequence[Entry]) -> Figure | None:
         return None
     kinds = [timed for timed in (False, True) if any(e.replayed != timed for e, _ in found)]  # no panel without rows
     figure, grid = _axes(4.0 * len(kinds), 3.4, ncols=len(kinds), squeeze=False)
-    panels = list(grid[0])
+    panels = grid[0]
     sizes = sorted({ids for _, ids in found})
+    found.sort(key=lambda pair: pair[1])
     for panel, timed in zip(panels, kinds, strict=True):
         for name, style in zip(names, _styles(names), strict=True):
             own = [(ids, e.summary) for e, ids in found if e.arm["drafter"]["name"] == name and e.replayed != timed]
-            own.sort(key=lambda pair: pair[0])
             points = [(ids, value) for ids, s in own if (value := s.speed_up if timed else s.tau_interval)]
             if points:
                 values = [value for _, value in points]
