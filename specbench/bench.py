@@ -105,11 +105,22 @@ class Bench:
         title = " ".join(names) if len(names) < 4 else f"{len(names)} drafters"
         with progress(title, len(keys), "generations") as reached, _remembering(rememberers):
             reached(sum(map(cell.done, keys)))
-            for question in questions:
-                self._question(question, cell, lambda: reached(sum(map(cell.done, keys))))
+            for place, question in enumerate(questions):
+                self._question(question, self._in_turn(place), cell, lambda: reached(sum(map(cell.done, keys))))
         return sum(not cell.done(k) for k in keys)
 
-    def _question(self, question: Question, cell: Cell, advance: Callable[[], None]) -> None:
+    def _in_turn(self, place: int) -> list[Contender]:
+        """The baseline, which the others need; these from question to question begin with another one.
+
+        What a machine does meanwhile (it slows down when warm, others come and go) then meets all alike.
+        """
+        first, rest = self.contenders[:1], self.contenders[1:]
+        turned = place % len(rest) if rest else 0
+        return [*first, *rest[turned:], *rest[:turned]]
+
+    def _question(
+        self, question: Question, contenders: Sequence[Contender], cell: Cell, advance: Callable[[], None]
+    ) -> None:
         """All turns of one question. The history holds the model's own earlier answers: the baseline's, for everyone.
 
         Half precision can part a drafter's answer from the baseline's at a numerical tie; with one history the second
@@ -121,7 +132,7 @@ class Bench:
             prompt = self.chat.encode(history)
             reference: Row | None = None
             known: Known | None = None  # one for all that draft against this answer
-            for contender in self.contenders:
+            for contender in contenders:
                 row = cell.rows.get((contender.label, question.id, turn))
                 if not isinstance(row, Row):
                     begun = Row(contender.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)

@@ -435,6 +435,14 @@ def cycles(rows, label):
     return [(r.tokens, r.nodes, r.accepted, r.ranks) for key, r in rows.items() if key[0] == label]
 
 
+def test_every_question_begins_with_another_drafter(tmp_path):
+    """A machine that slows down in the course of a question slows all of them."""
+    names = ["suffix", "prompt_lookup", "eagle2"]
+    order = [label for label, *_ in decoded(tmp_path, *names)]
+    a, b, c = names
+    assert order == ["none", a, b, c, "none", b, c, a, "none", c, a, b, "none", a, b, c]
+
+
 @pytest.mark.parametrize("name", REMEMBERERS)
 def test_memory_changes_drafts_and_no_answer(name, tmp_path):
     run, alone = (decoded(tmp_path / s, f"{name} drafter.state={s}") for s in ("run", "none"))
