@@ -144,17 +144,19 @@ def test_a_level_is_drafted_for_the_nodes_that_pay_for_it(seed):
     draw = random.Random(seed)
     growth, known = Rate(depth=4, top_k=4, nodes=20), made_up(seed)
     growth.fit(known, COSTS)
-    worth = torch.tensor([draw.random() ** 2 for _ in range(8)])
-    kept, depth = draw.randrange(0, 12), draw.randrange(1, 4)
-    a_node = growth.price * (between(COSTS.verify, 1 + kept + 8) - between(COSTS.verify, 1 + kept)) / 8
-    best = 0.0
-    for width in range(1, 5):
-        for nodes in itertools.combinations(worth.tolist(), width):
-            gain = sum(max(0.0, w * share - a_node) for w in nodes for share in known.ranks[depth][:4])
-            best = max(best, gain - growth.price * between(COSTS.level, width))
-    chosen = growth.frontier(worth, kept, depth).tolist()
-    gain = sum(max(0.0, float(worth[i]) * share - a_node) for i in chosen for share in known.ranks[depth][:4])
-    assert gain - (growth.price * between(COSTS.level, len(chosen)) if chosen else 0) == pytest.approx(best, abs=1e-6)
+    worth = torch.tensor([draw.random() ** 2 for _ in range(12)])
+    begin, depth = draw.randrange(0, 8), draw.randrange(1, 4)
+
+    def value(parents):
+        """Of verifying the best of all nodes and of the children that these are expected to have."""
+        pool = sorted([*worth.tolist(), *(w * share for w in parents for share in known.ranks[depth][:4])], reverse=True)
+        tokens = max(sum(pool[:m]) - growth.price * between(COSTS.verify, 1 + m) for m in range(20))
+        return tokens - (growth.price * between(COSTS.level, len(parents)) if parents else 0)
+
+    newest = worth[begin:].tolist()
+    best = max(value(nodes) for width in range(5) for nodes in itertools.combinations(newest, width))
+    chosen = growth.frontier(worth, begin, depth).tolist()
+    assert value([newest[i] for i in chosen]) == pytest.approx(best, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -30,7 +30,6 @@ from specbench.options import Count
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)  # sizes among which is chosen, the root included
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
-AHEAD = 8  # nodes over which the price of one more is averaged: passes cost by steps
 
 Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -246,7 +245,7 @@ class Rate(Fitted):
         best = self.best(acceptance, costs)
         self.acceptance = acceptance
         self.price = max(best.speed, 1 / costs.verify[1])  # plain decoding is always to be had
-        self.verify = [self.price * between(costs.verify, nodes) for nodes in range(self.nodes + AHEAD + 1)]  # in tokens
+        self.verify = [self.price * between(costs.verify, nodes) for nodes in range(self.nodes + 1)]  # in tokens
         self.level = [self.price * between(costs.level, width) if width else 0.0 for width in range(self.top_k + 1)]
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
@@ -261,7 +260,7 @@ class Rate(Fitted):
         seen = torch.zeros(k, 0, dtype=torch.bool, device=device)  # [M, R] what each one's parent sees
         worth = self.acceptance.worth(pool.values.exp())  # [N] of every node of the pool
         for depth in range(1, self.depth):
-            best = self.frontier(worth[begin:], self.kept(worth), depth)
+            best = self.frontier(worth, begin, depth)
             if not len(best):
                 break
             width, rows = len(best), seen.shape[1]
@@ -285,16 +284,26 @@ class Rate(Fitted):
 
     def kept(self, worth: Tensor) -> int:
         """How many nodes of a pool are worth verifying. worth: [N]"""
-        best = worth.sort(descending=True).values[: self.nodes - 1].tolist()
-        gains = itertools.accumulate(best, initial=0.0)
-        return max(enumerate(gain - self.verify[1 + m] for m, gain in enumerate(gains)), key=lambda pair: pair[1])[0]
+        return self._verified(worth.sort(descending=True).values.tolist())[1]
 
-    def frontier(self, worth: Tensor, kept: int, depth: int) -> Tensor:
-        """Which nodes of the newest level to expand, by place there. worth: [M]; kept: nodes of the tree as it is."""
-        a_node = (self.verify[min(1 + kept, self.nodes) + AHEAD] - self.verify[min(1 + kept, self.nodes)]) / AHEAD
+    def frontier(self, worth: Tensor, begin: int, depth: int) -> Tensor:
+        """Which nodes of the newest level to expand, by place there: as many of the best as their children pay for.
+
+        Children are taken for worth what a candidate of their rank is on held-out answers, and stand for verification
+        among all other nodes: a pass costs by steps, so what one more costs depends on how many there are.
+
+        worth: [N] of the pool, the newest level from `begin` on.
+        """
         shares = self.acceptance.ranks[min(depth, len(self.acceptance.ranks) - 1)][: self.top_k]
-        best = worth.topk(min(self.top_k, len(worth)))
-        gains = [sum(max(0.0, w * share - a_node) for share in shares) for w in best.values.tolist()]
-        sums = list(itertools.accumulate(gains, initial=0.0))
-        width = max(range(len(sums)), key=lambda f: sums[f] - self.level[f])
-        return best.indices[:width]
+        newest = worth[begin:].topk(min(self.top_k, len(worth) - begin))
+        pool = worth.tolist()
+        gains = [self._verified(sorted(pool, reverse=True))[0]]
+        for width, parent in enumerate(newest.values.tolist(), 1):
+            pool += [parent * share for share in shares]
+            gains.append(self._verified(sorted(pool, reverse=True))[0] - self.level[width])
+        return newest.indices[: gains.index(max(gains))]
+
+    def _verified(self, best: Sequence[float]) -> tuple[float, int]:
+        """What verifying brings, in tokens less their price, and of how many nodes. best: falling."""
+        gains = itertools.accumulate(best[: self.nodes - 1], initial=0.0)
+        return max(((gain - self.verify[1 + m], m) for m, gain in enumerate(gains)), key=lambda pair: pair[0])
