@@ -284,7 +284,7 @@ class Rate(Fitted):
 
     def kept(self, worth: Tensor) -> int:
         """How many nodes of a pool are worth verifying. worth: [N]"""
-        return self._verified(worth.sort(descending=True).values.tolist())[1]
+        return self._verified(worth.tolist())[1]
 
     def frontier(self, worth: Tensor, begin: int, depth: int) -> Tensor:
         """Which nodes of the newest level to expand, by place there: as many of the best as their children pay for.
@@ -297,13 +297,13 @@ class Rate(Fitted):
         shares = self.acceptance.ranks[min(depth, len(self.acceptance.ranks) - 1)][: self.top_k]
         newest = worth[begin:].topk(min(self.top_k, len(worth) - begin))
         pool = worth.tolist()
-        gains = [self._verified(sorted(pool, reverse=True))[0]]
+        gains = [self._verified(pool)[0]]
         for width, parent in enumerate(newest.values.tolist(), 1):
             pool += [parent * share for share in shares]
-            gains.append(self._verified(sorted(pool, reverse=True))[0] - self.level[width])
+            gains.append(self._verified(pool)[0] - self.level[width])
         return newest.indices[: gains.index(max(gains))]
 
-    def _verified(self, best: Sequence[float]) -> tuple[float, int]:
-        """What verifying brings, in tokens less their price, and of how many nodes. best: falling."""
-        gains = itertools.accumulate(best[: self.nodes - 1], initial=0.0)
+    def _verified(self, worth: Sequence[float]) -> tuple[float, int]:
+        """What verifying the best of these nodes brings, in tokens less their price, and of how many."""
+        gains = itertools.accumulate(sorted(worth, reverse=True)[: self.nodes - 1], initial=0.0)
         return max(((gain - self.verify[1 + m], m) for m, gain in enumerate(gains)), key=lambda pair: pair[0])
