@@ -347,12 +347,12 @@ def alive(pid):
 # A busy machine --------------------------------------------------------------------------------------------------------
 
 
-def rows(speeds, others=None, replayed=False):
+def rows(speeds, others=None, replayed=False, link=None):
     """A baseline's rows of ten cycles each at these speeds."""
     found = []
     for i, speed in enumerate(speeds):
         row = Row("none", str(i), "c", 0, 5, [1] * 11, 0.5, 10 / speed, [0] * 10, [0] * 10, [0] * 10, [[]] * 10)
-        row.others, row.replayed = others, replayed
+        row.others, row.replayed, row.link = others, replayed, link
         found.append(row)
     return found
 
@@ -363,6 +363,8 @@ def rows(speeds, others=None, replayed=False):
         (rows([10, 10, 10, 10], others=0.4), None),
         (rows([10, 10, 10, 10], others=0.6), "other processes kept 0.6 of its 2 cores"),
         (rows([10, 10, 10, 10], others=0.6, replayed=True), None),
+        (rows([10, 10, 10, 10], others=1.6, link={"trips": 10}), None),  # the server works, as it should
+        (rows([10, 10, 12.5, 12.5], others=1.6, link={"trips": 10}), "1.25 times as fast in one half"),
         (rows([10, 10, 11.9, 11.9]), None),
         (rows([10, 10, 12.5, 12.5]), "1.25 times as fast in one half"),
         (rows([12.5, 12.5, 10, 10]), "1.25 times as fast in one half"),
