@@ -173,8 +173,9 @@ def _base(said: list[str], users: list[str], results: Path) -> DictConfig:
 
 
 def _repetitions(study: Study, base: DictConfig, users: list[str]) -> dict[str, int]:
-    """How many times over each quantity is measured. Peak memory is unless the study or the command line says otherwise."""
-    said = {"memory": base.memory, **study.get("measure", {})}
+    """How many times over each quantity is measured. Peak memory is beside timed rows, unless the study or the command
+    line says otherwise."""
+    said = {"memory": 0 if base.replay else base.memory, **study.get("measure", {})}
     return said | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
 
 

@@ -162,6 +162,17 @@ def test_a_replay_has_the_precision_that_it_needs():
         assert config.model.dtype == settled
 
 
+def test_peak_memory_is_measured_beside_timed_rows_or_where_it_is_asked_for():
+    for replay, said, users, memory in [
+        ("false", {}, [], 1),
+        ("true", {}, [], 0),
+        ("true", {"measure": {"memory": 5}}, [], 5),
+        ("true", {}, ["memory=2"], 2),
+    ]:
+        base = composed("run", f"replay={replay}", *users)
+        assert study_door._repetitions(said, base, users)["memory"] == memory
+
+
 def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, tmp_path):
     weights = f"drafter.weights={home / 'weights' / 'eagle2'}"
     study(home, TWO, "two", f"results={tmp_path}", "arms=[none,eagle1]", "datasets=[mtbench]", "cells=[0]", weights)
