@@ -33,6 +33,11 @@ from specbench.records import Cell, Failure, LinkUse, Row
 from specbench.scoring import Check
 from specbench.trace import Watched
 
+# Units in the last place of the best logit by which the gap of the two best may differ between passes of other shapes.
+# Over 1,017 positions of smollm2-135m's answers in float32, decoded one and three ids at a time: median 1.4, 99% below
+# 8, at most 29. Half precision rounds where it stores but sums in float32, so fewer units do.
+ROUNDING = {torch.float32: 32}
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -280,8 +285,8 @@ def audit(target: Target, prompt: list[int], expected: list[int], found: list[in
     """Compare a greedy answer with the baseline's, id by id.
 
     At the first difference the target is asked once more, in one plain pass over prompt and common prefix, how far
-    apart its two best ids are. Passes of other shapes round differently, so in half precision a gap within a few units
-    in the last place is a numerical tie. Anything else is a bug, and in float32 everything is.
+    apart its two best ids are. Passes of other shapes round differently, so a gap within their rounding is a numerical
+    tie, in float32 too, where it is rarer (`ROUNDING`). Anything else is a bug.
 
     Returns:
         verdict: "identical", "numerical tie" or "bug"; with the position, the gap and its tolerance if not identical.
@@ -293,10 +298,9 @@ def audit(target: Target, prompt: list[int], expected: list[int], found: list[in
         return {"verdict": "bug", "at": min(len(expected), len(found)), "why": "one answer ends early"}
     target.reset(len(prompt) + at)
     logits = target.prefill(torch.tensor(prompt + expected[:at], device=target.device)).logits[-1].float()
-    best = logits.topk(2)
+    best = logits.max()
     gap = float((logits[expected[at]] - logits[found[at]]).abs())
-    tolerance = 8 * torch.finfo(target.dtype).eps * float(best.values[0].abs())
-    rivals = {expected[at], found[at]} == set(best.indices.tolist()) or gap <= tolerance
-    tie = target.dtype != torch.float32 and rivals and gap <= tolerance
-    verdict = "numerical tie" if tie else "bug"
+    tolerance = ROUNDING.get(target.dtype, 8) * torch.finfo(target.dtype).eps * float(best.abs())
+    behind = float(best - logits[[expected[at], found[at]]].min())  # of the lesser of the two: both must be rivals
+    verdict = "numerical tie" if behind <= tolerance else "bug"
     return {"verdict": verdict, "at": at, "gap": round(gap, 6), "tolerance": round(tolerance, 6)}

@@ -127,7 +127,7 @@ class Totals:
         """Add rows up; of the baseline only what was asked of both."""
         questions = tuple(sorted({r.question for r in rows}))
         place = {q: i for i, q in enumerate(questions)}
-        names = ("tokens", "cycles", "seconds", "draft", "target", "audited", "identical")
+        names = ("tokens", "cycles", "seconds", "draft", "target", "audited", "lossless")
         sums: dict[str, np.ndarray] = {n: np.zeros(len(questions)) for n in names}
         sums |= {f"base_{n}": np.zeros(len(questions)) for n in names}
         sums |= {n: np.zeros(len(questions)) for n in ("answers", "sent", "received", "same", "whole", "scored", "solved")}
@@ -143,7 +143,7 @@ class Totals:
                 sums[prefix + phase][at] += getattr(row, f"{phase}_s")
             if row.audit is not None:
                 sums[prefix + "audited"][at] += 1
-                sums[prefix + "identical"][at] += row.audit["verdict"] == "identical"
+                sums[prefix + "lossless"][at] += row.audit["verdict"] in ("identical", "numerical tie")
             if not prefix:
                 sums["answers"][at] += 1
                 sums["scored"][at] += row.solved is not None
@@ -201,7 +201,7 @@ RATES: dict[str, Rate] = {
     "received_bytes": lambda s: s["received"] / s["cycles"],
     "same_share": lambda s: s["same"] / s["whole"],  # of the baseline's ids, those that stand in the same place here
     "solved": lambda s: s["solved"] / s["scored"],  # answers that pass their question's check
-    "identical": lambda s: s["identical"] / s["audited"],  # greedy answers that are the baseline's, id by id
+    "lossless": lambda s: s["lossless"] / s["audited"],  # greedy answers that are the baseline's, but for numerical ties
 }
 SAMPLES = 2000
 

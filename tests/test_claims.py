@@ -120,7 +120,7 @@ def verdict(test, known):
         ({"measured": "memory.peak", "of": "poor", "over": "mixed", "is": "less"}, INCONCLUSIVE),
         ({"measured": "memory.loaded", "of": "good", "over": "poor", "is": "less"}, NOT_RUN),
         ({"measured": "training.peak", "of": "good", "over": "poor", "is": "less"}, NOT_RUN),
-        ({"metric": "identical", "of": "good", "than": 0.999, "is": "more"}, NOT_RUN),  # these rows hold no audit
+        ({"metric": "lossless", "of": "good", "than": 0.999, "is": "more"}, NOT_RUN),  # these rows hold no audit
     ],
 )
 def test_verdicts(known, test, expected):

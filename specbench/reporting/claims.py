@@ -28,7 +28,7 @@ from specbench.studies import Study, unmet
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
 NOT_TESTABLE, NOT_RUN = "not testable here", "not run"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTABLE, NOT_RUN)
-TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "identical", "solved")
+TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "lossless", "solved")
 FEWEST, QUESTIONS = 5, 4  # repetitions of a measurement and questions of a cell, for an interval
 EXACT = ("parameters", "draft_cost_by_parameters")  # the same whatever was asked
 
@@ -270,7 +270,7 @@ def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:
 
 METRIC_WORDS = {
     "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "draft_ms": "drafting a cycle", "alpha": "acceptance",
-    "late_alpha": "acceptance behind the first step", "identical": "identical answers", "parameters": "parameters",
+    "late_alpha": "acceptance behind the first step", "lossless": "lossless answers", "parameters": "parameters",
     "solved": "share of problems solved",
     "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
     "expected_speed_up": "speed-up by Theorem 3.8", "promised_speed_up": "what its fit promised",
