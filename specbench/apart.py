@@ -8,17 +8,17 @@ import gc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
 from specbench import arms, costs, measure
 from specbench.bench import cached_bytes
 from specbench.children import end_with_parent
+from specbench.config.run_spec import RunSpec
 from specbench.engine import products
 from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
@@ -47,17 +47,17 @@ def _begin(found: products.Found) -> None:
     products.found.update(found)
 
 
-def memory(config: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, float]:
+def memory(spec: RunSpec, prompt: list[int], tokens: int) -> dict[str, float]:
     """Bytes that this process holds once target and drafter are loaded, and at most while it decodes one prompt.
 
     Args:
-        config: of a run, as plain values. prompt: ids; so many `tokens` are decoded after it.
+        prompt: ids; so many `tokens` are decoded after it.
 
     Returns:
         loaded, peak: of the allocator on a GPU, else of the process. driver: as the GPU's driver sees it. kv: of caches.
     """
-    settled, target = _loaded(config)
-    contender = arms.build(settled, target).contender
+    target = _loaded(spec)
+    contender = arms.build(spec, target).contender
     gc.collect()
     peak = measure.PeakMemory(target.device)
     peak.start()
@@ -69,16 +69,15 @@ def memory(config: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, 
     return found | ({"driver": peak.read()["driver"]} if target.device.type == "cuda" else {})
 
 
-def training(config: dict[str, Any]) -> dict[str, float]:
+def training(spec: RunSpec) -> dict[str, float]:
     """What a training step of a run's drafter takes, from its initial weights; see `costs.training`."""
-    settled, target = _loaded(config)
-    drafter: Any = instantiate(settled.drafter, weights=None)
+    target = _loaded(spec)
+    drafter = replace(spec, checkpoint=None).make_drafter(weights=None)
     drafter.vocabulary = None  # a loss reads the whole head
     drafter.bind(target)
     return costs.training(target, drafter)
 
 
-def _loaded(config: dict[str, Any]) -> tuple[DictConfig, Target]:
-    settled = OmegaConf.create(config)
-    torch.set_num_threads(settled.threads or torch.get_num_threads())
-    return settled, arms.load(settled)[0]
+def _loaded(spec: RunSpec) -> Target:
+    torch.set_num_threads(spec.threads or torch.get_num_threads())
+    return arms.load(spec)[0]

@@ -3,6 +3,8 @@
 Knows the engine, prompts and rows; no configuration and no concrete drafter.
 """
 
+import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,12 +26,14 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 from specbench.errors import SpecBenchError
+from specbench.evaluation.budget import Budget, Pace
 from specbench.faults import told
 from specbench.measure import Clock, Others
 from specbench.metrics import BASELINE
 from specbench.options import Count, Natural, Seed
 from specbench.progress import progress
-from specbench.records import Cell, Failure, LinkUse, Row
+from specbench.records.blocks import Ledger, locked
+from specbench.records.rows import Failure, LinkUse, QuestionEnd, Row
 from specbench.scoring import Check
 from specbench.trace import Watched
 
@@ -94,25 +98,76 @@ class Bench:
         taps = [c.drafter.taps.resolve(target.layers) for c in contenders]
         self.taps = Taps(tuple({i for t in taps for i in t.hidden}), tuple({i for t in taps for i in t.kv}))
 
-    def run(self, questions: list[Question], cell: Cell) -> int:
-        """Decode what the cell lacks; returns how many generations failed."""
-        keys = [(c.label, q.id, t) for q in questions for t in range(len(q.turns)) for c in self.contenders]
-        if all(cell.done(k) for k in keys):
-            return 0
-        for question in questions:
+    def run(self, questions: Sequence[Question], ledger: Ledger, budget: Budget) -> None:
+        """Decode what the cell lacks: whole questions, as long as the budget lasts by the durations of those before.
+
+        Questions that another process is at are left to the end, and found done by then or taken over.
+        """
+        anew = self._anew(questions, ledger, budget)
+        todo = [q for q in questions if self._missing(q, ledger)]
+        if not todo:
+            return
+        for question in todo:
             if question.check is not None:
                 question.check.require()
-        self._warm_up(questions[0])
-        rememberers = [c for c in self.contenders if getattr(c.drafter, "state", None) == "run"]
-        for contender in rememberers:
-            _void(cell, [k for k in keys if k[0] == contender.label])
+        self._warm_up(todo[0])
         names = [c.label for c in self.contenders]
         title = " ".join(names) if len(names) < 4 else f"{len(names)} drafters"
-        with progress(title, len(keys), "generations") as reached, _remembering(rememberers):
-            reached(sum(map(cell.done, keys)))
-            for place, question in enumerate(questions):
-                self._question(question, self._in_turn(place), cell, lambda: reached(sum(map(cell.done, keys))))
-        return sum(not cell.done(k) for k in keys)
+        pace = Pace(ledger.pace())
+        with progress(title, len(questions), "questions") as reached, _remembering(anew):
+            reached(len(questions) - len(todo))
+            for wait in (False, True):
+                for place, question in enumerate(todo):
+                    missing = self._missing(question, ledger)
+                    if missing and not budget.allows(pace.of(len(missing))):
+                        return
+                    if missing:
+                        self._whole(question, place, ledger, pace, wait)
+                    reached(len(questions) - sum(bool(self._missing(q, ledger)) for q in todo))
+
+    def missing(self, questions: Sequence[Question], ledger: Ledger) -> int:
+        """How many generations of these questions have no good row."""
+        return sum(len(self._missing(question, ledger)) for question in questions)
+
+    def _missing(self, question: Question, ledger: Ledger) -> list[tuple[str, int]]:
+        """Labels and turns of a question that lack a good row."""
+        return [
+            (c.label, turn) for turn in range(len(question.turns)) for c in self.contenders
+            if not ledger.done(c.label, question.digest, turn)
+        ]  # fmt: skip
+
+    def _anew(self, questions: Sequence[Question], ledger: Ledger, budget: Budget) -> list[Contender]:
+        """Contenders whose memory goes on from prompt to prompt and that lack a row: all of theirs are decoded again.
+
+        Where time is limited they are left out, for half of their prompts would be worth nothing.
+        """
+        lacking = [
+            c for c in self.contenders
+            if getattr(c.drafter, "state", None) == "run"
+            and not all(ledger.done(c.label, q.digest, t) for q in questions for t in range(len(q.turns)))
+        ]  # fmt: skip
+        if lacking and budget.seconds is not None:
+            names = ", ".join(c.label for c in lacking)
+            print(f"specbench: {names} (state=run) needs all prompts in one go; run it without minutes=", file=sys.stderr)
+            self.contenders = [c for c in self.contenders if c not in lacking]
+            return []
+        for contender in lacking:
+            ledger.forget(contender.label)
+        return lacking
+
+    def _whole(self, question: Question, place: int, ledger: Ledger, pace: "Pace", wait: bool) -> None:
+        """All that is missing of one question, unless another process is at it. place: among those that were missing."""
+        with locked(ledger.folder, question.digest, wait) as ours:
+            if not ours:
+                return
+            ledger.refresh()
+            missing = self._missing(question, ledger)
+            if missing:
+                begin = time.monotonic()
+                self._question(question, self._in_turn(place), set(missing), ledger)
+                seconds = time.monotonic() - begin
+                pace.add(len(missing), seconds)
+                ledger.write(QuestionEnd(question.id, len(missing), round(seconds, 3)))
 
     def _in_turn(self, place: int) -> list[Contender]:
         """The baseline, which the others need; these from question to question begin with another one.
@@ -124,9 +179,9 @@ class Bench:
         return [*first, *rest[turned:], *rest[:turned]]
 
     def _question(
-        self, question: Question, contenders: Sequence[Contender], cell: Cell, advance: Callable[[], None]
+        self, question: Question, contenders: Sequence[Contender], missing: set[tuple[str, int]], ledger: Ledger
     ) -> None:
-        """All turns of one question. The history holds the model's own earlier answers: the baseline's, for everyone.
+        """What is missing of all turns of one question. The history holds the model's own earlier answers: the baseline's.
 
         Half precision can part a drafter's answer from the baseline's at a numerical tie; with one history the second
         turn still compares the same prompt.
@@ -135,29 +190,49 @@ class Bench:
         for turn, text in enumerate(question.turns):
             history.append({"role": "user", "content": text})
             prompt = self.chat.encode(history)
-            reference: Row | None = None
-            known: Known | None = None  # one for all that draft against this answer
-            for contender in contenders:
-                row = cell.rows.get((contender.label, question.id, turn))
-                if not isinstance(row, Row):
-                    begun = Row(contender.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
-                    if self.replay and reference is not None and hasattr(contender.drafter, "review"):
-                        known = None  # its states are the target's, which decodes now
-                        row = self._guarded(begun, self._followed, contender, self.target, prompt, reference.tokens)
-                    elif self.replay and reference is not None:
-                        known = known or Known(self.target, prompt, reference.tokens, self.taps)
-                        row = self._guarded(begun, self._followed, contender, known, prompt, reference.tokens)
-                    else:
-                        row = self._guarded(begun, self._decoded, contender, prompt, reference)
-                        if isinstance(row, Row) and question.check is not None and turn + 1 == len(question.turns):
-                            row = self._guarded(row, self._score, question.check)
-                    cell.write(row)
-                if isinstance(row, Row) and (contender.label == BASELINE or reference is None):
-                    reference = row
-                advance()
-            if reference is None:
+            wanted = [c for c in contenders if (c.label, turn) in missing]
+            answer = self._turn(question, turn, prompt, wanted, ledger)
+            if answer is None:
                 return  # without an answer there is no next turn to ask
-            history.append({"role": "assistant", "content": self._text(reference.tokens).strip()})
+            history.append({"role": "assistant", "content": self._text(answer.tokens).strip()})
+
+    def _turn(
+        self, question: Question, turn: int, prompt: list[int], wanted: Sequence[Contender], ledger: Ledger
+    ) -> Row | None:
+        """Rows of one turn for those who lack one. Returns the baseline's; a replay takes it from any block."""
+        first = self.contenders[0]
+        reference: Row | None = None
+        if not wanted or self.replay:
+            reference = ledger.answer(question.digest, turn)
+        if wanted and reference is None and first not in wanted:
+            wanted = [first, *wanted]  # seconds are compared inside one block
+        known: Known | None = None  # one for all that draft against this answer
+        for contender in wanted:
+            row = Row(contender.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
+            row.text = question.digest
+            if not self.replay or contender is first:
+                done = self._timed(row, contender, prompt, reference, question)
+            elif reference is None:
+                done = Failure(row.drafter, row.question, turn, "the baseline's answer is missing, see its row", row.text)
+            elif hasattr(contender.drafter, "review"):
+                known = None  # its states are the target's, which decodes now
+                done = self._guarded(row, self._followed, contender, self.target, prompt, reference.tokens)
+            else:
+                known = known or Known(self.target, prompt, reference.tokens, self.taps)
+                done = self._guarded(row, self._followed, contender, known, prompt, reference.tokens)
+            ledger.write(done)
+            if isinstance(done, Row) and contender is first:
+                reference = done
+        return reference
+
+    def _timed(
+        self, row: Row, contender: Contender, prompt: list[int], reference: Row | None, question: Question
+    ) -> Row | Failure:
+        """A row, decoded; of a question's last turn the answer is scored, if the question says how."""
+        done = self._guarded(row, self._decoded, contender, prompt, reference)
+        if isinstance(done, Row) and question.check is not None and row.turn + 1 == len(question.turns):
+            done = self._guarded(row, self._score, question.check)
+        return done
 
     def _text(self, tokens: list[int]) -> str:
         """What a reader sees of an answer."""
@@ -170,7 +245,7 @@ class Bench:
             make(row, *arguments)
             return row
         except Exception as error:
-            return Failure(row.drafter, row.question, row.turn, told(error))
+            return Failure(row.drafter, row.question, row.turn, told(error), row.text)
 
     def _decoded(self, row: Row, contender: Contender, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with one generation, timed."""
@@ -250,14 +325,6 @@ class Bench:
         for contender in list(self.contenders) * (0 if self.replay else self.settings.warmup):
             for _ in decode(self.target, contender.drafter, prompt, limits, contender.rule, self.sampler):
                 pass
-
-
-def _void(cell: Cell, keys: list[tuple[str, str, int]]) -> None:
-    """If any of these generations is missing, none counts: on disk too, where a second interruption would find them."""
-    done = [key for key in keys if cell.done(key)]
-    if len(done) < len(keys):
-        for key in done:
-            cell.write(Failure(*key, "decoded again with its whole run: state=run begins at the first prompt"))
 
 
 @contextmanager

@@ -1,85 +1,117 @@
-"""One cell as the doors run it: where it lies, what it lacks, what is measured beside its rows, its traces."""
+"""One cell as commands run it: where it lies, what it lacks, what is measured beside its rows, its traces."""
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 
 from specbench import arms, measurements, trace
 from specbench.arms import Arm
 from specbench.bench import Bench
+from specbench.config.run_spec import RunSpec
 from specbench.datasets import Chat, Question
 from specbench.engine.target import Target
+from specbench.evaluation.budget import Budget
 from specbench.measurements import PROMPTS, TOKENS, Setting
 from specbench.metrics import BASELINE
-from specbench.records import Cell, held, identity
+from specbench.records.blocks import Ledger, locked
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A cell, and what it lacks still: generations that failed, arms of which something could not be measured."""
+    """What a cell has now, and what it lacks still.
 
-    cell: Cell
+    Attributes:
+        arms: drafters in it, the baseline not counted. questions: that it should have.
+        failed: generations that raised. unmeasured: arms of which something could not be measured.
+        left: questions that lack a generation. seconds: that these are likely to take; None: nobody knows.
+    """
+
+    ledger: Ledger
+    arms: int
+    questions: int
     failed: int
     unmeasured: int
+    left: int
+    seconds: float | None
+
+    @property
+    def progress(self) -> str:
+        """`24 of 80 questions, about 34 minutes more`."""
+        return progress([self])
+
+
+def progress(ran: Sequence[Ran]) -> str:
+    """The same of several cells together."""
+    total, left = sum(one.questions for one in ran), sum(one.left for one in ran)
+    seconds = sum(one.seconds or 0 for one in ran if one.left)
+    return f"{total - left} of {total} questions" + (f", about {seconds / 60:.0f} minutes more" if seconds else "")
 
 
 def run(
-    config: DictConfig,
+    spec: RunSpec,
     target: Target,
     chat: Chat,
     sides: list[Arm],
     questions: list[Question],
     study: str | None = None,
     measure: Mapping[str, int] | None = None,
+    budget: Budget | None = None,
 ) -> Ran:
-    """Decode and measure what the cell of these arms lacks.
+    """Decode and measure what the cell of these arms lacks, in a block of its own.
 
     Args:
-        config: what the arms have in common. sides: the baseline first.
-        measure: repetitions by quantity; None: of peak memory, as the configuration says.
+        spec: what the arms have in common. sides: the baseline first.
+        measure: repetitions by quantity; None: of peak memory, as the run says. budget: None for as long as it takes.
     """
-    described = arms.header(config, target, sides, questions, study)
-    name = ("replay" if config.replay else "decode") if study else sides[-1].label
-    folder = arms.folder(config) / f"{name}-{identity(described)}"
-    with held(folder):
-        cell = Cell(folder, described, fresh=config.rerun == "all")
+    budget = budget or Budget()
+    described = arms.header(spec, target, chat, sides, questions, study)
+    folder = spec.cell_folder
+    if measure is None:
+        measure = {"memory": 0 if spec.replay else spec.memory}
+    bench = Bench(target, chat, [side.contender for side in sides], spec.sampler, spec.decode, spec.replay)
+    with _to_itself(spec, bench):
         begin = time.monotonic()
-        sampler, settings = instantiate(config.sampler), instantiate(config.decode)
-        bench = Bench(target, chat, [side.contender for side in sides], sampler, settings, config.replay)
-        failed = bench.run(questions, cell)
-        if measure is None:
-            measure = {"memory": 0 if config.replay else config.memory}
-        unmeasured = measurements.take(measure, cell, _setting(config, target, chat, questions), sides)
-        if all(cell.done((s.label, q.id, t)) for s in sides for q in questions for t in range(len(q.turns))):
-            seconds = f"{time.monotonic() - begin:.0f} s"
-            print(f"{cell.path}: complete ({seconds}; rerun=all measures again)", file=sys.stderr)
-        _trace(config, target, chat, sides, questions, folder / "trace.json")
-    return Ran(cell, failed, unmeasured)
+        ledger = Ledger(folder, described, BASELINE, timed=not spec.replay, fresh=spec.rerun == "all")
+        bench.run(questions, ledger, budget)
+        unmeasured = measurements.take(measure, ledger, _setting(spec, target, chat, questions), sides, budget)
+        left = sum(bool(bench.missing([question], ledger)) for question in questions)
+        if not left:
+            print(f"{folder}: complete ({time.monotonic() - begin:.0f} s; rerun=all measures again)", file=sys.stderr)
+            _trace(spec, target, chat, sides, questions)
+    pace, missing = ledger.pace(), bench.missing(questions, ledger)
+    seconds = None if pace is None else pace * missing
+    return Ran(ledger, len(sides) - 1, len(questions), len(ledger.failed()), unmeasured, left, seconds)
 
 
-def _setting(config: DictConfig, target: Target, chat: Chat, questions: list[Question]) -> Setting:
+def _to_itself(spec: RunSpec, bench: Bench) -> AbstractContextManager[Any]:
+    """Timed work and what depends on the order of prompts waits until no other process does such work in this cell.
+
+    Replays share a cell, question by question.
+    """
+    ordered = any(getattr(c.drafter, "state", None) == "run" for c in bench.contenders)
+    return locked(spec.cell_folder, "whole", wait=True) if ordered or not spec.replay else nullcontext()
+
+
+def _setting(spec: RunSpec, target: Target, chat: Chat, questions: Sequence[Question]) -> Setting:
     prompts = [chat.encode([{"role": "user", "content": question.turns[0]}]) for question in questions[:PROMPTS]]
-    return Setting(target, prompts, min(TOKENS, config.decode.max_new_tokens))
+    return Setting(target, prompts, min(TOKENS, spec.decode.max_new_tokens))
 
 
-def _trace(config: DictConfig, target: Target, chat: Chat, sides: list[Arm], questions: list[Question], path: Any) -> None:
-    """The first turns of some questions once more, untimed, with every draft tree kept for the report."""
-    if not config.trace or path.exists():
-        return
-    traces = []
-    sampler = instantiate(config.sampler)
-    for side in (s for s in sides if s.label != BASELINE):
-        for question in questions[: config.trace]:
+def _trace(spec: RunSpec, target: Target, chat: Chat, sides: Sequence[Arm], questions: Sequence[Question]) -> None:
+    """The first turns of some questions once more, untimed, with every draft tree kept for the report; a file an arm."""
+    for side in (s for s in sides if s.label != BASELINE and spec.trace):
+        path = spec.cell_folder / f"trace-{side.label}.json"
+        if path.exists():
+            continue
+        traces = []
+        for question in questions[: spec.trace]:
             prompt = chat.encode([{"role": "user", "content": question.turns[0]}])
             drafter, rule = side.contender.drafter, side.contender.rule
             found = trace.trace(
-                target, chat, drafter, prompt, rule, sampler, config.decode.seed, config.decode.max_new_tokens
+                target, chat, drafter, prompt, rule, spec.sampler, spec.decode.seed, spec.decode.max_new_tokens
             )
             traces.append({"question": question.id, **found, "drafter": side.label})
-    if traces:
         trace.write(path, traces)

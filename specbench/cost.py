@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import hydra
 import matplotlib.pyplot as plt
 import torch
-from omegaconf import DictConfig
 from pydantic import Field
 from rich.console import Console
 
-from specbench import arms, costs, schema
-from specbench.arms import RunOptions
+from specbench import arms, costs
 from specbench.assets import require_writable
-from specbench.door import CONF, run_door, spoken
+from specbench.config import run_spec
+from specbench.config.run_spec import RunOptions
+from specbench.door import command, run_door
 from specbench.errors import SpecBenchError
 from specbench.options import Count, Text
 from specbench.reporting.figures import cost_of_cycles
@@ -34,27 +33,25 @@ class Options(RunOptions):
     out: Text | None
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="cost")
-@spoken
-def main(config: DictConfig) -> None:
+@command("cost")
+def main(config: Any) -> None:
     """Time passes and cycles, fit the drafter's trees to them, print and draw both."""
-    schema.check(config, Options)
-    arms.settle(config)
-    out = Path(config.out or Path(config.results) / "costs")
+    spec, asked = run_spec.from_config(config, Options), run_spec.checked(config, Options)
+    out = Path(asked["out"] or spec.results / "costs")
     require_writable(out)
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    made = arms.make(config)
+    torch.set_num_threads(spec.threads or torch.get_num_threads())
+    made = arms.make(spec)
     if not hasattr(getattr(made[0], "growth", None), "fit"):
         raise SpecBenchError(
             f"tree=: costs are for trees that are fitted to them (fitted, fitted_static, rate), not "
-            f"{config.tree._target_.rpartition('.')[2]}"
+            f"{spec.tree['_target_'].rpartition('.')[2]}"
         )
-    target, _ = arms.load(config)
+    target, _ = arms.load(spec)
     passes = {
-        context: costs.target_pass(target, costs.text(target, context)) for context in _fitting(config.contexts, target)
+        context: costs.target_pass(target, costs.text(target, context)) for context in _fitting(asked["contexts"], target)
     }
-    said: Any = arms.build(config, target, made=made).said["fitted"]
-    print(f"Milliseconds of a pass of {config.model.name}, by nodes in the tree and tokens before it\n")
+    said: Any = arms.build(spec, target, made=made).said["fitted"]
+    print(f"Milliseconds of a pass of {spec.model.name}, by nodes in the tree and tokens before it\n")
     nodes = list(next(iter(passes.values())))
     print(
         markdown_table(
@@ -62,7 +59,7 @@ def main(config: DictConfig) -> None:
             [[str(c), *(f"{found[n]:.1f}" for n in nodes)] for c, found in passes.items()],
         )
     )
-    print(f"\nMilliseconds of drafting with {config.drafter.name}, by candidates of a node or nodes of a level\n")
+    print(f"\nMilliseconds of drafting with {spec.drafter['name']}, by candidates of a node or nodes of a level\n")
     parts = said["costs"]
     print(
         markdown_table(
@@ -78,7 +75,7 @@ def main(config: DictConfig) -> None:
         if name in said:
             print(f"{title}: {_words(said[name])}")
     figure = cost_of_cycles(passes, parts)
-    path = out / f"{config.model.name}-{config.drafter.name}.png"
+    path = out / f"{spec.model.name}-{spec.drafter['name']}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

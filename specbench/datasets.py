@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from specbench.assets import Wheel, file_from_wheel
 from specbench.errors import SpecBenchError, refusing
 from specbench.files import parse_lines, read_bytes
 from specbench.options import Count, Name, Text
+from specbench.records.identity import question_digest
 from specbench.scoring import Check, LastNumber, UnitTests
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -28,6 +30,11 @@ class Question:
     category: str
     turns: tuple[str, ...]
     check: Check | None = None  # of the last answer
+
+    @cached_property
+    def digest(self) -> str:
+        """Of its texts, by which rows know it."""
+        return question_digest(self.turns)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -45,6 +46,28 @@ def spoken(job: Callable[..., None]) -> Callable[..., None]:
             _lost.append(line)
 
     return wrapped
+
+
+def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Make a job the main function of a command: it is called with the configuration that `conf/<name>.yaml` begins."""
+
+    def wrap(job: Callable[..., None]) -> Callable[[], None]:
+        made: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(spoken(job))
+        return made
+
+    return wrap
+
+
+def choice(group: str) -> str:
+    """Which file of a group the running command was told to take: `choice("study")`."""
+    return str(HydraConfig.get().runtime.choices[group])
+
+
+def typed_overrides() -> list[tuple[str, str]]:
+    """What the running command was told: the option and the whole override, in order."""
+    task = list(HydraConfig.get().overrides.task)
+    parsed = OverridesParser.create().parse_overrides(task)
+    return [(option.key_or_group, word) for option, word in zip(parsed, task, strict=True)]
 
 
 def run_door(main: Callable[[], None], name: str | None = None) -> None:

@@ -1,7 +1,6 @@
 """Clock, peak memory, and what machine and software this is. Knows no drafter."""
 
 import functools
-import hashlib
 import os
 import platform
 import subprocess
@@ -136,6 +135,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "cpu": cpu,
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # widest vectors: models of one name differ in them
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "waiting": os.environ.get("OMP_WAIT_POLICY", "default").lower(),  # of threads: spinning or asleep
@@ -160,11 +160,6 @@ def commit() -> str:
         return "unknown"
 
 
-@functools.cache
-def source_digest() -> str:
-    """Of the code that decodes and counts, so that rows of different code are never put under one header."""
-    digest = hashlib.sha256()
-    for folder in ("specbench", "drafters"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+def load() -> float | None:
+    """Processes that wanted a core over the last minute, on average; None where the system does not tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

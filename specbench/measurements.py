@@ -5,6 +5,7 @@ alike, and each is on disk before the next begins. What is there is not measured
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,10 +15,12 @@ from specbench.engine.interface import Drafter
 from specbench.engine.remote import RemoteTarget
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError, visible
+from specbench.evaluation.budget import Budget, Pace
 from specbench.faults import told
 from specbench.metrics import BASELINE
 from specbench.progress import progress
-from specbench.records import Cell, Measurement
+from specbench.records.blocks import Ledger
+from specbench.records.rows import Measurement
 from specbench.throughput import throughput
 
 CLIENTS = (1, 2, 4, 8)  # of one server
@@ -54,7 +57,7 @@ def _drafters(arm: Arm) -> bool:
 
 
 def _trained(arm: Arm) -> bool:
-    return "weights" in arm.config.drafter
+    return arm.spec.trained
 
 
 def _known_to_transformers(arm: Arm) -> bool:
@@ -62,12 +65,12 @@ def _known_to_transformers(arm: Arm) -> bool:
 
 
 def _memory(setting: Setting, arm: Arm) -> dict[str, float]:
-    found: dict[str, float] = apart.call(apart.memory, arms.plain(arm.config), setting.prompts[0], setting.tokens)
+    found: dict[str, float] = apart.call(apart.memory, arm.spec, setting.prompts[0], setting.tokens)
     return found
 
 
 def _training(setting: Setting, arm: Arm) -> dict[str, float]:
-    found: dict[str, float] = apart.call(apart.training, arms.plain(arm.config))
+    found: dict[str, float] = apart.call(apart.training, arm.spec)
     return found
 
 
@@ -76,9 +79,9 @@ def _clients(setting: Setting, arm: Arm) -> dict[str, float]:
         raise SpecBenchError("a target in this process has no clients; choose another link=")
 
     def connect() -> tuple[RemoteTarget, Drafter]:
-        target, _ = arms.load(arm.config)
+        target, _ = arms.load(arm.spec)
         assert isinstance(target, RemoteTarget)
-        return target, arms.build(arm.config, target, arm.label).contender.drafter
+        return target, arms.build(arm.spec, target, arm.label).contender.drafter
 
     found: dict[str, float] = {}
     for count in CLIENTS:
@@ -96,7 +99,7 @@ def _decoding(cost: Callable[..., dict[str, float]]) -> Callable[[Setting, Arm],
     """A cost of decoding the prompts in this very process."""
 
     def take(setting: Setting, arm: Arm) -> dict[str, float]:
-        if arm.config.backend == "compile":
+        if arm.spec.backend == "compile":
             raise SpecBenchError("a compiled pass cannot be taken apart; measure with backend=eager")
         return cost(setting.target, arm.contender, setting.prompts, setting.tokens)
 
@@ -114,8 +117,8 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
 }
 
 
-def take(repetitions: Mapping[str, int], cell: Cell, setting: Setting, sides: Iterable[Arm]) -> int:
-    """Measure what a cell lacks; returns of how many arms something could not be measured, which is said.
+def take(repetitions: Mapping[str, int], ledger: Ledger, setting: Setting, sides: Iterable[Arm], budget: Budget) -> int:
+    """Measure what a cell lacks on this kind of machine; returns of how many arms something could not be measured.
 
     repetitions: how many times over, by quantity.
     """
@@ -125,27 +128,34 @@ def take(repetitions: Mapping[str, int], cell: Cell, setting: Setting, sides: It
         quantity = QUANTITIES[what]
         mine = [side for side in sides if quantity.whose(side)]
         wanted = [(side, Measurement(side.label, what, r, {})) for r in range(times) for side in mine]
-        missing = [(side, measurement) for side, measurement in wanted if measurement.key not in cell.measured]
+        missing = [(side, measurement) for side, measurement in wanted if measurement.key not in ledger.measured]
         if missing:
-            lost += _take(what, missing, len(wanted), cell, setting)
+            lost += _take(what, missing, len(wanted), ledger, setting, budget)
     return lost
 
 
-def _take(what: str, missing: list[tuple[Arm, Measurement]], wanted: int, cell: Cell, setting: Setting) -> int:
+def _take(
+    what: str, missing: list[tuple[Arm, Measurement]], wanted: int, ledger: Ledger, setting: Setting, budget: Budget
+) -> int:
     """Of one quantity; the number of arms that it cannot be measured of, which are tried once."""
     broken: set[str] = set()
+    pace = Pace(None)
     with progress(f"measuring {what}", wanted, "measurements") as reached:
         reached(wanted - len(missing))
         for left, (side, measurement) in enumerate(missing, 1 - len(missing)):
             if side.label in broken:
                 continue
+            if not budget.allows(pace.of(1)):
+                break
+            begin = time.monotonic()
             try:
                 measurement.values.update(QUANTITIES[what].take(setting, side))
             except Exception as error:
                 print(visible(f"specbench: {what} of {side.label} not measured: {told(error)}"), file=sys.stderr)
                 broken.add(side.label)
             else:
-                cell.write(measurement)
+                ledger.write(measurement)
+            pace.add(1, time.monotonic() - begin)
             reached(wanted + left)
     return len(broken)
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from specbench.records import Row
+from specbench.records.rows import Row
 from specbench.shapes import Arm, Header
 
 BASELINE = "none"

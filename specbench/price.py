@@ -28,6 +28,7 @@ from specbench.engine.tree import root_only
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
 from specbench.files import read_json
+from specbench.records import identity
 
 CONTEXT = 192  # tokens behind which trees are timed
 TURNS = 7  # of all trees, of which the median counts; one more warms up
@@ -134,7 +135,7 @@ def made_for(target: Target, said: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "hardware": measure.hardware(target.device),
         "versions": measure.versions(),
-        "source": measure.source_digest(),
+        "timing": identity.TIMING,
         "target": target.fingerprint(),
         "dtype": str(target.dtype),
         "lean": target.lean is not None,

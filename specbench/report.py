@@ -18,7 +18,7 @@ from specbench import schema
 from specbench.door import CONF, run_door, spoken
 from specbench.errors import SpecBenchError, visible
 from specbench.options import Name, Text
-from specbench.records import by_error
+from specbench.records.rows import by_error
 from specbench.reporting import cells, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.claims import tally

@@ -5,40 +5,37 @@ python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
 """
 
 import sys
+from typing import Any
 
-import hydra
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 
-from specbench import arms, cell, schema, sweep
-from specbench.arms import RunOptions as Options
+from specbench import arms, cell, sweep
 from specbench.assets import require_writable
-from specbench.datasets import PromptSet
-from specbench.door import CONF, run_door, spoken, sweeping
+from specbench.config import run_spec
+from specbench.config.run_spec import RunSpec
+from specbench.door import command, run_door, sweeping
 from specbench.errors import SpecBenchError, visible
+from specbench.evaluation.budget import Budget
 from specbench.faults import told
 from specbench.metrics import BASELINE
-from specbench.records import has_failed
+from specbench.records import blocks, identity
 from specbench.reporting import cells, tables
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="run")
-@spoken
-def job(config: DictConfig) -> None:
+@command("run")
+def job(config: Any) -> None:
     """One cell. In a sweep a failure is written down where the cell would be, and the next cell begins."""
-    place = arms.failure_path(config)
+    place = run_spec.failure_path(config)
     try:
-        schema.check(config, Options)
-        arms.settle(config)
-        require_writable(arms.folder(config))
-        if config.rerun == "failed" and not place.exists() and not _has_failed_rows(config):
+        spec = run_spec.from_config(config)
+        require_writable(spec.folder)
+        if spec.rerun == "failed" and not place.exists() and not _has_failed_rows(spec):
             return
-        _run(config)
+        _run(spec)
     except Exception as error:
         if not sweeping():
             raise
-        failure = arms.failure(config, told(error))
+        failure = run_spec.failure(config, told(error))
         known = arms.lost(failure.error)  # said once; at the sweep's end all its cells are named
         failure.write(place)
         if not known:
@@ -47,28 +44,46 @@ def job(config: DictConfig) -> None:
         place.unlink(missing_ok=True)
 
 
-def _run(config: DictConfig) -> None:
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    prompts: PromptSet = instantiate(config.dataset)
-    made = arms.make(config)
-    questions = prompts.load()
-    target, chat = arms.load(config)
-    own = arms.build(config, target, made=made)
-    sides = [own] if own.label == BASELINE else [arms.baseline(config, target), own]
-    ran = cell.run(config, target, chat, sides, questions)
-    path = ran.cell.path
-    if config.show:
-        tables.show(cells.collect([path]))
+def _run(spec: RunSpec) -> None:
+    budget = Budget.of_minutes(spec.minutes)
+    torch.set_num_threads(spec.threads or torch.get_num_threads())
+    made = arms.make(spec)
+    questions = spec.dataset.load()
+    target, chat = arms.load(spec)
+    own = arms.build(spec, target, made=made)
+    sides = [own] if own.label == BASELINE else [arms.baseline(spec, target), own]
+    ran = cell.run(spec, target, chat, sides, questions, budget=budget)
+    if spec.show:
+        tables.show(_entries(spec, sides))
+    if budget.seconds is not None and ran.left:
+        print(f"{own.label}: {ran.progress}")
     if ran.failed:
-        raise SpecBenchError(f"{ran.failed} generations failed; their rows in {path} say why; run again to retry them")
+        raise SpecBenchError(
+            f"{ran.failed} generations failed; rows in {spec.cell_folder} say why; run again to retry them"
+        )
     if ran.unmeasured:
         raise SpecBenchError(f"{ran.unmeasured} measurements failed, named above; run again to retry them")
-    arms.require_lossless(ran.cell)
+    arms.require_lossless(ran.ledger.block.path)
 
 
-def _has_failed_rows(config: DictConfig) -> bool:
-    """Did generations fail in a cell of this very configuration?"""
-    return has_failed(arms.folder(config).glob(f"{config.drafter.name}-*/rows.jsonl"), arms.plain(config))
+def _entries(spec: RunSpec, sides: list[arms.Arm]) -> list[cells.Entry]:
+    """What the cell holds of this run's own arms."""
+    own = {identity.arm_key(side.said) for side in sides}
+    found = cells.collect(blocks.below(spec.cell_folder))
+    return [entry for entry in found if entry.key in own]
+
+
+def _has_failed_rows(spec: RunSpec) -> bool:
+    """Did generations of this very configuration fail, and were not made good since?"""
+    return any(
+        entry.failed
+        for entry in cells.collect(blocks.below(spec.cell_folder))
+        if entry.name == spec.drafter["name"] and {**entry.header["config"], **_own(entry)} == spec.identity
+    )
+
+
+def _own(entry: cells.Entry) -> dict[str, Any]:
+    return {name: entry.arm.get(name) for name in run_spec.OWN}
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from pydantic import Field
 
-from specbench import arms, schema, serving
+from specbench import schema, serving
+from specbench.config import run_spec
 from specbench.door import CONF, run_door, spoken
 from specbench.engine.sockets import parsed, secret
 from specbench.models import ModelSpec
@@ -47,7 +48,7 @@ def main(config: DictConfig) -> None:
     parsed(address), secret(address)  # refused before anything is loaded
     torch.set_num_threads(config.threads or torch.get_num_threads())
     asked = {key: config[key] for key in ("clients", "megabytes", "nodes", "prompt", "idle_s")}
-    condensers = arms.condensers(config.condense, config.model)
+    condensers = run_spec.state_compressors(config.condense, config.model)
     server = serving.server(instantiate(config.model), address, **asked, condensers=condensers)
     print(f"{config.model.name} at {server.address}; end with Ctrl-C", file=sys.stderr, flush=True)
     try:

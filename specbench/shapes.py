@@ -12,7 +12,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from specbench.files import OPEN
 
-SCHEMA = 2  # of rows
+SCHEMA = 3  # of blocks
 
 Natural = Annotated[int, Interval(ge=0, lt=2**53)]  # what a double holds exactly
 Count = Annotated[int, Interval(ge=1, lt=2**53)]
@@ -30,6 +30,7 @@ class Machine(TypedDict):
 
     device: str
     cores: Natural
+    instructions: NotRequired[str]
 
 
 @with_config(OPEN)
@@ -173,19 +174,23 @@ class Versions(TypedDict):
 
 def _ours(schema: int) -> int:
     if schema != SCHEMA:
-        raise ValueError(f"{schema}, while this code reads row schema {SCHEMA}")
+        raise ValueError(f"{schema}, while this code reads blocks of schema {SCHEMA}")
     return schema
 
 
 @with_config(OPEN)
 class Header(TypedDict):
-    """The first line of `rows.jsonl`: everything that can change a row.
+    """The first line of a block: what was measured, how, by what and where.
 
-    study: that the cell is of. replay: its drafters drafted against known answers, without target passes.
+    started: UTC. decoding, timing: see `specbench.records.identity`. study: that the cell is of. replay: its drafters
+    drafted against known answers, without target passes. load: processes that wanted a core when it began.
     """
 
     kind: Literal["header"]
     schema: Annotated[int, AfterValidator(_ours)]
+    started: str
+    decoding: Natural
+    timing: Natural
     config: Config
     target: Of
     arms: Annotated[dict[str, Arm], MinLen(1)]

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from specbench.errors import visible
 from specbench.files import readable
-from specbench.records import CellFailure, by_error
+from specbench.records.rows import CellFailure, by_error
 
 failed: dict[str, list[str]] = {}  # cells by error, of the sweep that ended last in this process
 BEGUN, CELLS = "SPECBENCH_SWEEP_BEGUN", "SPECBENCH_SWEEP_CELLS"  # read by jobs, in this process or another

@@ -11,7 +11,7 @@ from pathlib import Path
 from conftest import ROOT
 from forked import FIXED, Door
 
-from specbench.records import read_cell
+from specbench.records.blocks import NAME, read_block
 
 
 def arguments_of(home, door, *arguments):
@@ -64,7 +64,7 @@ def weight(home, name):
 def rows_of(home, drafter):
     found = list((home / "results").rglob(f"{drafter}-*/rows.jsonl"))
     assert len(found) == 1, found
-    return read_cell(found[0])
+    return read_block(found[0])
 
 
 def wait_for_rows(process, results, lines):
@@ -72,7 +72,7 @@ def wait_for_rows(process, results, lines):
     deadline = time.monotonic() + 120
     found = []
     while time.monotonic() < deadline and process.poll() is None:
-        found = list(results.rglob("rows.jsonl"))
+        found = list(results.rglob(NAME))
         if found and found[0].read_bytes().count(b"\n") > lines:
             break
         time.sleep(0.01)

@@ -5,7 +5,8 @@ import pytest
 from test_records import arm, settings
 
 from specbench import metrics
-from specbench.records import Cell, Measurement, Row
+from specbench.records.blocks import Block, NAME
+from specbench.records.rows import Measurement, Row
 from specbench.reporting import cells, claims
 from specbench.reporting.claims import (
     INCONCLUSIVE,
@@ -61,7 +62,7 @@ def plain(questions=12, length=36):
 
 def write(folder, header, *names, questions=12, change=lambda r: r):
     """A cell of the study with these drafters' rows."""
-    cell = Cell(folder, {"study": "s", **header})
+    cell = Block(folder, {"study": "s", **header})
     for name in names:
         for one in plain(questions) if name == "none" else rows(name, questions):
             cell.write(change(one))
@@ -76,7 +77,7 @@ def header(**more):
 
 
 def gathered(folder, **more):
-    return Evidence({**STUDY, **more}, cells.collect(sorted(folder.rglob("rows.jsonl")), folder))
+    return Evidence({**STUDY, **more}, cells.collect(sorted(folder.rglob(NAME)), folder))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from conftest import ROOT
 from doors import call, kill_after_rows, rows_of, run, start, typed, wait_for_rows, weight
 
 from specbench.door import spelt_out
-from specbench.records import read_cell
+from specbench.records.blocks import NAME, read_block
 
 
 def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
@@ -54,7 +54,7 @@ def test_a_sweep_reports_a_failed_cell_and_runs_the_others(home):
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "1 cells failed, named above" in done.stderr.splitlines()[-1]
     assert "vanilla" in done.stderr and "do not fit" in done.stderr
-    assert len(list(results.rglob("rows.jsonl"))) == 1
+    assert len(list(results.rglob(NAME))) == 1
 
 
 def test_run_survives_kill_9_and_repeats_and_loses_nothing(home):
@@ -66,7 +66,7 @@ def test_run_survives_kill_9_and_repeats_and_loses_nothing(home):
     run(home, "run", *arguments)
     after = path.read_bytes()
     assert after.startswith(whole)
-    _, rows = read_cell(path)
+    _, rows = read_block(path)
     keys = [r.key for r in rows]
     assert len(keys) == len(set(keys)) == 12 * 2 * 2
 
@@ -79,7 +79,7 @@ def test_an_interrupted_run_says_how_to_go_on(home, tmp_path):
     done = process.completed()
     assert done.returncode == 2 and done.stderr.endswith("specbench: interrupted; run the same command again to continue\n")
     run(home, "run", *arguments)
-    assert len(read_cell(next(tmp_path.rglob("rows.jsonl")))[1]) == 12 * 2
+    assert len(read_block(next(tmp_path.rglob(NAME)))[1]) == 12 * 2
 
 
 BAD = {
@@ -131,7 +131,7 @@ def test_a_prompt_longer_than_the_context_is_a_visible_row_and_the_others_run(ho
     results = tmp_path / "results"
     said = run(home, "run", "drafter=none", f"data.root={tmp_path}", f"results={results}", ok=False)
     assert "1 generations failed" in said
-    _, rows = read_cell(next(results.rglob("rows.jsonl")))
+    _, rows = read_block(next(results.rglob(NAME)))
     assert [r.kind for r in rows] == ["error", "prompt"] and "300" in rows[0].error
 
 
@@ -175,7 +175,7 @@ def test_trees_are_fitted_to_weights_and_machine(home):
     weights = "drafter=eagle2", f"drafter.weights={folder}"
     for tree in ("fitted", "fitted_static", "rate"):
         said = run(home, "run", *weights, f"tree={tree}", f"results={home / tree}", "data.limit=1")
-        header = json.loads(next((home / tree).rglob("rows.jsonl")).read_text().split("\n")[0])
+        header = json.loads(next((home / tree).rglob(NAME)).read_text().split("\n")[0])
         chosen = header["arms"]["eagle2"]["fitted"]
         assert chosen["choice"]["speedup"] >= chosen["runner_up"]["speedup"] > 0 and set(chosen["costs"]) >= {
             "verify",
@@ -242,9 +242,9 @@ def test_a_run_killed_at_fifteen_moments_loses_and_doubles_nothing(home, tmp_pat
     arguments = ["drafter=eagle2", f"results={tmp_path}", "decode.max_new_tokens=100", weight(home, "eagle2")]
     assert kill_often(lambda: start(home, "run", *arguments), 15, 2.5) >= 5
     run(home, "run", *arguments)
-    (path,) = tmp_path.rglob("rows.jsonl")
+    (path,) = tmp_path.rglob(NAME)
     assert all(line.endswith(b"\n") for line in path.read_bytes().splitlines(keepends=True))
-    keys = [r.key for r in read_cell(path)[1]]
+    keys = [r.key for r in read_block(path)[1]]
     assert len(keys) == len(set(keys)) == 12 * 2 * 2
 
 

@@ -19,7 +19,7 @@ from specbench.engine import pretrained
 from specbench.engine.pretrained import contents_of, fingerprint_of
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
-from specbench.records import read_cell
+from specbench.records.blocks import NAME, read_block
 from specbench.training.corpus import PACKED_PROVENANCE, CorpusSettings
 
 CPU = torch.device("cpu")
@@ -200,12 +200,12 @@ def decode(own, drafter, *overrides):
     ]
     torch_threads = torch.get_num_threads()
     run._run(configuration(drafter, "dataset=mtbench", *common, f"threads={torch_threads}", *overrides))
-    return sorted((own / "results").rglob("rows.jsonl"))
+    return sorted((own / "results").rglob(NAME))
 
 
 def contents_said(path):
     """What a header says of the contents of target, drafter and prompts."""
-    header, _ = read_cell(path)
+    header, _ = read_block(path)
     own = [arm["contents"] for name, arm in header["arms"].items() if name != "none"]
     return {"target": header["target"]["contents"], "drafter": own[0] if own else {}, "prompts": header["prompts"]}
 

@@ -15,7 +15,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, root_only
 from specbench.engine.verify import Lossless, Typical
 from specbench.errors import SpecBenchError
-from specbench.records import Row
+from specbench.records.rows import Row
 
 PROMPT = [3, 14, 15, 9, 26]
 GREEDY = Sampler()

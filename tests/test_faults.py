@@ -11,7 +11,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 import specbench.run
 from drafters.none import NoDrafter
-from specbench.records import Failure, Row, read_cell
+from specbench.records.blocks import NAME, read_block
+from specbench.records.rows import Failure, Row
 
 
 class Faulty(NoDrafter):
@@ -65,8 +66,8 @@ def test_a_fault_inside_a_generation_is_its_own_row(told, tmp_path):
         "++drafter._target_=test_faults.Faulty", "drafter=none", "++drafter.name=faulty", "decode.max_new_tokens=6"
     )
     assert code == 2 and "Traceback" not in err and "4 generations failed" in err
-    (path,) = (tmp_path / "results").rglob("rows.jsonl")
-    _, rows = read_cell(path)
+    (path,) = (tmp_path / "results").rglob(NAME)
+    _, rows = read_block(path)
     good, bad = ([r for r in rows if isinstance(r, kind)] for kind in (Row, Failure))
     assert {r.drafter for r in good} == {"none"} and len(good) == 4
     assert {r.drafter for r in bad} == {"faulty"} and len(bad) == 4
@@ -84,7 +85,7 @@ def test_a_fault_of_one_cell_leaves_the_others_of_a_sweep_alone(told, tmp_path, 
     (failed,) = (tmp_path / "results").rglob("*.failed.json")
     said = json.loads(failed.read_text())
     assert said["drafter"] == "vanilla" and "no such thing" in said["error"] and "in bind" in traceback_of(said["error"])
-    assert [p.parent.name.split("-")[0] for p in (tmp_path / "results").rglob("rows.jsonl")] == ["none"]
+    assert [p.parent.name.split("-")[0] for p in (tmp_path / "results").rglob(NAME)] == ["none"]
     monkeypatch.undo()
 
 
@@ -94,7 +95,7 @@ def test_an_unfit_option_of_one_cell_leaves_the_others_of_a_sweep_alone(told, tm
     code, err = told("-m", *rest, option)
     assert code == 2 and "Traceback" not in err, err
     assert len(list((tmp_path / "results").rglob("*.failed.json"))) == 1
-    assert len(list((tmp_path / "results").rglob("rows.jsonl"))) == 1
+    assert len(list((tmp_path / "results").rglob(NAME))) == 1
 
 
 @pytest.mark.parametrize("option", ["drafter=none,null", "drafter=none,eagle9", "decode.nonsense=1,2"])

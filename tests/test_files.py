@@ -20,7 +20,8 @@ from test_report import fill
 from specbench import files, report, studies
 from specbench.errors import SpecBenchError
 from specbench.metrics import BASELINE
-from specbench.records import Cell, CellFailure, Failure, Measurement, has_failed, read_cell
+from specbench.records.blocks import Block, NAME, read_block
+from specbench.records.rows import CellFailure, Failure, Measurement
 from specbench.reporting import bundle, cells, published, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
 from specbench.shapes import Provenance, Trace
@@ -97,7 +98,7 @@ def test_everything_committed_is_read():
     assert rows
     for path in rows:
         written = [json.loads(line) for line in path.read_text().split("\n") if line]
-        header, found = read_cell(path)
+        header, found = read_block(path)
         assert header["config"] == written[0]["config"], path
         again = json.loads(json.dumps([asdict(r) for r in found]))
         assert [r | line for r, line in zip(again, written[1:], strict=True)] == again, path
@@ -114,7 +115,7 @@ def test_a_line_separator_inside_a_row_ends_no_line(tmp_path):
     rows = [{**ROW, "category": "a\u2028b\x85c"}, {**ROW, "question": "next"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in (HEADER, *rows)), encoding="utf-8")
-    assert [asdict(r) for r in read_cell(path)[1]] == rows
+    assert [asdict(r) for r in read_block(path)[1]] == rows
 
 
 @pytest.mark.parametrize(
@@ -128,16 +129,16 @@ def test_a_line_separator_inside_a_row_ends_no_line(tmp_path):
 )
 def test_a_row_that_contradicts_itself_is_refused_where_it_is_read(tmp_path, change, said):
     path = write(tmp_path / "rows.jsonl", HEADER, ROW, ROW | change)
-    assert "rows.jsonl line 3" in (refusal(read_cell, path) or "") and said in (refusal(read_cell, path) or "")
+    assert "rows.jsonl line 3" in (refusal(read_block, path) or "") and said in (refusal(read_block, path) or "")
 
 
 def test_a_resumed_cell_is_read_the_same_way(tmp_path):
     path = write(tmp_path / "rows.jsonl", HEADER, ROW | {"decode_s": float("nan")})
     assert "line 2: prompt.decode_s: input should be a finite number" in (refusal(Cell, tmp_path, SETTINGS) or "")
     path.write_bytes(b"")
-    cell = Cell(tmp_path, SETTINGS)  # an empty file is begun anew
+    cell = Block(tmp_path, SETTINGS)  # an empty file is begun anew
     cell.write(Failure("eagle2", "q", 0, "boom"))
-    assert len(read_cell(path)[1]) == 1
+    assert len(read_block(path)[1]) == 1
 
 
 def test_whether_generations_failed_is_asked_of_whole_files_with_this_configuration(tmp_path):
@@ -233,7 +234,7 @@ def damages(seed: int, whole: bytes):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_broken_row_file_is_said_and_the_rest_reported(tmp_path, seed):
     shutil.copytree(ROOT / "tests" / "golden" / "rows", tmp_path / "rows")
-    broken, intact = sorted((tmp_path / "rows").rglob("rows.jsonl"))
+    broken, intact = sorted((tmp_path / "rows").rglob(NAME))
     whole = broken.read_bytes()
     kept = len(cells.collect([intact]))
     for damaged in damages(seed, whole):
@@ -253,7 +254,7 @@ def test_a_row_file_cut_anywhere_keeps_its_whole_rows(tmp_path, seed):
     cells.collect([path], tmp_path, problems)
     assert len(problems) == (not path.read_bytes().endswith(b"\n"))
     if lines:
-        assert len(read_cell(path)[1]) == lines - 1
+        assert len(read_block(path)[1]) == lines - 1
     else:
         assert "is empty" in problems[0]
 

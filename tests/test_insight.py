@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from test_records import arm, settings
 
 from specbench.metrics import Interval, draws, summarise
-from specbench.records import Row
+from specbench.records.rows import Row
 from specbench.reporting import insight, insight_figures, insight_tables, look
 from specbench.reporting.cells import Entry
 from specbench.reporting.insight import Rated, few

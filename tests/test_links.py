@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from test_records import random_row, settings
 
-from specbench.records import Cell, LinkUse, Measurement
+from specbench.records.blocks import Block
+from specbench.records.rows import LinkUse, Measurement
 from specbench.reporting import cells, insight_tables, links
 
 LINK = {"delay_ms": 10.0, "jitter_ms": 0.0, "mbit": 8.0, "loss": 0.0, "pause_ms": 200.0, "name": "5g", "cut_after": None}
@@ -15,7 +16,7 @@ def group(tmp_path):
     """Two arms of one cell over a link of 20 ms and 1 MB a second; of each question one answer."""
     header = settings("eagle2")
     header["config"] = {**header["config"], "link": LINK}
-    cell, rng = Cell(tmp_path / "m" / "d" / "decode-1", header), np.random.default_rng(0)
+    cell, rng = Block(tmp_path / "m" / "d" / "decode-1", header), np.random.default_rng(0)
     for question in range(4):
         for who in ("none", "eagle2"):
             row, steps = random_row(rng, who, str(question))

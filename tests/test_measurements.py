@@ -23,7 +23,8 @@ from specbench import apart, costs, measurements, metrics, studies
 from specbench.bench import Contender
 from specbench.engine import products
 from specbench.engine.verify import Lossless
-from specbench.records import Cell, Measurement, Row, read_cell
+from specbench.records.blocks import Block, NAME, read_block
+from specbench.records.rows import Measurement, Row
 from specbench.reporting import cells, tables
 from specbench.reporting.bundle import Report, Sources
 
@@ -218,17 +219,17 @@ def taken(monkeypatch, cell, repetitions, broken=()):
 
 def test_arms_are_measured_in_turn_and_what_is_there_is_not_measured_again(tmp_path, monkeypatch):
     header = settings("a", "b@0", "b@1")
-    cell = Cell(tmp_path, header)
+    cell = Block(tmp_path, header)
     assert taken(monkeypatch, cell, 2) == (0, ["a", "b@0"] * 2)
-    again = Cell(tmp_path, header)
+    again = Block(tmp_path, header)
     assert taken(monkeypatch, again, 3) == (0, ["a", "b@0"])
-    found = read_cell(cell.path)[1]
+    found = read_block(cell.path)[1]
     assert [(m.drafter, m.repetition) for m in found] == [(n, r) for r in range(3) for n in ("a", "b@0")]
-    assert taken(monkeypatch, Cell(tmp_path, header), 3) == (0, [])
+    assert taken(monkeypatch, Block(tmp_path, header), 3) == (0, [])
 
 
 def test_an_arm_that_cannot_be_measured_costs_itself_alone(tmp_path, monkeypatch, capsys):
-    cell = Cell(tmp_path, settings("a", "b@0", "b@1"))
+    cell = Block(tmp_path, settings("a", "b@0", "b@1"))
     assert taken(monkeypatch, cell, 3, broken=["a"]) == (1, ["a", "b@0", "b@0", "b@0"])
     said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("specbench: ")]
     assert len(said) == 1 and said[0].startswith("specbench: drafting of a not measured: ValueError: boom")
@@ -264,7 +265,7 @@ claims:
 
 def measured(path):
     """What was measured, how often of whom."""
-    found = [r for r in read_cell(path)[1] if isinstance(r, Measurement)]
+    found = [r for r in read_block(path)[1] if isinstance(r, Measurement)]
     assert len({r.key for r in found}) == len(found)
     counts: dict[tuple[str, str], int] = {}
     for r in found:
@@ -277,8 +278,8 @@ def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
     assert "drafting: ms of eagle2 over chain: x" in said
     assert "REPRODUCED: drafting takes time" in said
     assert "NOT RUN: a pass takes time" in said and "2 repetitions, where 5 make an interval" in said
-    paths = sorted(tmp_path.rglob("rows.jsonl"))
-    counts = {len([r for r in read_cell(p)[1] if isinstance(r, Row)]): measured(p) for p in paths if "decode-" in str(p)}
+    paths = sorted(tmp_path.rglob(NAME))
+    counts = {len([r for r in read_block(p)[1] if isinstance(r, Row)]): measured(p) for p in paths if "decode-" in str(p)}
     assert counts[6] == {
         **{("drafting", arm): 5 for arm in ("eagle2", "chain")},
         **{("overhead", arm): 1 for arm in ("none", "eagle2", "chain")},
@@ -306,7 +307,7 @@ def test_a_killed_study_goes_on_with_what_was_not_measured(home, tmp_path):
         ("drafting", "eagle2"): 3,
         ("training", "eagle2"): 1,
     }
-    found = {(r.what, r.drafter): r.values for r in read_cell(path)[1] if isinstance(r, Measurement)}
+    found = {(r.what, r.drafter): r.values for r in read_block(path)[1] if isinstance(r, Measurement)}
     assert found["memory", "none"]["peak"] >= found["memory", "none"]["loaded"] > 2**20
     assert found["training", "eagle2"]["peak"] > 2**20 and found["training", "eagle2"]["tokens_per_s"] > 0
 
@@ -389,13 +390,13 @@ def test_other_drafters_speeds_are_no_drift():
 
 def test_a_busy_machine_is_named_under_the_table_of_its_cell(tmp_path, capsys, monkeypatch):
     for dataset, others in (("calm", 0.1), ("disturbed", 1.5)):
-        cell = Cell(tmp_path / "m" / dataset / "eagle2-1", settings("eagle2", dataset=dataset))
+        cell = Block(tmp_path / "m" / dataset / "eagle2-1", settings("eagle2", dataset=dataset))
         for q in range(3):
             for who in ("none", "eagle2"):
                 row, _ = random_row(np.random.default_rng(q), who, str(q))
                 row.others = others
                 cell.write(row)
-    entries = cells.collect(sorted(tmp_path.rglob("rows.jsonl")), tmp_path)
+    entries = cells.collect(sorted(tmp_path.rglob(NAME)), tmp_path)
     assert {e.dataset: bool(e.busy) for e in entries} == {"calm": False, "disturbed": True}
     tables.show(entries)
     monkeypatch.setattr("specbench.reporting.figures.draw_all", lambda *_: {})

@@ -17,7 +17,8 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
-from specbench.records import Cell, Failure, Row
+from specbench.records.blocks import Block
+from specbench.records.rows import Failure, Row
 
 MODELS = sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
 PAPERS = {"vicuna-7b", "llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b", "mixtral-8x7b"}
@@ -137,7 +138,7 @@ def test_out_of_memory_in_one_generation_is_a_failed_row_and_the_rest_goes_on(tm
 
     drafter.reset = reset
     questions = [Question(str(i), "writing", ("tell me",)) for i in range(3)]
-    cell = Cell(tmp_path, {"config": {}})
+    cell = Block(tmp_path, {"config": {}})
     contenders = [Contender(d.name, d, Lossless()) for d in (baseline, drafter)]
     bench = Bench(target, chat, contenders, Sampler(), RunSettings(max_new_tokens=6))
     assert bench.run(questions, cell) == 1

@@ -7,7 +7,8 @@ import pytest
 from test_records import random_row, settings
 
 from specbench.metrics import RATES, contrast
-from specbench.records import Cell, Row
+from specbench.records.blocks import Block
+from specbench.records.rows import Row
 from specbench.reporting import cells, document, figures, look, overview, sections, tables
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.claims import Verdict
@@ -28,7 +29,7 @@ def bench(folder, speeds, questions=12, dataset="mtbench", temperature=0.0, stud
     header["config"]["sampler"] = {"temperature": temperature}
     for name, own in (said or {}).items():
         header["arms"][name]["drafter"] |= own
-    made = Cell(folder / "m" / dataset / cell, header | more)
+    made = Block(folder / "m" / dataset / cell, header | more)
     for question in range(questions):
         for name, speed in {"none": 1.0, **speeds}.items():
             row, _ = random_row(rng, name, str(question))
@@ -171,7 +172,7 @@ def test_the_matrix_holds_every_pair_and_colours_what_is_real(tmp_path):
 
 
 def test_alphas_of_steps_that_hardly_occurred_are_hidden(tmp_path):
-    cell = Cell(tmp_path / "m" / "mtbench" / "decode-1", settings("a", dataset="mtbench"))
+    cell = Block(tmp_path / "m" / "mtbench" / "decode-1", settings("a", dataset="mtbench"))
     for question in range(3):  # nine cycles reach the third step, twelve the second
         row = Row("a", str(question), "c", 0, 5, [1], 0.1, 1.0)
         row.drafted, row.accepted, row.nodes = [3] * 4, [3, 2, 2, 1], [3] * 4

@@ -11,7 +11,7 @@ from specbench.datasets import Pieces
 from specbench.engine import tree as trees
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Simulated, verify
-from specbench.records import read_cell
+from specbench.records.blocks import NAME, read_block
 from specbench.reporting.bundle import Report, Sources
 
 SHAPE = (
@@ -72,7 +72,7 @@ def test_rows_of_a_random_target_say_so(home, drafter, tmp_path):
     results = f"results={tmp_path}"
     said = run(home, "run", f"drafter={drafter}", *SHAPE, "model.path=null", "alpha=[0.9,0.8]", "data.limit=3", results)
     assert "SIMULATED" in said
-    header, rows = read_cell(next(tmp_path.rglob("rows.jsonl")))
+    header, rows = read_block(next(tmp_path.rglob(NAME)))
     assert header["simulated"] is True and header["arms"][drafter]["lossy"] is True
     assert {r.audit["verdict"] for r in rows} == {"simulated acceptance"}
     assert all(len(r.tokens) == 12 for r in rows)  # nothing stops it

@@ -11,7 +11,8 @@ import pytest
 from specbench import metrics, records
 from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
-from specbench.records import Cell, Failure, Row, identity, read_cell
+from specbench.records.blocks import Block, read_block
+from specbench.records.rows import Failure, Row
 from specbench.reporting import tables
 from specbench.reporting.cells import Entry
 
@@ -101,35 +102,35 @@ def test_coral_estimate_by_hand():
 
 
 def test_rows_come_back_as_written(tmp_path):
-    cell = Cell(tmp_path, SETTINGS)
+    cell = Block(tmp_path, SETTINGS)
     row, _ = random_row(np.random.default_rng(2))
     cell.write(row)
     cell.write(Failure("eagle2", "other", 1, "boom"))
-    header, rows = read_cell(tmp_path / "rows.jsonl")
+    header, rows = read_block(tmp_path / "rows.jsonl")
     assert header["arms"] == SETTINGS["arms"]
     assert rows[0] == row
-    again = Cell(tmp_path, SETTINGS)
+    again = Block(tmp_path, SETTINGS)
     assert again.done(row.key) and not again.done(("eagle2", "other", 1))
 
 
 @pytest.mark.parametrize("keep", range(1, 60, 7))
 def test_a_cut_last_line_is_dropped_and_the_rest_kept(tmp_path, keep):
-    cell = Cell(tmp_path, SETTINGS)
+    cell = Block(tmp_path, SETTINGS)
     first, _ = random_row(np.random.default_rng(3), question="a")
     second, _ = random_row(np.random.default_rng(4), question="b")
     cell.write(first)
     size = cell.path.stat().st_size
     cell.write(second)
     os.truncate(cell.path, size + keep)
-    assert read_cell(cell.path)[1] == [first]
-    resumed = Cell(tmp_path, SETTINGS)
+    assert read_block(cell.path)[1] == [first]
+    resumed = Block(tmp_path, SETTINGS)
     assert resumed.done(first.key) and not resumed.done(second.key)
     resumed.write(second)
-    assert read_cell(cell.path)[1] == [first, second]
+    assert read_block(cell.path)[1] == [first, second]
 
 
 def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch):
-    cell = Cell(tmp_path, SETTINGS)
+    cell = Block(tmp_path, SETTINGS)
     row, _ = random_row(np.random.default_rng(5))
     cell.write(row)
 
@@ -140,7 +141,7 @@ def test_a_full_disk_leaves_no_half_row(tmp_path, monkeypatch):
         m.setattr(records.os, "fsync", full)
         with pytest.raises(SpecBenchError, match="free some space"):
             cell.write(random_row(np.random.default_rng(6), question="z")[0])
-    assert read_cell(cell.path)[1] == [row]
+    assert read_block(cell.path)[1] == [row]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_damaged_files_are_named(tmp_path, content, match):
     path = tmp_path / "rows.jsonl"
     path.write_text(content.replace("HEADER", json.dumps({"kind": "header", "schema": 2, **SETTINGS})))
     with pytest.raises(SpecBenchError, match=match):
-        read_cell(path)
+        read_block(path)
 
 
 def test_identity_sees_every_setting():

@@ -20,7 +20,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.server import Server
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
-from specbench.records import Row
+from specbench.records.rows import Row
 
 LIMITS = {"clients": 4, "message": 1 << 22, "prompt": 128, "context": 256, "nodes": 128}
 NEEDS_LAYERS = {"self_speculation", "early_exit"}

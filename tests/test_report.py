@@ -20,7 +20,8 @@ from test_records import random_row, settings
 from specbench import metrics, trace
 from specbench.errors import SpecBenchError
 from specbench.metrics import RATES, Totals, contrast, interval
-from specbench.records import Cell, CellFailure, Failure, Measurement, Row
+from specbench.records.blocks import Block, NAME
+from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.reporting import bundle, tables, translate
 from specbench.reporting.bundle import Report, Sources
 
@@ -35,7 +36,7 @@ def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=
     for drafter in drafters:
         header = settings(drafter, dataset=dataset)
         header["arms"][drafter]["drafter"] |= (said or {}).get(drafter, {})
-        cell = Cell(folder / "m" / dataset / f"{drafter}-1", header)
+        cell = Block(folder / "m" / dataset / f"{drafter}-1", header)
         for q in range(questions):
             for who in ("none", drafter):
                 row, _ = random_row(rng, who, str(q))
@@ -49,7 +50,7 @@ def measure(folder, names=("hass-1", "hass-2"), repetitions=5):
     header = settings(*names, dataset="mtbench", study="costs")
     for steps, name in enumerate(names, 1):
         header["arms"][name]["drafter"] = {"name": "hass", "steps": steps}
-    cell = Cell(folder / "m" / "mtbench" / "decode-1", header)
+    cell = Block(folder / "m" / "mtbench" / "decode-1", header)
     rng = np.random.default_rng(0)
     for who in ("none", *names):
         cell.write(random_row(rng, who)[0])
@@ -143,7 +144,7 @@ def test_bad_questions_are_one_clear_line(tmp_path, arguments, said):
 def test_two_cells_about_one_thing_are_both_shown_and_the_larger_one_counts(tmp_path):
     fill(tmp_path, ("eagle2",), dataset="mtbench")
     rng = np.random.default_rng(9)
-    again = Cell(tmp_path / "m" / "mtbench" / "eagle2-2", settings("eagle2", dataset="mtbench"))
+    again = Block(tmp_path / "m" / "mtbench" / "eagle2-2", settings("eagle2", dataset="mtbench"))
     for q in range(2):
         for who in ("none", "eagle2"):
             again.write(random_row(rng, who, str(q))[0])
@@ -156,7 +157,7 @@ def test_two_cells_about_one_thing_are_both_shown_and_the_larger_one_counts(tmp_
 
 def test_failures_stand_first(tmp_path):
     fill(tmp_path, ("eagle2",))
-    cell = Cell(tmp_path / "m" / "d" / "eagle2-1", settings("eagle2"))
+    cell = Block(tmp_path / "m" / "d" / "eagle2-1", settings("eagle2"))
     cell.write(Failure("eagle2", "lost", 0, "boom"))
     path = CellFailure.path(tmp_path / "m" / "d", "moa", {})
     CellFailure("m", "d", "moa", 0.0, "no weights").write(path)
@@ -172,7 +173,7 @@ def test_failures_stand_first(tmp_path):
 def test_ten_thousand_rows_take_less_than_a_minute_and_a_gigabyte(tmp_path):
     rng = np.random.default_rng(0)
     for d in range(10):
-        cell = Cell(tmp_path / "m" / "mtbench" / f"d{d}-1", settings(f"d{d}", dataset="mtbench"))
+        cell = Block(tmp_path / "m" / "mtbench" / f"d{d}-1", settings(f"d{d}", dataset="mtbench"))
         lines = []
         for q in range(500):
             for who in ("none", f"d{d}"):
@@ -431,7 +432,7 @@ def test_two_targets_in_one_folder_are_kept_apart(tmp_path):
     shutil.copytree(GOLDEN / "rows", tmp_path, dirs_exist_ok=True)
     alone = report(tmp_path)
     shutil.copytree(GOLDEN / "rows" / "smollm2-135m", tmp_path / "another")
-    for path in (tmp_path / "another").rglob("rows.jsonl"):
+    for path in (tmp_path / "another").rglob(NAME):
         header, *rows = path.read_text().splitlines(keepends=True)
         changed = json.loads(header)
         changed["config"]["model"]["name"] = "another"
@@ -448,7 +449,7 @@ def test_two_targets_in_one_folder_are_kept_apart(tmp_path):
 
 
 def test_the_committed_report_is_what_the_rows_give(tmp_path):
-    rows = [path.relative_to(ROOT / "results") for path in (ROOT / "results").rglob("rows.jsonl")]
+    rows = [path.relative_to(ROOT / "results") for path in (ROOT / "results").rglob(NAME)]
     for part in {path.parts[0] for path in rows} - {"local"}:
         shutil.copytree(ROOT / "results" / part, tmp_path / "results" / part)
     report(tmp_path / "results").write()

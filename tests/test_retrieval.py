@@ -28,7 +28,8 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, paths_of
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
-from specbench.records import Cell, Row, read_cell
+from specbench.records.blocks import Block, read_block
+from specbench.records.rows import Row
 
 settings.register_profile("here", deadline=None, max_examples=80)
 settings.load_profile("here")
@@ -426,7 +427,7 @@ def decoded(folder, *names, target=None, **options):
     made = [(name.split()[0], make(*name.split()[:1], target, *name.split()[1:])) for name in ("none", *names)]
     contenders = [Contender(label, drafter, Lossless()) for label, drafter in made]
     bench = Bench(target, CHAT, contenders, Sampler(), RunSettings(max_new_tokens=20), **options)
-    cell = Cell(folder, header(*(label for label, _ in made[1:])))
+    cell = Block(folder, header(*(label for label, _ in made[1:])))
     assert bench.run(QUESTIONS, cell) == 0
     return cell.rows
 
@@ -463,7 +464,7 @@ def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
     for _ in range(2):
         generate(target, made, CHAT.encode([{"content": QUESTIONS[0].turns[0]}]), cap=20)
     bench = Bench(target, CHAT, [Contender(name, made, Lossless())], Sampler(), RunSettings(max_new_tokens=20, warmup=3))
-    cell = Cell(tmp_path / "b", header(name))
+    cell = Block(tmp_path / "b", header(name))
     bench.run(QUESTIONS, cell)
     assert cycles(cell.rows, name) == first
     assert not made.remembering
@@ -489,7 +490,7 @@ def test_an_interrupted_cell_of_a_drafter_that_remembers_is_decoded_again(ends, 
     again = decoded(tmp_path / "cut", "suffix drafter.state=run", "eagle2")
     for label in ("suffix", "eagle2", "none"):
         assert cycles(again, label) == cycles(whole, label)
-    _, records = read_cell(tmp_path / "cut" / "rows.jsonl")
+    _, records = read_block(tmp_path / "cut" / "rows.jsonl")
     written = [r.key for r in records if isinstance(r, Row) and r.drafter == "none"]
     assert len(written) == len(set(written)), "the others were decoded again, too"
 

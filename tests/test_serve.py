@@ -44,10 +44,10 @@ def test_two_commands_answer_as_one(home, tmp_path):
 
 
 def _rows(folder):
-    from specbench.records import Row, read_cell
+    from specbench.records import Row, read_block
 
-    (path,) = folder.rglob("rows.jsonl")
-    return [row for row in read_cell(path)[1] if isinstance(row, Row)]
+    (path,) = folder.rglob(NAME)
+    return [row for row in read_block(path)[1] if isinstance(row, Row)]
 
 
 def test_a_run_starts_a_server_of_its_own_behind_a_profile(home, tmp_path):

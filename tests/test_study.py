@@ -10,7 +10,8 @@ from test_records import arm, random_row, settings
 
 from specbench import arms, studies
 from specbench import study as study_door
-from specbench.records import Cell, Measurement, read_cell
+from specbench.records.blocks import Block, NAME, read_block
+from specbench.records.rows import Measurement
 from specbench.reporting import cells, claims
 from specbench.reporting.claims import Evidence, compare, judge_study
 
@@ -58,12 +59,12 @@ def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, t
     decoded, replayed = (
         next((tmp_path / "two" / "tiny" / "mtbench").glob(f"{k}-*/rows.jsonl")) for k in ("decode", "replay")
     )
-    header, rows = read_cell(decoded)
+    header, rows = read_block(decoded)
     assert list(header["arms"]) == ["none", "eagle2", "chain"] and header["study"] == "two"
     assert header["arms"]["chain"]["drafter"]["growth"] != header["arms"]["eagle2"]["drafter"]["growth"]
     assert len(rows) == 3 * 3 * 2 and [r.drafter for r in rows[:3]] == ["none", "eagle2", "chain"]  # in turn
     by_key = {r.key: r for r in rows}
-    header, again = read_cell(replayed)
+    header, again = read_block(replayed)
     assert header["replay"] and len(again) == 3 * 6 * 2
     for row in (r for r in again if r.drafter != "none"):
         assert row.replayed and row.decode_s == row.draft_s == row.target_s == row.prefill_s == 0
@@ -81,8 +82,8 @@ def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, t
 def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
     said = study(home, TRAINED, "trained", f"results={tmp_path}")
     assert "it emits" in said
-    path = next(tmp_path.rglob("rows.jsonl"))
-    header, _ = read_cell(path)
+    path = next(tmp_path.rglob(NAME))
+    header, _ = read_block(path)
     assert list(header["arms"]) == ["none", "short@0", "short@1", "same@0", "same@1"]
     assert {a.get("of") for a in header["arms"].values()} == {None, "short", "same"}
     folders = list((home / "cache" / "studies").iterdir())
@@ -121,7 +122,7 @@ def test_an_arm_that_is_not_to_be_had_costs_itself_alone(home, tmp_path):
     done = call(home, "study", f"--config-dir={folder}", "study=lost", f"results={tmp_path}")
     assert done.returncode == 2 and "chain on mtbench" in done.stderr and "1 arms are missing" in done.stderr
     path = next(tmp_path.rglob("decode-*/rows.jsonl"))
-    assert {r.drafter for r in read_cell(path)[1]} == {"none", "eagle2"}
+    assert {r.drafter for r in read_block(path)[1]} == {"none", "eagle2"}
     assert len(list(tmp_path.rglob("chain-*.failed.json"))) == 2  # one a cell
 
 
@@ -134,8 +135,8 @@ def test_a_drafter_that_cannot_sample_is_left_out_where_the_others_do(home, tmp_
     again = call(home, "study", f"--config-dir={home / 'conf'}", "study=cold", f"results={tmp_path}")
     assert again.returncode == 0 and again.stderr.count("chain is left out at T=1") == 1
     drafters = {heat: set() for heat in (0, 1)}
-    for path in tmp_path.rglob("rows.jsonl"):
-        header, rows = read_cell(path)
+    for path in tmp_path.rglob(NAME):
+        header, rows = read_block(path)
         drafters[header["config"]["sampler"]["temperature"]] = {r.drafter for r in rows}
     assert drafters == {0: {"none", "eagle2", "chain", "other"}, 1: {"none", "eagle2", "other"}}
     assert not list(tmp_path.rglob("*.failed.json"))
@@ -148,7 +149,7 @@ def test_prompts_that_are_not_to_be_had_cost_their_cell_alone(home, tmp_path):
     done = call(home, "study", f"--config-dir={home / 'conf'}", "study=promptless", f"results={tmp_path}")
     assert done.returncode == 2 and "cell 1 of 2" in done.stderr
     assert "1 cells and 0 arms are missing" in done.stderr
-    assert [path.parent.parent.name for path in tmp_path.rglob("rows.jsonl")] == ["mtbench"]
+    assert [path.parent.parent.name for path in tmp_path.rglob(NAME)] == ["mtbench"]
 
 
 def test_a_replay_has_the_precision_that_it_needs():
@@ -177,7 +178,7 @@ def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, t
     weights = f"drafter.weights={home / 'weights' / 'eagle2'}"
     study(home, TWO, "two", f"results={tmp_path}", "arms=[none,eagle1]", "datasets=[mtbench]", "cells=[0]", weights)
     assert not list(tmp_path.rglob("replay-*"))
-    assert list(read_cell(next(tmp_path.rglob("decode-*/rows.jsonl")))[0]["arms"]) == ["none", "eagle1"]
+    assert list(read_block(next(tmp_path.rglob("decode-*/rows.jsonl")))[0]["arms"]) == ["none", "eagle1"]
 
 
 # Only like with like ---------------------------------------------------------------------------------------------------
@@ -195,11 +196,11 @@ def entries(folder, *headers):
     import numpy as np
 
     for number, header in enumerate(headers):
-        cell = Cell(folder / "s" / "m" / "mtbench" / f"decode-{number}", {"study": "s", **header})
+        cell = Block(folder / "s" / "m" / "mtbench" / f"decode-{number}", {"study": "s", **header})
         for name in header["arms"]:
             for q in range(6):
                 cell.write(random_row(np.random.default_rng(q), name, str(q))[0])
-    return cells.collect(sorted(folder.rglob("rows.jsonl")), folder)
+    return cells.collect(sorted(folder.rglob(NAME)), folder)
 
 
 def of(*names, **more):
@@ -281,7 +282,7 @@ def test_needs_are_read_from_the_rows(tmp_path):
 def test_measurements_are_compared_from_five_repetitions_on(tmp_path):
     test = {"measured": "memory.peak", "of": "a", "over": "b", "is": "less"}
     found = entries(tmp_path, of("a", "b"))
-    cell = Cell(found[0].path.parent, {})
+    cell = Block(found[0].path.parent, {})
     for repetition in range(5):
         assert compare(test, Evidence(SPEC, cells.collect([cell.path])))[0] is None
         for name, peak in (("a", 90.0), ("b", 100.0)):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from doors import call, kill_after_rows, start, typed
 
-from specbench.records import Failure, read_cell
+from specbench.records.blocks import NAME, read_block
+from specbench.records.rows import Failure
 
 
 def sweep(home, results, *arguments, drafters="vanilla,eagle2", weights=None, by=call):
@@ -20,7 +21,7 @@ def _common(weights, results):
 
 def rows(results, drafter):
     (path,) = Path(results).rglob(f"{drafter}-*/rows.jsonl")
-    return path, read_cell(path)[1]
+    return path, read_block(path)[1]
 
 
 def test_a_failed_cell_is_a_visible_row_and_comes_again(home, tmp_path):
@@ -48,7 +49,7 @@ def test_a_failed_cell_is_a_visible_row_and_comes_again(home, tmp_path):
 
 def test_only_what_failed_is_run_again(home, tmp_path):
     done = sweep(home, tmp_path, "rerun=failed")
-    assert done.returncode == 0 and not list(tmp_path.rglob("rows.jsonl")), "nothing had failed, yet cells were run"
+    assert done.returncode == 0 and not list(tmp_path.rglob(NAME)), "nothing had failed, yet cells were run"
 
 
 def test_rerun_all_sets_rows_aside_and_measures_anew(home, tmp_path):

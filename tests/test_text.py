@@ -19,7 +19,8 @@ from test_report import measure
 from specbench import door, metrics, sweep
 from specbench.errors import SpecBenchError, one_line, visible
 from specbench.metrics import RATES, Totals, contrast, interval, macro
-from specbench.records import Cell, CellFailure, Failure, Row
+from specbench.records.blocks import Block, NAME
+from specbench.records.rows import CellFailure, Failure, Row
 from specbench.reporting import bundle, cells, figures, tables, text
 from specbench.reporting.bundle import Report, Sources
 
@@ -137,7 +138,7 @@ def fill(folder, names, dataset="mtbench", model="m"):
         header = settings(name, dataset=dataset)
         header["config"] = {**header["config"], "model": {"name": model}}
         header["arms"][name]["drafter"]["growth"] = {"_target_": "specbench.engine.grow.Chain", "gamma": 4}
-        cell = Cell(folder / "m" / "mtbench" / f"x-{i}", header)
+        cell = Block(folder / "m" / "mtbench" / f"x-{i}", header)
         for q in range(2):
             for who in ("none", name):
                 row = random_row(rng, who, f"{name}{q}")[0]
@@ -157,7 +158,7 @@ def test_figures_with_hostile_names_are_drawn(tmp_path):
     fill(tmp_path / "second", ["b-chain"], "_$^$", "$\\sqrt{m$")
     found = Report(Sources(tmp_path))
     measure(tmp_path / "costs", names)
-    costs = cells.collect((tmp_path / "costs").rglob("rows.jsonl"))
+    costs = cells.collect((tmp_path / "costs").rglob(NAME))
     assert {e.name for e in costs} == {"none", *names}
     weights = {n: {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]} for n in names}
     for figure in (
@@ -256,7 +257,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
         "zeros-chain": 5,
     }  # of nine numbers; the last one has cycles and no clock
     for name in absent:
-        cell = Cell(tmp_path / "m" / "mtbench" / f"z-{name}", settings(name, dataset="mtbench"))
+        cell = Block(tmp_path / "m" / "mtbench" / f"z-{name}", settings(name, dataset="mtbench"))
         for q, who in itertools.product(("0", "1"), ("none", name)):
             zeros = random_row(np.random.default_rng(0), who, q)[0]
             zeros.decode_s = zeros.draft_s = zeros.target_s = zeros.verify_s = zeros.rest_s = 0.0
@@ -282,7 +283,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
 
 
 def test_a_folder_of_nothing_but_cells_without_cycles_is_reported(tmp_path, no_figures):  # noqa: F811
-    cell = Cell(tmp_path / "m" / "mtbench" / "z-1", settings("eagle2", dataset="mtbench"))
+    cell = Block(tmp_path / "m" / "mtbench" / "z-1", settings("eagle2", dataset="mtbench"))
     for who in ("none", "eagle2"):
         cell.write(one_token(who, "q"))
     found = Report(Sources(tmp_path))
@@ -294,7 +295,7 @@ def test_a_folder_of_nothing_but_cells_without_cycles_is_reported(tmp_path, no_f
 
 def test_a_temperature_that_is_no_number_costs_its_cell_alone(tmp_path):
     fill(tmp_path, ["eagle2", "vanilla"])
-    path = sorted(tmp_path.rglob("rows.jsonl"))[0]
+    path = sorted(tmp_path.rglob(NAME))[0]
     path.write_text(path.read_text().replace('"temperature": 0.0', '"temperature": NaN'))
     found = cells.find(tmp_path)
     assert found.problems == [

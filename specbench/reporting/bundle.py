@@ -174,20 +174,27 @@ class Report:
 
         One that has no cycle has nothing to show.
         """
-        here = [e.path.parent / "trace.json" for e in self.main]
         wanted = {(e.model, e.name) for e in self.main}
-        there = [e.path.parent / "trace.json" for e in self.rest if (e.model, e.name) in wanted]
-        paths = [*sorted({p for p in here if p.exists()}), *sorted({p for p in there if p.exists()} - set(here))]
+        others = [e for e in self.rest if (e.model, e.name) in wanted]
+        of = {_trace(e): e for e in [*reversed(others), *reversed(self.main)] if _trace(e).exists()}  # the main cells' last
+        here = set(map(_trace, self.main))
         found: list[dict[str, Any]] = []
         shown: set[tuple[str, str]] = set()
+        paths = [*sorted(of.keys() & here), *sorted(of.keys() - here)]
         for path, traces in readable(paths, lambda p: read_json(p, list[Trace]), self.problems):
-            dataset, model = path.parent.parent.name, path.parent.parent.parent.name
-            fresh = [t for t in traces if t["cycles"] and (path in here or (model, t["drafter"]) in wanted - shown)]
-            for part in fresh:
-                title = f"{part['drafter']}: question {part['question']} ({dataset}, {model})"
+            entry = of[path]
+            if path not in here and (entry.model, entry.name) in shown:
+                continue
+            for part in (t for t in traces if t["cycles"]):
+                title = f"{part['drafter']}: question {part['question']} ({entry.dataset}, {entry.model})"
                 found.append({**part, "title": text.visible(title)})
-            shown |= {(model, part["drafter"]) for part in fresh}
+                shown.add((entry.model, entry.name))
         return found
+
+
+def _trace(entry: Entry) -> Path:
+    """Where an arm's traces lie."""
+    return entry.path.parent / f"trace-{entry.name}.json"
 
 
 def _main(entries: Sequence[Entry]) -> list[Entry]:

@@ -15,6 +15,7 @@ questions, for both arms the same, or repetitions. Only what was measured alike 
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval, medians, repeated
-from specbench.reporting.cells import Entry
+from specbench.records import identity
+from specbench.reporting.cells import Entry, pooled
 from specbench.studies import Study, unmet
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
@@ -49,20 +51,22 @@ def unlike(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[str]:
     aspects = {
         "study": lambda e: e.study,
         "target": lambda e: (e.header["target"].get("fingerprint"), e.model),
-        "machine": lambda e: (e.header["hardware"], e.header["versions"], e.header["target"].get("device")),
-        "threads": lambda e: e.header["config"].get("threads"),
-        "code": lambda e: (e.header.get("commit"), e.header.get("source")),
+        "machine": lambda e: "" if e.replayed else identity.machine_key(e.header),
         "dtype": lambda e: e.dtype,
         "length": lambda e: e.header["config"].get("decode"),
         "dataset": lambda e: e.dataset,
-        "prompts": lambda e: (e.header.get("prompts"), sorted({(r.question, r.turn) for r in e.rows})),
+        "prompts": lambda e: {r.question: r.text for r in e.rows},
         "temperature": lambda e: e.header["config"]["sampler"],
         "replay": lambda e: e.replayed,
         "tree": _tree,
     }
     free = {*varies, *(["prompts"] if "dataset" in varies else [])}
     trees = _tree(a) is not None and _tree(b) is not None  # a drafter without a tree to choose has the one it has
-    return [n for n, of in aspects.items() if n not in free and of(a) != of(b) and (n != "tree" or trees)]
+    alike = {"prompts": lambda x, y: all(y.get(q, text) == text for q, text in x.items())}  # of those that both have
+    return [
+        name for name, of in aspects.items()
+        if name not in free and (name != "tree" or trees) and not alike.get(name, operator.eq)(of(a), of(b))
+    ]  # fmt: skip
 
 
 def _tree(e: Entry) -> Any:
@@ -95,7 +99,7 @@ def _expected(alpha: np.ndarray, cost: np.ndarray, gamma: int) -> np.ndarray:
 class Evidence:
     """The entries of one study on one target: what its claims are judged on.
 
-    Where a cell was measured several times (by other code, on another machine), the one with most generations counts.
+    Where a cell was measured on several kinds of machine, seconds are those of the one with most generations.
     """
 
     def __init__(self, study: Study, entries: Iterable[Entry]):
@@ -112,7 +116,13 @@ class Evidence:
             if e.name == arm and e.dataset == dataset and e.temperature == at.get("temperature", 0)
             and not e.lossy and not (timed and e.replayed)
         ]  # fmt: skip
-        return max(fit, key=lambda e: (e.replayed, e.summary.prompts), default=None)
+        if not fit:
+            return None
+        best = max(fit, key=lambda e: (e.replayed, e.summary.prompts))
+        if timed or best.replayed:
+            return best
+        cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
+        return pooled([e for e in fit if identity.cell_key(e.header) == cell])
 
     @property
     def _first(self) -> str | None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from specbench.metrics import BASELINE, RATES, Interval, Rate, Sums, Totals, contrast, interval
-from specbench.records import Row
+from specbench.records.rows import Row
 from specbench.reporting.cells import Entry
 from specbench.trace import BINS
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specbench.records import Row
+from specbench.records.rows import Row
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, shown
 from specbench.shaper import Shape

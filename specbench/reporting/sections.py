@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.metrics import BASELINE
-from specbench.records import by_error
+from specbench.records.rows import by_error
 from specbench.reporting import claims, insight, insight_tables, links, overview, published, tables
 from specbench.reporting.cells import Entry, groups
 from specbench.reporting.document import Block, Cell, Figures, Fold, Says, Section, Table, Tally

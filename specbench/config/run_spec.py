@@ -1,0 +1,306 @@
+"""One run, composed, checked and settled: a frozen `RunSpec`. What takes it imports neither Hydra nor OmegaConf.
+
+A composed configuration says what the user and the files of `conf/` say. Settling it writes down what follows from that:
+the precision of a replay, the published checkpoint of a drafter without weights, the rule where acceptance is assumed.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field
+
+from specbench import checkpoints, schema
+from specbench.bench import RunSettings
+from specbench.datasets import PromptSet
+from specbench.door import composed
+from specbench.engine.grow import Growth
+from specbench.engine.interface import Drafter
+from specbench.engine.sampling import Sampler
+from specbench.engine.verify import Alphas, Rule
+from specbench.engine.weights import PROJECT
+from specbench.errors import SpecBenchError
+from specbench.link import Link
+from specbench.models import ModelSpec
+from specbench.options import Count, Natural, Positive, Text
+from specbench.records.rows import CellFailure
+
+OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
+ASIDE = ("baseline", "results", "rerun", "show", "trace", "memory", "minutes")  # options that cannot change a row
+
+
+class GreedyOnly(SpecBenchError):
+    """A drafter that cannot sample was asked to."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where prompts come from: a folder with `<dataset>.jsonl` instead of wheel and hub; so many of them."""
+
+    root: Text | None
+    limit: Count | None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `conf/run.yaml` and its groups may say; what each means stands there."""
+
+    threads: Annotated[int, Field(ge=1, le=4096)] | None
+    results: Text
+    rerun: Literal["missing", "failed", "all"]
+    show: bool
+    trace: Natural
+    memory: Natural
+    minutes: Positive | None
+    replay: bool
+    backend: Literal["eager", "compile"]
+    checkpoint: Text | None
+    alpha: Alphas | None
+    data: Data
+    decode: RunSettings
+    sampler: Sampler
+    verify: Rule
+    link: Link
+    model: ModelSpec
+    tree: Growth
+    baseline: Drafter
+    drafter: Drafter
+    dataset: PromptSet
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A settled run. `RunOptions` declares what each option may be, `conf/run.yaml` says what it means.
+
+    Attributes:
+        drafter, tree, verify, baseline: options of these parts as plain values; `_target_` names the class of each.
+        shared: all options that the drafters of a cell have in common and that can change a row, as plain values.
+    """
+
+    threads: int | None
+    results: Path
+    rerun: str
+    show: bool
+    trace: int
+    memory: int
+    minutes: float | None
+    replay: bool
+    backend: str
+    checkpoint: str | None
+    decode: RunSettings
+    sampler: Sampler
+    link: Link
+    model: ModelSpec
+    dataset: PromptSet
+    drafter: Mapping[str, Any]
+    tree: Mapping[str, Any]
+    verify: Mapping[str, Any]
+    baseline: Mapping[str, Any]
+    shared: Mapping[str, Any]
+
+    @property
+    def trained(self) -> bool:
+        """Does the drafter have weights of its own?"""
+        return "weights" in self.drafter
+
+    @property
+    def folder(self) -> Path:
+        """Where rows of this target lie."""
+        return self.results / self.model.name
+
+    @property
+    def cell_folder(self) -> Path:
+        """Where the blocks of this cell lie: prompts, sampling, length and mode by name."""
+        sampler = self.sampler
+        drawn = [f"t{sampler.temperature:g}"] if sampler.temperature else ["greedy"]
+        drawn += [f"p{sampler.top_p:g}"] if sampler.top_p < 1 else []
+        drawn += [f"k{sampler.top_k}"] if sampler.top_k else []
+        more = [] if self.link.local else [f"link-{self.link.name}"]
+        more += ["replayed"] if self.replay else []
+        return self.folder / "-".join([self.dataset.name, *drawn, str(self.decode.max_new_tokens), *more])
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The options in which drafters of one cell may differ."""
+        return {name: deepcopy(getattr(self, name)) for name in OWN}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All options that can change a row."""
+        return {**self.shared, **self.own}
+
+    def as_baseline(self) -> "RunSpec":
+        """The same run of plain decoding."""
+        return replace(self, drafter=self.baseline, checkpoint=None)
+
+    def make_rule(self) -> Rule:
+        """How the target decides what is accepted."""
+        rule: Rule = instantiate(self.verify)
+        return rule
+
+    def make_drafter(self, **options: Any) -> Any:
+        """The drafter, not yet bound to a target. options: instead of those that the run says.
+
+        Raises:
+            SpecBenchError: it cannot decode as the run says (`GreedyOnly`), or takes no checkpoint.
+        """
+        drafter: Any = instantiate(self.drafter, **options)
+        if self.sampler.temperature > 0 and getattr(drafter, "greedy_only", False):
+            raise GreedyOnly(f"drafter={self.drafter['name']} is for greedy decoding; set sampler.temperature=0")
+        if self.checkpoint is not None:
+            trained = drafter if weights_node(self.drafter) is self.drafter else drafter.base
+            if not hasattr(trained, "official"):
+                raise SpecBenchError(f"drafter={self.drafter['name']} takes no checkpoint; leave checkpoint out")
+            trained.checkpoint = checkpoints.read(self.checkpoint)
+        return drafter
+
+
+# From a configuration -------------------------------------------------------------------------------------------------
+
+
+def checked(config: DictConfig, door: type) -> dict[str, Any]:
+    """A command's options as plain values, interpolations resolved, held to its dataclass. Raises `SpecBenchError`."""
+    schema.check(config, door)
+    options: Any = OmegaConf.to_container(config, resolve=True)
+    return dict(options)
+
+
+def from_config(config: DictConfig, door: type = RunOptions, weights: str | None = None) -> RunSpec:
+    """The run that a composed configuration asks for.
+
+    Args:
+        door: whose options these are; those that a run has not are left out.
+        weights: folder of the drafter's weights, whatever the configuration says; no checkpoint is then taken.
+
+    Raises:
+        SpecBenchError: an unknown, missing or unfit option, or options that contradict each other.
+    """
+    options = checked(config, door)
+    options = {name: options[name] for name in schema.options(RunOptions)}
+    if weights is not None:
+        weights_node(options["drafter"])["weights"] = weights
+    _settle(options)
+    if weights is not None:
+        options["checkpoint"] = None
+    shared = {name: value for name, value in options.items() if name not in (*OWN, *ASIDE)}
+    made = {name: instantiate(options[name]) for name in ("decode", "sampler", "link", "model", "dataset")}
+    kept: dict[str, Any] = {field.name: options.get(field.name) for field in fields(RunSpec)}
+    return RunSpec(**kept | made | {"results": Path(options["results"]), "shared": shared})
+
+
+def compose_run(overrides: Sequence[str]) -> DictConfig:
+    """The configuration of a run as if these overrides had been typed."""
+    return composed("run", list(overrides))
+
+
+def weights_node(drafter: Any) -> Any:
+    """The part of a drafter's options that names weights: its own, or those of the trained drafter that it asks."""
+    return drafter if "weights" in drafter or "base" not in drafter else drafter["base"]
+
+
+def state_compressors(name: str | None, model: Mapping[str, Any]) -> list[Any]:
+    """The drafter of this name, not yet bound, with which a server condenses states; none for None. model: its options.
+
+    Raises:
+        SpecBenchError: this drafter makes nothing shorter of states.
+    """
+    if name is None:
+        return []
+    config = composed("run", [f"drafter={name}"])
+    config.model = model
+    drafter: Any = instantiate(config.drafter)
+    if not hasattr(drafter, "condense"):
+        raise SpecBenchError(f"condense={name}: this drafter makes nothing shorter of states; leave condense out")
+    return [drafter]
+
+
+def _settle(options: dict[str, Any]) -> None:
+    """Write into the options what follows from the others, so that headers say it."""
+    model = options["model"]
+    if options["replay"] and (options["sampler"]["temperature"] > 0 or model.get("weights") == "random"):
+        raise SpecBenchError(
+            "replay=true follows the target's own greedy answers; set sampler.temperature=0, or replay=false"
+        )
+    if options["replay"] and model.get("dtype") == "auto":
+        model["dtype"] = "float32"  # in others answers part at ties
+    if options["link"]["name"] != "local":
+        _settle_link(options)
+    _settle_weights(options)
+
+
+def _settle_weights(options: dict[str, Any]) -> None:
+    """Where the drafter's weights come from, if it has any; a target without weights assumes its acceptance."""
+    node, model = weights_node(options["drafter"]), options["model"]
+    if model.get("weights") == "random":
+        _assume(options)
+    elif options["alpha"] is not None:
+        raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
+    elif options["checkpoint"] is None and node.get("weights") and not (PROJECT / node["weights"]).exists():
+        options["checkpoint"] = (model.get("published") or {}).get(node["name"])
+
+
+def _settle_link(options: dict[str, Any]) -> None:
+    """What a target on a server cannot do is refused; memory is measured where both sides are one process."""
+    if options["replay"]:
+        raise SpecBenchError(
+            "replay=true runs no target passes, so there is nothing to send; set replay=false or link=local"
+        )
+    if options["backend"] == "compile":
+        raise SpecBenchError("backend=compile is for a target in this process; set link=local, or leave it out")
+    if options["link"]["name"] == "direct" and options["link"]["to"] is None:
+        raise SpecBenchError("link.to is missing: link=tcp://host:port of a server that runs")
+    options["memory"] = options["trace"] = 0
+
+
+def _assume(options: dict[str, Any]) -> None:
+    """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
+    if options["alpha"] is None:
+        raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
+    part: Any = options["drafter"]
+    while part:
+        for files in ("weights", "searched"):
+            if files in part:
+                part[files] = None
+        part = part.get("base")
+    options["verify"] = {
+        "_target_": "specbench.engine.verify.Simulated",
+        "alpha": list(options["alpha"]),
+        "seed": options["decode"]["seed"],
+    }
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+
+def failure_path(config: DictConfig, label: str | None = None) -> Path:
+    """Where the failure of this configuration is written down, also where it is not fit to run.
+
+    label: of the drafter, by another name than its own.
+    """
+    model, dataset, own = (re.sub(r"[^\w.+=@-]", "_", name) for name in _names(config))
+    results = OmegaConf.select(config, "results") or "results/local"
+    try:
+        options: Any = OmegaConf.to_container(config, resolve=True)
+        settings = {key: value for key, value in options.items() if key not in ASIDE}
+    except OmegaConfBaseException:  # an interpolation into nothing
+        settings = {"unresolved": OmegaConf.to_yaml(config, resolve=False)}
+    return CellFailure.path(Path(str(results)) / model / dataset, label or own, settings)
+
+
+def failure(config: DictConfig, message: str, label: str | None = None) -> CellFailure:
+    """What stands there."""
+    model, dataset, own = _names(config)
+    temperature = OmegaConf.select(config, "sampler.temperature")
+    known = temperature if isinstance(temperature, (int, float)) else str(temperature)
+    return CellFailure(model, dataset, label or own, known, message)
+
+
+def _names(config: DictConfig) -> list[str]:
+    """Of model, dataset and drafter, whatever a configuration calls them."""
+    return [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]

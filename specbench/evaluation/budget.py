@@ -1,0 +1,48 @@
+"""How long a command may measure, and how long a question takes: whole questions, as long as they fit."""
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Budget:
+    """Time to measure in, from its making on.
+
+    Attributes:
+        seconds: None for as long as it takes.
+    """
+
+    seconds: float | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds; None without a limit."""
+        return None if self.seconds is None else self.started + self.seconds - time.monotonic()
+
+    def allows(self, seconds: float | None) -> bool:
+        """Does work of so many seconds fit? None: nobody knows how long it takes, so it does while time is left."""
+        left = self.left
+        return left is None or (left > 0 and (seconds is None or seconds <= left))
+
+    @classmethod
+    def of_minutes(cls, minutes: float | None) -> "Budget":
+        return cls(None if minutes is None else 60 * minutes)
+
+
+class Pace:
+    """Seconds a generation: of this process's once it has decoded a question, of earlier blocks before.
+
+    before: what those say; None if there are none.
+    """
+
+    def __init__(self, before: float | None):
+        self.before, self.generations, self.seconds = before, 0, 0.0
+
+    def add(self, generations: int, seconds: float) -> None:
+        self.generations, self.seconds = self.generations + generations, self.seconds + seconds
+
+    def of(self, generations: int) -> float | None:
+        """Seconds that so many are likely to take; None: unknown."""
+        each = self.seconds / self.generations if self.generations else self.before
+        return None if each is None else each * generations

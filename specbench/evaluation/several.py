@@ -1,0 +1,44 @@
+"""Several studies named in one command: one after the other, each in a process of its own, the time shared."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from specbench.errors import SpecBenchError
+from specbench.evaluation.budget import Budget
+
+
+def named(typed: Sequence[str]) -> tuple[list[str], list[str], float | None] | None:
+    """The studies of `study=a,b,c`, the other words, and the minutes; None where there are not several, or in a sweep."""
+    words = [word for word in typed if word.startswith("study=")]
+    names = words[-1].partition("=")[2].split(",") if words else []
+    if len(names) < 2 or {"-m", "--multirun"} & set(typed):
+        return None
+    minutes = [word.partition("=")[2] for word in typed if word.startswith("minutes=")]
+    rest = [word for word in typed if not word.startswith(("study=", "minutes="))]
+    return [name for name in names if name], rest, _minutes(minutes[-1]) if minutes else None
+
+
+def _minutes(text: str) -> float | None:
+    if text == "null":
+        return None
+    if not re.fullmatch(r"\d+(\.\d*)?", text) or float(text) <= 0:
+        raise SpecBenchError(f"minutes={text}: must be a number greater than 0")
+    return float(text)
+
+
+def run(names: Sequence[str], rest: Sequence[str], minutes: float | None) -> int:
+    """The first exit code that is not 0, after all of them."""
+    budget, code = Budget.of_minutes(minutes), 0
+    for place, name in enumerate(names):
+        left = budget.left
+        if left is not None and left <= 0:
+            print(f"{name}: no time left; run it again", file=sys.stderr)
+            continue
+        share = [] if left is None else [f"minutes={left / 60 / (len(names) - place):.2f}"]
+        done = subprocess.run([sys.executable, "-m", "specbench.study", f"study={name}", *share, *rest]).returncode
+        if done < 0 or done == 130:
+            raise KeyboardInterrupt
+        code = code or done
+    return code

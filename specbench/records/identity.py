@@ -1,0 +1,89 @@
+"""What names a row: the arm, the cell (target, decoding, mode) and the question that determine it, and nothing else.
+
+Commit, versions and machine stand in a block's header but name nothing: accepted lengths of a greedy answer stay true when
+a docstring changes. What an arm is follows from its part of the header, by options and digests of weights; of a tree that
+was fitted to a machine the tree that came out counts. Paths and module names do not, since files move.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specbench.contents import of
+
+# Raised when code emits, accepts or counts otherwise than before: rows of lower numbers no longer count.
+DECODING = 1
+# Raised when an engine is faster or slower than before: seconds of lower numbers are no longer compared, counts stay.
+TIMING = 1
+
+FILES = ("weights", "searched", "path", "name")  # options that say where something lies or what it is called
+FOLLOWING_COSTS = ("Rate",)  # trees that follow costs in every cycle, so that no one tree comes out of a fit
+
+
+def digest(value: Any) -> str:
+    """12 hexadecimal digits of the SHA-256 of a plain value, the same before it was written to a file and after."""
+    return of(json.loads(json.dumps(value)))[:12]
+
+
+def question_digest(turns: Sequence[str]) -> str:
+    """Of a question: of the texts of all its turns."""
+    return digest(list(turns))
+
+
+def arm_key(arm: Mapping[str, Any]) -> tuple[str, str]:
+    """An arm's name by what determines its rows: its recipe, and the tree that was fitted, if one was. arm: its header."""
+    provenance = arm.get("weights") or {}
+    recipe = {
+        "drafter": plain_options(arm.get("drafter") or {}),
+        "verify": plain_options(arm.get("verify") or {}),
+        "files": {name: sha for name, sha in (arm.get("contents") or {}).items() if not name.endswith(".json")},
+        "searched": [sha for name, sha in (arm.get("contents") or {}).items() if name.endswith("skip.json")],
+        "calibration": provenance.get("calibration"),
+        "sequence": arm.get("sequence"),
+    }
+    fitted = arm.get("fitted")
+    return digest(recipe), "" if fitted is None else digest(_tree(arm, fitted))
+
+
+def _tree(arm: Mapping[str, Any], fitted: Mapping[str, Any]) -> Any:
+    growth = str((arm.get("tree") or {}).get("_target_", "")).rpartition(".")[2]
+    if growth in FOLLOWING_COSTS:
+        return fitted["costs"]
+    return {name: fitted["choice"][name] for name in ("depth", "top_k", "nodes")}
+
+
+def plain_options(value: Any) -> Any:
+    """Options without what is null, a place or a name, classes without their modules."""
+    if isinstance(value, Mapping):
+        kept = {key: plain_options(v) for key, v in value.items() if v is not None and key not in FILES}
+        if "_target_" in kept:
+            kept["_target_"] = str(kept["_target_"]).rpartition(".")[2]
+        return kept
+    return [plain_options(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def cell_key(header: Mapping[str, Any]) -> str:
+    """Target, decoding and mode of a block: rows of one arm and question under one such key are the same row."""
+    config, target = header["config"], header["target"]
+    sampler, decode, link = config["sampler"], config.get("decode") or {}, plain_options(config.get("link") or {})
+    link.pop("to", None)  # an address
+    drawn = sampler["temperature"] > 0 or bool(header.get("simulated"))
+    return digest(
+        {
+            "target": [target.get("fingerprint"), target["dtype"], target.get("chat"), config["model"].get("max_context")],
+            "dataset": config["dataset"]["name"],
+            "sampler": plain_options(sampler),
+            "tokens": decode.get("max_new_tokens"),
+            "seed": decode.get("seed") if drawn else None,
+            "replay": bool(header.get("replay")),
+            "link": None if link.get("name", "local") == "local" else link,
+        }
+    )
+
+
+def machine_key(header: Mapping[str, Any]) -> str:
+    """The kind of machine, and how the engine runs on it: only blocks of one kind have their speeds pooled."""
+    hardware, config = header["hardware"], header["config"]
+    machine = [hardware["device"], hardware.get("instructions"), hardware["cores"]]
+    engine = [config.get("threads") or hardware.get("threads"), config.get("backend"), config["model"].get("forward")]
+    return digest([*machine, *engine, header.get("timing")])

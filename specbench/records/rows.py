@@ -1,0 +1,202 @@
+"""What a block holds: a row a generation, a failure where one raised, measurements beside them, ends of questions.
+
+Knows nothing of drafters, datasets or files of rows (`specbench.records.blocks`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AllowInfNan
+
+from specbench.assets import atomic_path
+from specbench.contents import of
+from specbench.files import read_json
+from specbench.shapes import Measure, Natural, Seconds
+
+if TYPE_CHECKING:
+    from specbench.engine.interface import Step
+
+VERDICTS = ("identical", "numerical tie", "bug", "simulated acceptance")  # of an audit
+
+
+Bin = tuple[Natural, Natural, Annotated[float, AllowInfNan()]]  # nodes, those accepted, sum of the drafter's probabilities
+
+
+@dataclass
+class LinkUse:
+    """What a generation sent and received: see `specbench.engine.connection.Traffic`."""
+
+    sent: dict[str, Natural]
+    received: dict[str, Natural]
+    round_trips: Natural
+    waited_s: Seconds
+    server_s: Seconds
+    resumed: Natural
+    prompt_bytes: Natural = 0
+    prompt_s: Seconds = 0.0
+    cut: str | None = None  # why the generation ended without the server
+
+
+@dataclass
+class Row:
+    """One generation: a drafter (or the baseline, `none`) on one turn of one question.
+
+    `text` is the question's digest (`identity.question_digest`), by which it is known wherever it lies. `tokens` are the
+    emitted ids; the first came from the prefill, the others from the cycles. The four lists have one entry a cycle; seconds
+    are sums over the cycles, and 0 where the row is `replayed`: such a row holds no speeds.
+    """
+
+    drafter: str
+    question: str
+    category: str
+    turn: Natural
+    prompt_tokens: Natural
+    tokens: list[Natural]
+    prefill_s: Seconds
+    decode_s: Seconds
+    nodes: list[Natural] = field(default_factory=list)
+    drafted: list[Natural] = field(default_factory=list)
+    accepted: list[Natural] = field(default_factory=list)
+    ranks: list[list[Natural]] = field(default_factory=list)
+    draft_s: Seconds = 0.0
+    target_s: Seconds = 0.0
+    verify_s: Seconds = 0.0
+    rest_s: Measure = 0.0  # what no phase claims
+    audit: dict[str, Any] | None = None
+    others: Seconds | None = None  # cores that other processes kept busy meanwhile
+    replayed: bool = False
+    confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.known`
+    link: LinkUse | None = None  # of a target on a server
+    alone: list[Natural] = field(
+        default_factory=list
+    )  # what the drafter went on with, cut off, behind `tokens`; unverified
+    alone_s: Seconds = 0.0
+    solved: bool | None = None  # does the answer, `alone` included, pass its question's check? None: nobody asked
+    text: str = ""
+    kind: Literal["prompt"] = "prompt"
+
+    def add(self, step: Step) -> None:
+        """Count one cycle in."""
+        self.tokens += step.tokens
+        self.nodes.append(step.nodes)
+        self.drafted.append(step.drafted)
+        self.accepted.append(step.accepted)
+        self.ranks.append(step.ranks)
+        self.draft_s += step.draft_s
+        self.target_s += step.target_s
+        self.verify_s += step.verify_s
+        self.rest_s += step.rest_s
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.drafter, self.question, self.turn
+
+
+@dataclass
+class Failure:
+    """A generation that raised: says so in its own row and never borrows a neighbour's numbers."""
+
+    drafter: str
+    question: str
+    turn: Natural
+    error: str
+    text: str = ""
+    kind: Literal["error"] = "error"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.drafter, self.question, self.turn
+
+
+@dataclass
+class Measurement:
+    """What was measured of one drafter beside its generations: `memory` or another quantity, so many times over."""
+
+    drafter: str
+    what: str
+    repetition: Natural
+    values: dict[str, Measure]
+    kind: Literal["measurement"] = "measurement"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.drafter, self.what, self.repetition
+
+
+@dataclass
+class QuestionEnd:
+    """A question whose generations of this block are all through.
+
+    Attributes:
+        generations, seconds: how many were decoded for it, and how long that took with all that is done around them.
+    """
+
+    question: str
+    generations: Natural
+    seconds: Seconds
+    kind: Literal["question"] = "question"
+
+
+Record = Row | Failure | Measurement | QuestionEnd
+
+
+@dataclass
+class CellFailure:
+    """A cell that could not even begin, or broke off: visible in tables, tried again by the next sweep."""
+
+    model: str
+    dataset: str
+    drafter: str
+    temperature: Annotated[float, AllowInfNan()] | str | None  # as asked for, which may be why it failed
+    error: str
+    when: str = ""
+    kind: Literal["cell failure"] = "cell failure"
+
+    @classmethod
+    def path(cls, folder: Path, drafter: str, settings: dict[str, Any]) -> Path:
+        """Where the failure of a cell with these settings stands, beside the cells of its dataset."""
+        return folder / f"{drafter}-{of(settings)[:12]}.failed.json"
+
+    def write(self, path: Path) -> None:
+        self.when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> CellFailure:
+        """Raises `SpecBenchError` for a damaged file or one of another kind."""
+        failure: CellFailure = read_json(path, cls)
+        return failure
+
+
+def by_error(failures: Iterable[CellFailure]) -> dict[str, list[str]]:
+    """The cells that each error cost, in order."""
+    found: dict[str, list[str]] = {}
+    for failure in failures:
+        found.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset}")
+    return found
+
+
+def contradiction(row: Any, arms: Iterable[str]) -> str | None:
+    """What a row says against itself, if anything: each of its values may be right, and yet not all of them."""
+    if isinstance(row, dict):
+        return "a second header"
+    if isinstance(row, QuestionEnd):
+        return None
+    if row.drafter not in arms:
+        return f"{row.drafter} is none of the header's drafters, {', '.join(arms)}"
+    if not isinstance(row, Row):
+        return None
+    if len({len(row.nodes), len(row.drafted), len(row.accepted), len(row.ranks)}) > 1:
+        return "nodes, drafted, accepted and ranks have one entry a cycle, so as many each"
+    if len(row.tokens) - 1 != sum(row.accepted) + len(row.accepted):
+        return f"{len(row.tokens)} tokens are not the prefill's one, the accepted ones and a bonus a cycle"
+    if row.audit is not None and row.audit.get("verdict") not in VERDICTS:
+        return f"an audit's verdict is one of {', '.join(VERDICTS)}"
+    return None
