@@ -363,7 +363,8 @@ def test_draft_passes_are_the_forwards_that_ran(drafter, sampler, monkeypatch):
     counted = Counted(make(drafter, target), monkeypatch)
     _, steps = generate(target, counted, cap=60, sampler=sampler)
     assert len(counted.observed) == len(counted.proposed) == len(steps), "the last cycle is not observed, the prompt is"
-    first = [0 if drafter in OWN_FIRST_LEVEL or copied else ran for ran, copied in zip(counted.observed, counted.copied, strict=True)]
+    read = [drafter not in OWN_FIRST_LEVEL and not copied for copied in counted.copied]
+    first = [ran * used for ran, used in zip(counted.observed, read, strict=True)]
     assert [s.passes for s in steps] == [a + b for a, b in zip(first, counted.proposed, strict=True)]
     assert max(s.passes for s in steps) <= counted.passes
     drafts = network_of(counted.inner) is not None

@@ -1,8 +1,9 @@
 """Tree growth, written once for every drafter that drafts token by token. Does not know which drafter it grows for.
 
 A growth asks an `Expandable` for the logits below the root and below every node it wants to go on from, and picks the
-candidates, and counts the levels that it asked for in `DraftTree.passes`. Expanded nodes get *rows* 0, 1, 2 … in the order of expansion; `visible` says which rows a new one may see:
-its ancestors and itself. Nothing here reads a value back to the host.
+candidates. How many levels it asked for stands in the tree's `passes`. Expanded nodes get *rows* 0, 1, 2 … in the order
+of expansion; `visible` says which rows a new one may see: its ancestors and itself. Nothing here reads a value back to
+the host.
 
     Chain(gamma)   one candidate a level (Leviathan et al.)
     Static(paths)  a fixed set of rank paths (EAGLE-1)

@@ -32,7 +32,8 @@ def build(
 ) -> DraftTree:
     """Assemble a tree whose topology stays on its device; tokens, parents, depths, ranks: [N], the root first.
 
-    passes: draft passes behind it. The caller vouches for `parents[n] < n` (see `check`), which lets the mask be closed in log2(`max_depth`) steps.
+    passes: draft passes that it took, see `interface.Step`. The caller vouches for `parents[n] < n` (see `check`), which
+    lets the mask be closed in log2(`max_depth`) steps.
     """
     mask = ancestor_mask(parents, max_depth)
     return DraftTree(tokens, parents, depths, mask, ranks, max_depth, width, confidence=confidence, passes=passes)
