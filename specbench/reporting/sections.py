@@ -108,7 +108,7 @@ def _time(view: Overview) -> list[Block]:
         "(T_draft + T_tree), from measured seconds of a plain cycle, of drafting and of the pass over the tree; only time "
         "that belongs to no phase makes the measured speed-up another. Expected (parameters): CORAL's estimate, by the "
         "parameters that passes multiply; absent where rows did not count their draft passes. The last column is a bound: "
-        "what this acceptance and this drafting would bring if a pass over a tree cost no more than one over a single token."
+        "what this acceptance and drafting would bring if a pass over a tree cost no more than one over a single token."
     )
     blocks: list[Block] = [
         Says(said, "note"),
