@@ -312,7 +312,7 @@ def expected_speed_up(s: Sums) -> np.ndarray:
 
 
 def free_width_speed_up(s: Sums) -> np.ndarray:
-    """tau * T_AR / (T_draft + T_AR): a bound, if a pass over a whole tree cost no more than one over a single token."""
+    """tau * T_AR / (T_draft + T_AR): the same if a pass over a whole tree cost no more than one over a single token."""
     plain = _phases(s, "base_")
     return RATES["tau"](s) * plain / (s["draft"] / s["cycles"] + plain)
 

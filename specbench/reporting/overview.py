@@ -282,8 +282,8 @@ def times(group: Sequence[Entry]) -> Table:
         cycle = 1000 * float(sums["seconds"] / sums["cycles"]) if sums["cycles"] else math.nan
         parts = [number("{:.1f}", cycle * s.split[phase]) for phase in PHASES]
         up = s.speed_up.value if s.speed_up and e.name != BASELINE else math.nan
-        bound = pooled(free_width_speed_up, e.totals)
-        expected = (s.expected, s.expected_by_parameters, bound) if e.name != BASELINE else (math.nan,) * 3
+        wide = pooled(free_width_speed_up, e.totals)
+        expected = (s.expected, s.expected_by_parameters, wide) if e.name != BASELINE else (math.nan,) * 3
         lines.append(
             [
                 e.name,

@@ -107,8 +107,8 @@ def _time(view: Overview) -> list[Block]:
         "A cycle is one draft, one pass of the target over it, one verification. Expected (times): tau * T_AR / "
         "(T_draft + T_tree), from measured seconds of a plain cycle, of drafting and of the pass over the tree; only time "
         "that belongs to no phase makes the measured speed-up another. Expected (parameters): CORAL's estimate, by the "
-        "parameters that passes multiply; absent where rows did not count their draft passes. The last column is a bound: "
-        "what this acceptance and drafting would bring if a pass over a tree cost no more than one over a single token."
+        "parameters that passes multiply; absent where rows did not count their draft passes. The last column is no "
+        "expectation: it is what tau and this drafting would make if a pass over a tree cost no more than one over a token."
     )
     blocks: list[Block] = [
         Says(said, "note"),
