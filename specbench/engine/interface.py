@@ -199,7 +199,7 @@ class Step:
     width: one per level that was really computed, one in all where heads draft every level together, none for what was
     copied from text. Where `observe` computes the first level (the forward over the verified tokens also gives the logits
     below the root), that forward counts in the cycle that drafts from it, in the first cycle the one behind the prompt; so
-    a chain of gamma tokens takes gamma passes. A forward of `observe` that no draft reads, as before a cycle that copies, is
+    a chain of gamma tokens takes gamma passes. A forward of `observe` that no draft reads (before a cycle that copies) is
     not counted, nor is one that only fills a cache.
     """
 
