@@ -38,11 +38,13 @@ class TrainedDrafter(nn.Module):
         compiled: names of the functions that `compile_network` compiles.
         phased: options of the objective that may change from phase to phase of a training.
         deepest: levels that its trees can have at most; None for as many as one likes.
+        parallel: one forward drafts all levels (heads); otherwise each level takes one.
     """
 
     compiled: tuple[str, ...] = ("network",)
     phased: tuple[str, ...] = ()
     deepest: int | None = None
+    parallel = False
 
     taps = Taps()
     listed: vocabularies.Listed | None = None
@@ -62,7 +64,11 @@ class TrainedDrafter(nn.Module):
     def regrow(self, growth: Growth) -> None:
         """Grow other trees from now on."""
         self.growth = growth
-        self.nodes, self.passes = growth.nodes, growth.depth
+        self.nodes, self.passes = growth.nodes, self._forwards(growth.depth)
+
+    def _forwards(self, levels: int) -> int:
+        """Forwards of the network that draft so many levels."""
+        return min(levels, 1) if self.parallel else levels
 
     def bind(self, target: Target) -> None:
         """Build the network for this target, share its frozen parts, load the weights.
@@ -194,7 +200,9 @@ class TrainedDrafter(nn.Module):
         return None
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        return self.growth.grow(self, root, sampler, generator)  # type: ignore[arg-type]
+        tree = self.growth.grow(self, root, sampler, generator)  # type: ignore[arg-type]
+        tree.passes = self._forwards(tree.passes)
+        return tree
 
 
 def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a LlamaConfig; its stubs make numbers optional

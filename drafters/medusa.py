@@ -63,6 +63,7 @@ class Medusa(TrainedDrafter):
     """
 
     phased: tuple[str, ...] = ("decay",)
+    parallel = True
 
     def __init__(
         self,
@@ -87,7 +88,6 @@ class Medusa(TrainedDrafter):
 
     def regrow(self, growth: Growth) -> None:
         super().regrow(growth)
-        self.passes = 1  # all heads at once
         if hasattr(growth, "at_most"):
             growth.at_most(self.heads)
 

@@ -18,6 +18,7 @@ then. Rows of accepted drafts stay in the draft model's cache. The method is def
 temperature, though candidates are deterministic and the engine's rule for such would be lossless.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,8 +114,10 @@ class Ouroboros(nn.Module, Remembering):
         self.verified = len(self.text)
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        passes = 0
         while len(self.text) < self.verified + self.gamma:
             new = self._ahead()
+            passes += 1
             self.text += self.emittable(new)
             if self.stop_ids & set(new):
                 break
@@ -126,7 +129,7 @@ class Ouroboros(nn.Module, Remembering):
             for phrase in self.pool.after(drafts[-1])[: self.suffixes]:
                 nodes = trie.add([*drafts, *self.emittable(phrase)])
                 self.offered.append((phrase, nodes[self.gamma :]))
-        return trie.tree(self.device)
+        return replace(trie.tree(self.device), passes=passes)
 
     def _ahead(self) -> list[int]:
         """One pass of the draft model: the guess that it agrees with, and what it says next. Keeps those tokens' rows."""

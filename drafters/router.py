@@ -55,6 +55,7 @@ class Routed(TrainedDrafter):
         active: Count = 2,
         vocabulary: Count | None = None,
     ):
+        self.parallel = base.parallel
         super().__init__(name, growth, weights)
         if vocabulary is not None or base.vocabulary is not None:
             raise SpecBenchError(

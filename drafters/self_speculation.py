@@ -166,6 +166,7 @@ class _Partial(ABC):
             max_depth=self.drafted,
             width=1,
             confidence=lambda: torch.cat(sure).cumprod(0),
+            passes=self.drafted,
         )
         if q:
             tree.q = torch.stack([*q, torch.zeros_like(q[0])])  # nothing was drawn behind the last

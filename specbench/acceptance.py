@@ -56,7 +56,7 @@ class Recorded(Dynamic):
 
     def grow(self, drafter: Expandable, root: int, sampler: Any, generator: torch.Generator | None) -> DraftTree:
         self.pools.append(self.draft(drafter))
-        return root_only(root, self.pools[-1].tokens.device)
+        return root_only(root, self.pools[-1].tokens.device, passes=self.depth)
 
 
 @dataclass(frozen=True)

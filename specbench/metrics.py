@@ -3,6 +3,8 @@
 tau           emitted tokens / target passes, pooled over cycles, bonus included, prefill excluded; macro: mean by prompt
 step-alpha_i  cycles that accept depth i / cycles that accept depth i - 1 and drafted depth i
 speed-up      ratio of pooled decode speeds on the same prompts, with a paired bootstrap over questions
+expected      tau * T_AR / (T_draft + T_tree), the speed-up that tau and the measured times of a cycle's phases give
+passes        forwards of the drafter that cycles really ran, see `interface.Step`
 
 Rows without a cycle (failures only, or one token an answer) have no such number: it is NaN, or None where there would be
 an interval.
@@ -45,8 +47,8 @@ class Summary:
     alphas: tuple[float, ...]
     nodes: float  # draft nodes a cycle
     split: dict[str, float]  # shares of decode time: draft, target, verify, rest
-    predicted: float  # speed-up expected from tau and the measured draft / target ratio
-    predicted_by_parameters: float  # CORAL's estimate from parameter counts
+    expected: float  # speed-up that tau and measured times give; NaN without baseline rows or without a clock
+    expected_by_parameters: float  # CORAL's estimate from parameter counts; NaN where draft passes were not counted
     peak_bytes: int
     lossless: str
     totals: "Totals"
@@ -94,16 +96,17 @@ def speed(rows: Sequence[Row], prefill: bool = False) -> float:
     return tokens / seconds if tokens and seconds else float("nan")
 
 
-def speed_up(rows: Sequence[Row], baseline: Sequence[Row]) -> Interval | None:
-    """Pooled speed over the baseline's on the same prompts; None where they share none."""
+def compared(rows: Sequence[Row], baseline: Sequence[Row]) -> "Totals":
+    """Sums of a drafter and of the baseline over the prompts that both answered."""
     base = {(r.question, r.turn) for r in baseline}
-    shared = [r for r in rows if (r.question, r.turn) in base]
-    return interval(RATES["speed_up"], Totals.of(shared, baseline))
+    return Totals.of([r for r in rows if (r.question, r.turn) in base], baseline)
 
 
 # Sums by question, and what is made of them ---------------------------------------------------------------------------
 
 DEPTHS = 16  # acceptance is kept depth by depth down to here
+PHASES = ("draft", "target", "verify")  # of a cycle, as `Step` times them; the rest is nobody's
+OWN = ("answers", "passes", "sent", "received", "same", "whole", "scored", "solved")  # not summed for the baseline
 Sums = Mapping[str, np.ndarray]
 
 
@@ -116,7 +119,7 @@ class Totals:
 
     Attributes:
         questions: Q names, sorted.
-        sums: name -> [Q], or [Q, DEPTHS] by depth.
+        sums: name -> [Q], or [Q, DEPTHS] by depth. `passes` is NaN where one of a question's rows did not count them.
     """
 
     questions: tuple[str, ...]
@@ -127,10 +130,10 @@ class Totals:
         """Add rows up; of the baseline only what was asked of both."""
         questions = tuple(sorted({r.question for r in rows}))
         place = {q: i for i, q in enumerate(questions)}
-        names = ("tokens", "cycles", "seconds", "draft", "target", "audited", "lossless")
+        names = ("tokens", "cycles", "seconds", *PHASES, "audited", "lossless")
         sums: dict[str, np.ndarray] = {n: np.zeros(len(questions)) for n in names}
         sums |= {f"base_{n}": np.zeros(len(questions)) for n in names}
-        sums |= {n: np.zeros(len(questions)) for n in ("answers", "sent", "received", "same", "whole", "scored", "solved")}
+        sums |= {n: np.zeros(len(questions)) for n in OWN}
         sums |= {n: np.zeros((len(questions), DEPTHS)) for n in ("tried", "passed")}
         answers = {(r.question, r.turn): r.tokens for r in baseline}
         asked = {(r.question, r.turn) for r in rows}
@@ -139,13 +142,14 @@ class Totals:
             sums[prefix + "tokens"][at] += len(row.tokens) - 1
             sums[prefix + "cycles"][at] += len(row.accepted)
             sums[prefix + "seconds"][at] += row.decode_s
-            for phase in ("draft", "target"):
+            for phase in PHASES:
                 sums[prefix + phase][at] += getattr(row, f"{phase}_s")
             if row.audit is not None:
                 sums[prefix + "audited"][at] += 1
                 sums[prefix + "lossless"][at] += row.audit["verdict"] in ("identical", "numerical tie")
             if not prefix:
                 sums["answers"][at] += 1
+                sums["passes"][at] += np.nan if row.draft_passes is None else row.draft_passes
                 sums["scored"][at] += row.solved is not None
                 sums["solved"][at] += bool(row.solved)
                 if row.link is not None:
@@ -260,6 +264,12 @@ def _bounded(effect: Callable[..., np.ndarray], pooled: tuple[Sums, ...], resamp
     return Interval(value, float(low), float(high))
 
 
+def pooled(rate: Rate, totals: Totals) -> float:
+    """A rate over all questions; NaN where it is undefined."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(rate(totals.pooled()))
+
+
 def macro(rate: Rate, totals: Totals) -> float:
     """The mean over questions of a rate taken question by question."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -283,22 +293,36 @@ def medians(values: Sequence[float], seed: int = 0) -> np.ndarray:
 def time_split(rows: Sequence[Row]) -> dict[str, float]:
     """Shares of the decode time. What no phase claims belongs to the rest."""
     total = sum(r.decode_s for r in rows if r.accepted) or float("nan")
-    parts = {name: sum(getattr(r, f"{name}_s") for r in rows) / total for name in ("draft", "target", "verify")}
+    parts = {name: sum(getattr(r, f"{name}_s") for r in rows) / total for name in PHASES}
     return parts | {"rest": 1 - sum(parts.values())}
 
 
-def predicted_speed_up(rows: Sequence[Row]) -> float:
-    """tau / (T_draft / T_verify + 1), T being seconds a cycle: what tau and the time split alone would give."""
-    target = sum(r.target_s for r in rows)
-    return tau(rows) / (sum(r.draft_s for r in rows) / target + 1) if target else float("nan")
+def _phases(s: Sums, whose: str = "") -> np.ndarray:
+    """Seconds of the phases of a cycle, the mean over cycles: T_draft + T_tree, or T_AR of the baseline."""
+    return sum(s[f"{whose}{phase}"] for phase in PHASES) / s[f"{whose}cycles"]
 
 
-def predicted_by_parameters(value: float, passes: int, draft_parameters: int, target_parameters: int) -> float:
+def expected_speed_up(s: Sums) -> np.ndarray:
+    """tau * T_AR / (T_draft + T_tree), in seconds a cycle: what tau and the costs measured here give.
+
+    T_tree is the target's pass over the tree with its verification, T_AR the same phases of the baseline's cycle on the
+    same prompts. It differs from the measured speed-up by the time that no phase claims, and by nothing else.
+    """
+    return RATES["tau"](s) * _phases(s, "base_") / _phases(s)
+
+
+def free_width_speed_up(s: Sums) -> np.ndarray:
+    """tau * T_AR / (T_draft + T_AR): the same if a pass over a whole tree cost no more than one over a single token."""
+    plain = _phases(s, "base_")
+    return RATES["tau"](s) * plain / (s["draft"] / s["cycles"] + plain)
+
+
+def expected_by_parameters(draft: int, target: int) -> Rate:
     """CORAL's estimate: latency goes with the parameters that are multiplied, embeddings aside and heads included.
 
-    tau / (passes * draft / target + 1), with `passes` draft forwards a cycle.
+    tau / (passes * draft / target + 1), with as many draft passes a cycle as ran. draft, target: parameters of one pass.
     """
-    return value / (passes * draft_parameters / target_parameters + 1)
+    return lambda s: RATES["tau"](s) / (s["passes"] / s["cycles"] * draft / target + 1)
 
 
 OTHERS, DRIFT = 0.25, 1.2  # of the cores, kept busy by others; of the baseline's speed, between halves of a cell
@@ -359,7 +383,7 @@ def summarise(
     measured: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
 ) -> Summary:
     """Everything the table shows about one drafter. header, arm: of its cell, for parameter counts and the rule."""
-    value, totals = tau(rows), Totals.of(rows, baseline)
+    totals, both = Totals.of(rows, baseline), compared(rows, baseline)
     sampled = header["config"]["sampler"]["temperature"] > 0
     peaks = [values["peak"] for values in (measured or {}).get("memory", ()) if "peak" in values]
     return Summary(
@@ -368,17 +392,15 @@ def summarise(
         tokens=sum(len(r.tokens) for r in rows),
         speed=speed(rows),
         speed_with_prefill=speed(rows, prefill=True),
-        speed_up=speed_up(rows, baseline),
-        tau=value,
+        speed_up=interval(RATES["speed_up"], both),
+        tau=tau(rows),
         tau_interval=interval(RATES["tau"], totals),
         tau_macro=tau_macro(rows),
         alphas=step_alphas(rows),
         nodes=float(np.mean([float(n) for r in rows for n in r.nodes] or [float("nan")])),
         split=time_split(rows),
-        predicted=predicted_speed_up(rows),
-        predicted_by_parameters=predicted_by_parameters(
-            value, arm["passes"], arm["parameters"], header["target"]["parameters"]
-        ),
+        expected=pooled(expected_speed_up, both),
+        expected_by_parameters=pooled(expected_by_parameters(arm["parameters"], header["target"]["parameters"]), totals),
         peak_bytes=int(np.median(peaks)) if peaks else 0,
         lossless=lossless_verdict(rows, sampled, arm["lossy"]),
         totals=totals,

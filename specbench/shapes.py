@@ -146,7 +146,7 @@ class Arm(TypedDict):
 
     drafter: Named
     parameters: Natural  # that a draft pass multiplies, the shared LM head included
-    passes: Natural  # draft passes a cycle
+    passes: Natural  # draft passes a cycle, at most; a row's own `passes` are those that ran
     lossy: bool
     weights: Provenance
     bytes: NotRequired[Natural]  # of its own parameters

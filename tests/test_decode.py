@@ -11,6 +11,7 @@ from specbench import metrics
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.grow import Dynamic
 from specbench.engine.interface import Step, Taps
+from specbench.engine.known import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, root_only
 from specbench.engine.verify import Lossless, Typical
@@ -299,3 +300,103 @@ def test_a_drafter_may_look_over_every_pass_once_and_before_it_observes():
     seldom = Seldom(plain(target, PROMPT, 80))
     _, steps = generate(target, seldom, cap=22)
     assert seldom.order == ["observe", *["propose", "review", "observe"] * len(steps)][:-1]
+
+
+# Draft passes ----------------------------------------------------------------------------------------------------------
+
+
+def network_of(made):
+    """Where a drafter's network is called: owner, function, and which calls count; None where it has no network."""
+    while hasattr(made, "base"):  # a router, a hybrid, Ouroboros
+        made = made.base
+    if hasattr(made, "heads") and hasattr(made, "outputs"):  # Medusa: one forward is all heads, of which this is the first
+        return made, "network", lambda states, level: level == 0
+    found = [
+        (owner, name)
+        for owner, name in ((getattr(made, "lm", None), "run"), (made, "network"), (made, "cross"), (made, "_extend"))
+        if callable(getattr(owner, name, None))
+    ]
+    return (*found[0], lambda *_: True) if found else None
+
+
+class Counted:
+    """A drafter before whose network stands a counter: of each draft, what `propose` ran, and `observe` before it."""
+
+    def __init__(self, made, monkeypatch):
+        self.inner, self.calls, self.observed, self.proposed, self.copied = made, 0, [], [], []
+        found = network_of(made)
+        if found is None:
+            return
+        owner, name, counts = found
+        inner = getattr(owner, name)
+
+        def called(*parts, **named):
+            self.calls += bool(counts(*parts, **named))
+            return inner(*parts, **named)
+
+        monkeypatch.setattr(owner, name, called)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def observe(self, states, bonus):
+        before = self.calls
+        self.inner.observe(states, bonus)
+        self.observed.append(self.calls - before)
+
+    def propose(self, root, sampler, generator):
+        before, memory = self.calls, getattr(self.inner, "retrieval", None)
+        matched = memory is not None and memory.matched >= self.inner.least
+        tree = self.inner.propose(root, sampler, generator)
+        self.copied.append(matched and len(tree) > 1)
+        self.proposed.append(self.calls - before)
+        return tree
+
+
+OWN_FIRST_LEVEL = ("ouroboros", "self_speculation", "early_exit")  # `propose` drafts it; for all others `observe` does
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, Sampler(0.8)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_draft_passes_are_the_forwards_that_ran(drafter, sampler, monkeypatch):
+    target = tiny()
+    counted = Counted(make(drafter, target), monkeypatch)
+    _, steps = generate(target, counted, cap=60, sampler=sampler)
+    assert len(counted.observed) == len(counted.proposed) == len(steps), "the last cycle is not observed, the prompt is"
+    read = [drafter not in OWN_FIRST_LEVEL and not copied for copied in counted.copied]
+    first = [ran * used for ran, used in zip(counted.observed, read, strict=True)]
+    assert [s.passes for s in steps] == [a + b for a, b in zip(first, counted.proposed, strict=True)]
+    assert max(s.passes for s in steps) <= counted.passes
+    drafts = network_of(counted.inner) is not None
+    assert any(s.passes for s in steps) == drafts == (counted.passes > 0)
+
+
+def test_a_chain_takes_a_pass_a_token_and_heads_take_one_in_all():
+    target = tiny()
+    _, chain = generate(target, make("vanilla", target, "tree=chain", "tree.gamma=3"))
+    assert {s.passes for s in chain} == {3}
+    _, heads = generate(target, make("medusa", target))
+    assert {s.passes for s in heads} == {1} and max(s.drafted for s in heads) > 1
+
+
+def test_a_cycle_that_copies_ran_no_draft_pass():
+    target = tiny()
+    _, steps = generate(target, make("hybrid", target, "drafter.least=1"), cap=60)
+    made = make("eagle2", target)
+    assert {s.passes for s in steps} == {0, made.growth.depth}
+
+
+def test_confidence_that_ends_a_chain_ends_its_passes():
+    target = tiny()
+    made = make("self_speculation", target)
+    _, steps = generate(target, made, cap=60)
+    assert all(s.passes == s.nodes for s in steps) and min(s.passes for s in steps) < made.passes
+
+
+def test_answers_that_are_known_take_the_same_passes():
+    target = tiny()
+    for drafter in ("eagle2", "hybrid", "medusa", "self_speculation"):
+        made = make(drafter, target)
+        tokens, steps = generate(target, made)
+        replayed, again = generate(Known(target, PROMPT, tokens, made.taps), made)
+        assert replayed == tokens and [s.passes for s in again] == [s.passes for s in steps], drafter

@@ -123,6 +123,9 @@ def test_a_line_separator_inside_a_row_ends_no_line(tmp_path):
     [
         ({"accepted": [a + 1 for a in ROW["accepted"]]}, "tokens are not"),
         ({"nodes": [1]}, "as many each"),
+        ({"passes": ROW["passes"] + [1]}, "passes has one entry a cycle"),
+        ({"passes": ROW["passes"][:-1]}, "passes has one entry a cycle"),
+        ({"passes": [-1 for _ in ROW["accepted"]]}, "passes.0"),
         ({"audit": {"verdict": "fine"}}, "verdict is one of"),
         ({"audit": {}}, "verdict is one of"),
     ],
@@ -130,6 +133,13 @@ def test_a_line_separator_inside_a_row_ends_no_line(tmp_path):
 def test_a_row_that_contradicts_itself_is_refused_where_it_is_read(tmp_path, change, said):
     path = write(tmp_path / "rows.jsonl", HEADER, ROW, ROW | change)
     assert "rows.jsonl line 3" in (refusal(read_block, path) or "") and said in (refusal(read_block, path) or "")
+
+
+def test_a_row_from_before_draft_passes_were_counted_does_not_know_them(tmp_path):
+    old = {name: value for name, value in ROW.items() if name != "passes"}
+    _, (found, again) = read_cell(write(tmp_path / "rows.jsonl", HEADER, old, ROW))
+    assert found.passes == [] and found.draft_passes is None
+    assert again.passes == ROW["passes"] and again.draft_passes == sum(ROW["passes"])
 
 
 def test_a_resumed_cell_is_read_the_same_way(tmp_path):

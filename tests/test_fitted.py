@@ -195,6 +195,20 @@ def test_a_generous_rate_drafts_what_a_dynamic_tree_does(answers):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("costs", [FREE, Costs({1: 1.0, 2: 9.0}, {1: 9.0}, {1: 9.0})])
+def test_passes_are_the_levels_that_were_drafted_though_none_of_them_was_verified(answers, costs):
+    target, texts = answers
+    growth, drafter, levels = Rate(depth=4, top_k=4, nodes=20), agreeing(target), []
+    growth.fit(made_up(), costs)
+    drafter.regrow(growth)
+    expand, propose = drafter.expand, drafter.propose
+    drafter.propose = lambda *a: levels.append(1) or propose(*a)  # the first level comes out of `observe`
+    drafter.expand = lambda *a: levels.append(levels.pop() + 1) or expand(*a)
+    events = list(decode(target, drafter, texts[0].ids[:6], Limits(24), Lossless(), Sampler()))
+    assert [step.passes for step in events[1:]] == levels
+    assert (max(levels) > 1) == (costs is FREE), "where nothing pays, a level is drafted and no node verified"
+
+
 @pytest.mark.parametrize("growth", [Fitted(), FittedStatic(), Rate()])
 def test_what_was_not_fitted_does_not_draft(growth):
     with pytest.raises(SpecBenchError, match="was not fitted"):

@@ -10,7 +10,7 @@ from test_records import arm, settings
 
 from specbench.metrics import Interval, draws, summarise
 from specbench.records.rows import Row
-from specbench.reporting import insight, insight_figures, insight_tables, look
+from specbench.reporting import insight, insight_figures, insight_tables, look, tables
 from specbench.reporting.cells import Entry
 from specbench.reporting.insight import Rated, few
 from specbench.trace import BINS
@@ -30,6 +30,7 @@ def spelled(rng, answer, drafter="eagle2", question="q", turn=0, category="c", s
         row.drafted.append(drafted if emitted > accepted else emitted - 1)
         row.accepted.append(emitted - 1)
         row.ranks.append([0] * (emitted - 1))
+        row.passes.append(drafted)
         if not known:
             row.draft_s, row.target_s = row.draft_s + drafted * rng.random(), row.target_s + rng.random()
     row.decode_s = 0.0 if known else row.draft_s + row.target_s + 0.01
@@ -174,24 +175,28 @@ def test_waste_equals_counts(seed):
 
 
 @SEEDS
-@pytest.mark.parametrize("passes", [1, 5])
-def test_oracle_depth_equals_counts(seed, passes):
+@pytest.mark.parametrize("heads", [False, True])
+def test_oracle_depth_equals_counts(seed, heads):
+    """Of the passes that ran, which is one a level or, with heads, one in all; the header's 6 are the most there can be."""
     rng = np.random.default_rng(seed)
     asked = answers(rng)
     plain, rows = rows_of(rng, asked, "none"), rows_of(rng, asked)
-    found = insight.oracle_depth(entry(rows, plain, passes=passes))
+    for r in rows:
+        r.passes = [1] * len(r.passes) if heads else r.passes
+    found = insight.oracle_depth(entry(rows, plain))
     taken = list(cycles(rows))
-    made, needed = passes * len(taken), sum(min(c[2], passes) for c in taken)
+    ran = [(a, p) for r in rows for a, p in zip(r.accepted, r.passes, strict=True)]
+    made, needed = sum(p for _, p in ran), sum(min(a, p) for a, p in ran)
     assert found.wasted.value == pytest.approx(1 - needed / made)
     tau = mean(c[1] for c in taken)
     assert found.tau.value == pytest.approx(tau)
-    assert found.by_parameters.value == pytest.approx(tau / (passes * 10 / 100 + 1))
+    assert found.by_parameters.value == pytest.approx(tau / (made / len(taken) * 10 / 100 + 1))
     assert found.oracle_by_parameters.value == pytest.approx(tau / (needed / len(taken) * 10 / 100 + 1))
     whole = [(d, a) for r in rows for d, a in list(zip(r.drafted, r.accepted, strict=True))[:-1]]
     assert found.ran_out.value == pytest.approx(mean(d == a for d, a in whole))
     left = 0.0  # seconds
     for r in rows:
-        used = sum(min(a, passes) for a in r.accepted) / (passes * len(r.accepted))
+        used = sum(map(min, r.accepted, r.passes)) / sum(r.passes)
         left += r.decode_s - r.draft_s * (1 - used)
     speed = sum(len(r.tokens) - 1 for r in plain) / sum(r.decode_s for r in plain)
     assert found.oracle_speed_up.value == pytest.approx(sum(len(r.tokens) - 1 for r in rows) / left / speed)
@@ -203,6 +208,18 @@ def test_oracle_depth_without_a_clock_or_a_draft():
     found = insight.oracle_depth(e)
     assert found.speed_up is None and found.oracle_speed_up is None and found.wasted.value > 0
     assert insight.oracle_depth(plain) is None
+
+
+def test_no_pass_is_wasted_that_never_ran():
+    """Six passes at most, of which each cycle ran those that it drafted with, none where it copied."""
+    row = Row("eagle2", "q", "c", 0, 5, [0] * 10, 0.1, 1.0, [3, 1, 8], [3, 1, 8], [3, 1, 2], [[0] * 3, [0], [0] * 2])
+    row.passes = [3, 1, 0]
+    found = insight.oracle_depth(entry([row]))
+    assert found.wasted.value == 0 and found.by_parameters == found.oracle_by_parameters
+    row.passes = []
+    assert insight.oracle_depth(entry([row])) is None
+    row.passes = [0, 0, 0]
+    assert insight.oracle_depth(entry([row])) is None
 
 
 # The oracle drafter ---------------------------------------------------------------------------------------------------
@@ -357,14 +374,27 @@ def test_fitted_trees_stand_beside_what_was_expected_of_them():
 
 
 @SEEDS
-def test_predictions_are_those_of_the_summary(seed):
+def test_expectations_are_those_of_the_summary(seed):
     plain, e, _ = group(seed)
-    found = insight.predicted(e)
+    found = insight.expected(e)
     assert found.measured == e.summary.speed_up
-    assert found.by_time.value == pytest.approx(e.summary.predicted)
-    assert found.by_parameters.value == pytest.approx(e.summary.predicted_by_parameters)
-    assert found.missed.value == pytest.approx(e.summary.speed_up.value / e.summary.predicted)
-    assert insight.predicted(plain) is None and insight.predicted(group(seed, known=True)[1]) is None
+    assert found.by_times.value == pytest.approx(e.summary.expected)
+    assert found.by_parameters.value == pytest.approx(e.summary.expected_by_parameters)
+    assert found.missed.value == pytest.approx(e.summary.speed_up.value / e.summary.expected)
+    narrow = mean(r.target_s for r in plain.rows) / mean(len(r.accepted) for r in plain.rows)
+    draft = sum(r.draft_s for r in e.rows) / sum(len(r.accepted) for r in e.rows)
+    assert found.free_width.value == pytest.approx(e.summary.tau * narrow / (draft + narrow))
+    assert insight.expected(plain) is None and insight.expected(group(seed, known=True)[1]) is None
+
+
+def test_an_estimate_by_parameters_is_absent_where_no_pass_was_counted():
+    made = group()
+    for row in made[1].rows:
+        row.passes = []
+    plain, old = made[0], entry(made[1].rows, made[0].rows)
+    columns, (line,) = insight_tables.predictions([plain, old])
+    assert dict(zip(columns, line, strict=True))["expected by params [95%]"] == "-" and line.count("-") == 1
+    assert tables.cells(old)[tables.COLUMNS.index("expected (by params)")] == f"{old.summary.expected:.2f} (-)"
 
 
 # Tables, edges, figures --------------------------------------------------------------------------------------------------
@@ -444,7 +474,7 @@ def test_a_drafter_looks_the_same_everywhere_and_like_no_other():
 
 def test_figures_of_one_run_keep_a_drafters_colour():
     for names in (["eagle2", "hass"], ["vanilla", "hass"]):
-        figure = insight_figures.predicted_against_measured(group(drafters=[(name, 0.5) for name in names]))
+        figure = insight_figures.free_width_against_measured(group(drafters=[(name, 0.5) for name in names]))
         handles = {h.get_label(): h.get_color() for h in figure.legends[0].legend_handles}
         assert handles["hass"] == look.style("hass")["color"]
         plt.close(figure)

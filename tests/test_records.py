@@ -13,7 +13,7 @@ from specbench.engine.interface import Step
 from specbench.errors import SpecBenchError
 from specbench.records.blocks import Block, read_block
 from specbench.records.rows import Failure, Row
-from specbench.reporting import tables
+from specbench.reporting import cells, tables
 from specbench.reporting.cells import Entry
 
 
@@ -49,7 +49,8 @@ def random_row(rng, drafter="eagle2", question="q", turn=0):
         if i > 6:
             drafted = accepted
         times = rng.random(4)
-        steps.append(Step([7] * (accepted + 1), 9 * (drafter != "none"), drafted, accepted, [0] * accepted, *times))
+        ranks, nodes = [0] * accepted, 9 * (drafter != "none")
+        steps.append(Step([7] * (accepted + 1), nodes, drafted, accepted, ranks, drafted, *times))  # a pass a level
         row.add(steps[-1])
     row.decode_s = row.draft_s + row.target_s + row.verify_s + row.rest_s
     return row, steps
@@ -71,9 +72,61 @@ def test_metrics_equal_brute_force(seed):
     assert sum(split.values()) == pytest.approx(1)
     assert split["draft"] == pytest.approx(sum(s.draft_s for s in steps) / sum(r.decode_s for r in rows))
     assert metrics.speed(rows) == pytest.approx(sum(len(s.tokens) for s in steps) / sum(r.decode_s for r in rows))
-    assert metrics.predicted_speed_up(rows) == pytest.approx(
-        metrics.tau(rows) / (sum(s.draft_s for s in steps) / sum(s.target_s for s in steps) + 1)
-    )
+    base = [random_row(rng, "none", str(i)) for i in range(6)]
+    plain = [s for _, part in base for s in part]
+    sums = metrics.compared(rows, [r for r, _ in base]).pooled()
+    narrow = sum(s.draft_s + s.target_s + s.verify_s for s in plain) / len(plain)
+    draft, tree = sum(s.draft_s for s in steps) / len(steps), sum(s.target_s + s.verify_s for s in steps) / len(steps)
+    assert metrics.expected_speed_up(sums) == pytest.approx(metrics.tau(rows) * narrow / (draft + tree))
+    assert metrics.free_width_speed_up(sums) == pytest.approx(metrics.tau(rows) * narrow / (draft + narrow))
+    assert sums["passes"] == sum(s.passes for s in steps) == sum(r.draft_passes for r in rows) > 0
+
+
+def untimed_rest(rng, drafter, question):
+    """A row whose cycles are nothing but drafting, target pass and verification."""
+    row, _ = random_row(rng, drafter, question)
+    row.decode_s, row.rest_s = row.draft_s + row.target_s + row.verify_s, 0.0
+    return row
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_expected_speed_up_is_the_measured_one_where_nothing_else_takes_time(seed):
+    rng = np.random.default_rng(seed)
+    rows, base = ([untimed_rest(rng, name, str(i)) for i in range(6)] for name in ("eagle2", "none"))
+    lost = untimed_rest(rng, "eagle2", "lost")  # the baseline has no answer to it
+    summary = metrics.summarise(SETTINGS, arm(), "eagle2", [*rows, lost], base)
+    assert summary.expected == pytest.approx(summary.speed_up.value, rel=1e-9)
+    for row in (*rows, lost):
+        row.decode_s += row.draft_s
+    slower = metrics.summarise(SETTINGS, arm(), "eagle2", [*rows, lost], base)
+    assert slower.expected == summary.expected > slower.speed_up.value
+
+
+BENCH = Path(__file__).resolve().parents[1] / "results" / "bench"
+
+
+def test_the_expected_speed_up_of_committed_rows_is_what_was_measured():
+    """Time that no phase claims is a percent or two of a cycle. A tree of 60 nodes does not pay on two cores."""
+    found = [e for e in cells.collect(sorted(BENCH.rglob("rows.jsonl"))) if not e.replayed and e.name != "none"]
+    timed = [e.summary for e in found if e.summary.speed_up is not None]
+    assert len(timed) > 20
+    for summary in timed:
+        assert summary.expected == pytest.approx(summary.speed_up.value, rel=0.03), summary.drafter
+    assert min(s.expected for s in timed if s.drafter == "eagle2") < 0.6
+
+
+def test_rows_without_counted_passes_have_no_number_that_needs_them():
+    """The most that a drafter may run, 6 in its header, does not stand in for what it ran."""
+    rng = np.random.default_rng(0)
+    rows = [random_row(rng, question=str(i))[0] for i in range(4)]
+    base = [random_row(rng, "none", str(i))[0] for i in range(4)]
+    known = metrics.summarise(SETTINGS, arm(), "eagle2", rows, base)
+    rows[0].passes = []
+    assert rows[0].draft_passes is None and rows[1].draft_passes == sum(rows[1].passes)
+    found = metrics.summarise(SETTINGS, arm(), "eagle2", rows, base)
+    assert np.isnan(found.expected_by_parameters) and found.expected == known.expected
+    assert metrics.interval(metrics.expected_by_parameters(10, 100), found.totals) is None
+    assert metrics.interval(metrics.RATES["tau"], found.totals) == known.tau_interval
 
 
 def test_tau_refuses_counts_that_contradict_the_tokens():
@@ -90,15 +143,16 @@ def test_speed_up_is_the_ratio_of_pooled_speeds_and_its_interval_is_paired():
     for b in base:  # twice as fast on every prompt: however prompts are drawn, the ratio is two
         row = Row("eagle2", b.question, "", 0, 5, list(b.tokens), 0.1, b.decode_s / 2, b.nodes, b.drafted, b.accepted)
         ours.append(row)
-    found = metrics.speed_up(ours, base)
+    found = metrics.interval(metrics.RATES["speed_up"], metrics.compared(ours, base))
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((2, 2, 2))
-    assert metrics.speed_up(ours, []) is None
-    assert metrics.speed_up(ours[:3], base[5:]) is None
+    assert metrics.interval(metrics.RATES["speed_up"], metrics.compared(ours, [])) is None
+    assert metrics.interval(metrics.RATES["speed_up"], metrics.compared(ours[:3], base[5:])) is None
 
 
 def test_coral_estimate_by_hand():
-    assert metrics.predicted_by_parameters(3.0, 6, 10, 120) == pytest.approx(2.0)
+    sums = {"tokens": np.array(9.0), "cycles": np.array(3.0), "passes": np.array(18.0)}  # tau 3, six passes a cycle
+    assert metrics.expected_by_parameters(10, 120)(sums) == pytest.approx(2.0)
 
 
 def test_rows_come_back_as_written(tmp_path):

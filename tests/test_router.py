@@ -3,7 +3,12 @@
 import pytest
 import torch
 from conftest import make, tiny
+from test_decode import generate
 from test_drafters import batch_of
+
+from drafters.medusa import Medusa
+from drafters.router import Routed
+from specbench.engine.grow import Dynamic
 
 
 def routed(groups, active):
@@ -63,3 +68,11 @@ def test_training_the_router_leaves_the_drafter_as_it_was():
     made.loss(batch_of(target))["loss"].backward()
     touched = [name for name, p in made.named_parameters() if p.grad is not None]
     assert touched == ["router.weight", "router.bias"]
+
+
+def test_a_router_over_heads_takes_their_one_pass_for_all_levels():
+    target = tiny()
+    made = Routed("routed", Dynamic(3, 2, 7), Medusa("heads", Dynamic(3, 2, 7)))
+    made.bind(target)
+    _, steps = generate(target, made.eval())
+    assert made.passes == 1 and {s.passes for s in steps} == {1}

@@ -68,11 +68,12 @@ def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, t
     assert header["replay"] and len(again) == 3 * 6 * 2
     for row in (r for r in again if r.drafter != "none"):
         assert row.replayed and row.decode_s == row.draft_s == row.target_s == row.prefill_s == 0
+        assert row.draft_passes >= len(row.accepted)
         assert row.drafter != "eagle2" or sum(n for n, _, _ in row.confidence) > 0
         if row.key in by_key:  # the same cycles as decoding had
             same = by_key[row.key]
-            assert (row.tokens, row.accepted, row.drafted, row.nodes, row.ranks) == (
-                same.tokens, same.accepted, same.drafted, same.nodes, same.ranks,
+            assert (row.tokens, row.accepted, row.drafted, row.nodes, row.ranks, row.passes) == (
+                same.tokens, same.accepted, same.drafted, same.nodes, same.ranks, same.passes,
             )  # fmt: skip
     before = decoded.read_bytes()
     study(home, TWO, "two", f"results={tmp_path}")

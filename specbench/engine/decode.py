@@ -117,6 +117,7 @@ def decode(
             drafted=drafted if whole else accepted,
             accepted=accepted,
             ranks=verdict.ranks[:accepted],
+            passes=tree.passes,
             draft_s=(t1 - t0) + (t5 - t4) + (t7 - t6),
             target_s=(t2 - t1) + (t6 - t5),
             verify_s=t3 - t2,

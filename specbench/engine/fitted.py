@@ -259,6 +259,7 @@ class Rate(Fitted):
         of_parents = torch.full_like(ranks, -1)  # [M] rows of the newest level's parents
         seen = torch.zeros(k, 0, dtype=torch.bool, device=device)  # [M, R] what each one's parent sees
         worth = self.acceptance.worth(pool.values.exp())  # [N] of every node of the pool
+        passes = 1
         for depth in range(1, self.depth):
             best = self.frontier(worth, begin, depth)
             if not len(best):
@@ -266,6 +267,7 @@ class Rate(Fitted):
             width, rows = len(best), seen.shape[1]
             visible = torch.cat([seen[best], torch.eye(width, dtype=torch.bool, device=device)], 1)
             logits = drafter.expand(pool.tokens[begin + best], of_parents[best], depth, visible)
+            passes += 1
             places, values = best_children(logits, k)  # [F, K]
             values = pool.values[begin + best][:, None] + values
             level = Pool(
@@ -280,7 +282,7 @@ class Rate(Fitted):
             seen = visible.repeat_interleave(k, 0)
             pool = Pool(*(torch.cat(parts) for parts in zip(pool, level, strict=True)))
             worth = torch.cat([worth, self.acceptance.worth(level.values.exp())])
-        return self.rerank(root, pool, self.kept(worth))
+        return self.rerank(root, pool, self.kept(worth), passes)
 
     def kept(self, worth: Tensor) -> int:
         """How many nodes of a pool are worth verifying. worth: [N]"""

@@ -1,8 +1,9 @@
 """Tree growth, written once for every drafter that drafts token by token. Does not know which drafter it grows for.
 
 A growth asks an `Expandable` for the logits below the root and below every node it wants to go on from, and picks the
-candidates. Expanded nodes get *rows* 0, 1, 2 … in the order of expansion; `visible` says which rows a new one may see:
-its ancestors and itself. Nothing here reads a value back to the host.
+candidates. How many levels it asked for stands in the tree's `passes`. Expanded nodes get *rows* 0, 1, 2 … in the order
+of expansion; `visible` says which rows a new one may see: its ancestors and itself. Nothing here reads a value back to
+the host.
 
     Chain(gamma)   one candidate a level (Leviathan et al.)
     Static(paths)  a fixed set of rank paths (EAGLE-1)
@@ -65,7 +66,7 @@ class Growth(Protocol):
     width: int
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        """A tree below the root."""
+        """A tree below the root; its `passes` are the levels that the drafter was asked for."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Static:
             q = listed.spread(q)
         with_replacement = self.candidates == "sample_with_replacement"
         fixed = shape.parents, shape.depths, shape.ancestors, shape.ranks
-        return DraftTree(tokens, *fixed, self.depth, self.width, q, with_replacement)
+        return DraftTree(tokens, *fixed, self.depth, self.width, q, with_replacement, passes=len(shape.levels))
 
     def spell(self, root: int, followers: Callable[[Tensor], Tensor], device: torch.device) -> DraftTree:
         """The tree in which child r of a node is the r-th of the followers of its token, whatever stands above it.
@@ -258,7 +259,7 @@ class Dynamic:
         self.rows = top_k * (depth - 1)
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        return self.rerank(root, self.draft(drafter), self.nodes - 1)
+        return self.rerank(root, self.draft(drafter), self.nodes - 1, passes=self.depth)
 
     def draft(self, drafter: Expandable) -> Pool:
         """All levels' candidates."""
@@ -292,12 +293,15 @@ class Dynamic:
         depths = torch.where(place < k, 1, 2 + (place - k).div(k * k, rounding_mode="floor"))
         return Pool(torch.cat(pool_tokens), torch.cat(pool_values), torch.cat(pool_parents), torch.cat(pool_ranks), depths)
 
-    def rerank(self, root: int, pool: Pool, count: int) -> DraftTree:
-        """The `count` most valuable nodes of the pool, in pool order (levels ascending), behind the root."""
+    def rerank(self, root: int, pool: Pool, count: int, passes: int) -> DraftTree:
+        """The `count` most valuable nodes of the pool, in pool order (levels ascending), behind the root.
+
+        passes: forwards that made the pool.
+        """
         device = pool.tokens.device
         count = min(count, pool.tokens.shape[0])
         if not count:
-            return tree.root_only(root, device)
+            return tree.root_only(root, device, passes)
         chosen = pool.values.sort(descending=True, stable=True).indices[:count].sort().values
         node = torch.zeros(pool.tokens.shape[0] + 1, dtype=torch.long, device=device)  # pool index -> node
         node[chosen] = torch.arange(1, count + 1, device=device)  # the last slot serves parent -1: the root
@@ -313,6 +317,7 @@ class Dynamic:
             max_depth=self.depth,
             width=self.top_k,
             confidence=lambda: pool.values[chosen].exp(),  # only a trace asks
+            passes=passes,
         )
 
 

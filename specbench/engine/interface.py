@@ -125,6 +125,7 @@ class DraftTree:
     replacement: bool = False  # were siblings sampled with replacement?
     acceptable: Tensor | None = None  # [N] bool, the root's True; None: all. Others, and what is below, are only computed
     confidence: Callable[[], Tensor] | None = None  # [N - 1] drafter's probability of the path to each node but the root
+    passes: int = 0  # forwards of the drafter's network that it was drafted from, see `Step`
 
     def __len__(self) -> int:
         """Nodes of the target pass, the root included."""
@@ -193,6 +194,13 @@ class Step:
 
     A cycle emits `accepted + 1` tokens, also where a stop token or the cap cuts it: `accepted` is then what was
     emitted minus one, and `drafted` is no deeper than that, since what lay below was never put to the test.
+
+    `passes` counts the forwards of the drafter's network whose output this cycle's draft was made from, whatever their
+    width: one per level that was really computed, one in all where heads draft every level together, none for what was
+    copied from text. Where `observe` computes the first level (the forward over the verified tokens also gives the logits
+    below the root), that forward counts in the cycle that drafts from it, in the first cycle the one behind the prompt; so
+    a chain of gamma tokens takes gamma passes. A forward of `observe` that no draft reads (before a cycle that copies) is
+    not counted, nor is one that only fills a cache.
     """
 
     tokens: list[int]  # emitted ids: accepted draft tokens and the bonus
@@ -200,6 +208,7 @@ class Step:
     drafted: int  # depth offered to the verifier
     accepted: int  # depth accepted
     ranks: list[int]  # [accepted] child ranks along the path
+    passes: int  # draft passes that really ran, see above
     draft_s: float  # drafter: propose, review and observe, and taking out the states that it observes
     target_s: float  # target pass and keeping its rows
     verify_s: float  # acceptance
@@ -229,7 +238,7 @@ class Drafter(Protocol):
     name: str  # as tables show it
     taps: Taps
     nodes: int  # most nodes of a proposed tree, the root included
-    passes: int  # draft forwards a cycle, at most
+    passes: int  # draft forwards a cycle, at most; `Step.passes` says how many ran
     active_parameters: int  # that one such forward multiplies, the shared LM head included, embeddings not
 
     def bind(self, target: Any) -> None:

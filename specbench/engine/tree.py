@@ -28,19 +28,21 @@ def build(
     max_depth: int,
     width: int,
     confidence: Callable[[], Tensor] | None = None,
+    passes: int = 0,
 ) -> DraftTree:
     """Assemble a tree whose topology stays on its device; tokens, parents, depths, ranks: [N], the root first.
 
-    The caller vouches for `parents[n] < n` (see `check`), which lets the mask be closed in log2(`max_depth`) steps.
+    passes: draft passes that it took, see `interface.Step`. The caller vouches for `parents[n] < n` (see `check`), which
+    lets the mask be closed in log2(`max_depth`) steps.
     """
     mask = ancestor_mask(parents, max_depth)
-    return DraftTree(tokens, parents, depths, mask, ranks, max_depth, width, confidence=confidence)
+    return DraftTree(tokens, parents, depths, mask, ranks, max_depth, width, confidence=confidence, passes=passes)
 
 
-def root_only(root: int, device: torch.device | str = "cpu") -> DraftTree:
-    """The tree of the baseline: nothing but the root."""
+def root_only(root: int, device: torch.device | str = "cpu", passes: int = 0) -> DraftTree:
+    """Nothing but the root: the tree of the baseline, or of so many draft passes that gave nothing worth verifying."""
     zero = torch.zeros(1, dtype=torch.long, device=device)
-    return build(zero + root, zero - 1, zero, zero, max_depth=0, width=0)
+    return build(zero + root, zero - 1, zero, zero, max_depth=0, width=0, passes=passes)
 
 
 class Trie:

@@ -48,8 +48,9 @@ class Row:
     """One generation: a drafter (or the baseline, `none`) on one turn of one question.
 
     `text` is the question's digest (`identity.question_digest`), by which it is known wherever it lies. `tokens` are the
-    emitted ids; the first came from the prefill, the others from the cycles. The four lists have one entry a cycle; seconds
-    are sums over the cycles, and 0 where the row is `replayed`: such a row holds no speeds.
+    emitted ids; the first came from the prefill, the others from the cycles. The lists of counts have one entry a cycle,
+    but for `passes`, which is empty in rows written before draft passes were counted; seconds are sums over the cycles, and
+    0 where the row is `replayed`: such a row holds no speeds.
     """
 
     drafter: str
@@ -64,6 +65,7 @@ class Row:
     drafted: list[Natural] = field(default_factory=list)
     accepted: list[Natural] = field(default_factory=list)
     ranks: list[list[Natural]] = field(default_factory=list)
+    passes: list[Natural] = field(default_factory=list)  # draft passes that ran, see `Step`
     draft_s: Seconds = 0.0
     target_s: Seconds = 0.0
     verify_s: Seconds = 0.0
@@ -88,10 +90,16 @@ class Row:
         self.drafted.append(step.drafted)
         self.accepted.append(step.accepted)
         self.ranks.append(step.ranks)
+        self.passes.append(step.passes)
         self.draft_s += step.draft_s
         self.target_s += step.target_s
         self.verify_s += step.verify_s
         self.rest_s += step.rest_s
+
+    @property
+    def draft_passes(self) -> int | None:
+        """Of all cycles; None where nobody counted them, and the most that may have run is no substitute."""
+        return sum(self.passes) if len(self.passes) == len(self.accepted) else None
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -195,6 +203,8 @@ def contradiction(row: Any, arms: Iterable[str]) -> str | None:
         return None
     if len({len(row.nodes), len(row.drafted), len(row.accepted), len(row.ranks)}) > 1:
         return "nodes, drafted, accepted and ranks have one entry a cycle, so as many each"
+    if row.passes and len(row.passes) != len(row.accepted):
+        return "passes has one entry a cycle, or none at all where draft passes were not counted"
     if len(row.tokens) - 1 != sum(row.accepted) + len(row.accepted):
         return f"{len(row.tokens)} tokens are not the prefill's one, the accepted ones and a bonus a cycle"
     if row.audit is not None and row.audit.get("verdict") not in VERDICTS:

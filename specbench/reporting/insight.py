@@ -11,7 +11,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from specbench.metrics import BASELINE, RATES, Interval, Rate, Sums, Totals, contrast, interval
+from specbench.metrics import (
+    BASELINE,
+    RATES,
+    Interval,
+    Rate,
+    Totals,
+    contrast,
+    expected_by_parameters,
+    expected_speed_up,
+    free_width_speed_up,
+    interval,
+)
 from specbench.records.rows import Row
 from specbench.reporting.cells import Entry
 from specbench.trace import BINS
@@ -150,7 +161,7 @@ class OracleDepth:
 
     Attributes:
         tau: as it is, and as it would be.
-        wasted: share of the draft passes that lay deeper than what was accepted.
+        wasted: share of the draft passes that ran and lay deeper than what was accepted.
         ran_out: share of the cycles that accepted all the depth they had: an oracle might have drafted on, so for these
             tau is a lower bound. Each answer's last cycle, which its end may have cut, does not count.
         by_parameters, oracle_by_parameters: CORAL's estimate of the speed-up, with all passes and without the wasted.
@@ -170,21 +181,21 @@ def oracle_depth(e: Entry) -> OracleDepth | None:
     """The same cycles, each drafted with as many passes as tokens were accepted, and with none where nothing was.
 
     The path that was accepted is still drafted, so every cycle emits what it did. A drafter that drafts all depths in one
-    pass (Medusa) saves only where nothing is accepted. Drafting takes time in proportion to its passes, so a row's
-    drafting shrinks by the share of its passes that were wasted; the target's time stays, though its pass would be
-    narrower. None for what drafts without passes of its own, such as the baseline.
+    pass (Medusa) saves only where nothing is accepted; one whose passes draft several tokens (Ouroboros) may need fewer
+    than are counted here. Drafting takes time in proportion to its passes, so a row's drafting shrinks by the share of its
+    passes that were wasted; the target's time stays, though its pass would be narrower. None for what drafts without
+    passes of its own, such as the baseline, and where a row does not know its passes.
     """
-    passes, draft, target = e.arm["passes"], e.parameters, e.header["target"]["parameters"]
-    if not passes:
+    if not all(row.draft_passes is not None for row in e.rows) or not any(row.draft_passes for row in e.rows):
         return None
 
     def count(row: Row) -> dict[str, float]:
-        made, needed = passes * len(row.accepted), sum(min(a, passes) for a in row.accepted)
+        made, needed = sum(row.passes), sum(map(min, row.accepted, row.passes))
         before_last = list(zip(row.drafted, row.accepted, strict=True))[:-1]
         return {
             "tokens": len(row.tokens) - 1,
             "cycles": len(row.accepted),
-            "made": made,
+            "passes": made,
             "needed": needed,
             "saved": row.draft_s * (1 - needed / made) if made else 0.0,
             "whole": len(before_last),
@@ -192,12 +203,9 @@ def oracle_depth(e: Entry) -> OracleDepth | None:
         }
 
     totals = counted(e.rows, count)
-    tau, wasted = interval(RATES["tau"], totals), interval(lambda s: 1 - s["needed"] / s["made"], totals)
-
-    def predicted(made: str) -> Interval | None:
-        return interval(lambda s: RATES["tau"](s) / (s[made] / s["cycles"] * draft / target + 1), totals)
-
-    all_passes, without = predicted("made"), predicted("needed")
+    tau, wasted = interval(RATES["tau"], totals), interval(lambda s: 1 - s["needed"] / s["passes"], totals)
+    estimate = expected_by_parameters(e.parameters, e.header["target"]["parameters"])
+    all_passes, without = interval(estimate, totals), interval(lambda s: estimate({**s, "passes": s["needed"]}), totals)
     if tau is None or wasted is None or all_passes is None or without is None:
         return None
     timed = e.totals.sums
@@ -390,38 +398,32 @@ def conventions(e: Entry) -> dict[str, Interval | None]:
     return {name: interval(rate, totals) for name, rate in CONVENTIONS.items()}
 
 
-# Predicted and measured ----------------------------------------------------------------------------------------------
+# Expected and measured -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """A measured speed-up beside what two formulas would have it be; their values are those of the entry's summary.
+class Expected:
+    """A measured speed-up beside what formulas make of tau and of costs.
 
-    by_time: tau / (T_draft / T_verify + 1), which takes a pass over a tree to cost what a plain pass costs.
-    by_parameters: CORAL's estimate. missed: measured over `by_time`, what the wider pass and the rest take away.
+    by_times: tau * T_AR / (T_draft + T_tree). missed: measured over that, what the time that no phase claims takes away.
+    free_width: what it would be if a wide pass cost no more than a narrow one. by_parameters: CORAL's estimate; None where
+        draft passes were not counted.
     """
 
     measured: Interval
-    by_time: Interval
-    by_parameters: Interval
+    by_times: Interval
     missed: Interval
+    free_width: Interval
+    by_parameters: Interval | None
 
 
-def predicted(e: Entry) -> Predicted | None:
+def expected(e: Entry) -> Expected | None:
     """None for the baseline, and where no clock ran."""
     if e.name == BASELINE or e.replayed or e.summary.speed_up is None:
         return None
-    ratio = e.arm["passes"] * e.parameters / e.header["target"]["parameters"]
-
-    def by_time(s: Sums) -> np.ndarray:
-        return RATES["tau"](s) / (s["draft"] / s["target"] + 1)
-
-    found = (
-        interval(by_time, e.totals),
-        interval(lambda s: RATES["tau"](s) / (ratio + 1), e.totals),
-        contrast(RATES["speed_up"], e.totals, e.totals, ratio=True, other=by_time),
-    )
-    times, parameters, missed = found
-    if times is None or parameters is None or missed is None:
+    times, wide = interval(expected_speed_up, e.totals), interval(free_width_speed_up, e.totals)
+    missed = contrast(RATES["speed_up"], e.totals, e.totals, ratio=True, other=expected_speed_up)
+    if times is None or wide is None or missed is None:
         return None
-    return Predicted(e.summary.speed_up, times, parameters, missed)
+    parameters = interval(expected_by_parameters(e.parameters, e.header["target"]["parameters"]), e.totals)
+    return Expected(e.summary.speed_up, times, missed, wide, parameters)

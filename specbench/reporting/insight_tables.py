@@ -96,7 +96,7 @@ def oracle_depths(group: Sequence[Entry]) -> Table:
     """What drafting no deeper than is accepted would bring."""
     columns = (
         "drafter", "tau [95%]", "draft passes wasted [95%]", "cycles that accepted all depth",
-        "predicted by params", "with oracle depth", "speed-up [95%]", "with oracle depth [95%]",
+        "expected by params", "with oracle depth", "speed-up [95%]", "with oracle depth [95%]",
     )  # fmt: skip
     lines = []
     for e, found in _each(group, insight.oracle_depth):
@@ -149,11 +149,14 @@ def conventions(group: Sequence[Entry]) -> Table:
 
 
 def predictions(group: Sequence[Entry]) -> Table:
-    """Measured speed-ups beside two formulas."""
-    columns = ("drafter", "speed-up [95%]", "predicted by time [95%]", "predicted by params [95%]", "measured / predicted")
+    """Measured speed-ups beside three formulas."""
+    columns = (
+        "drafter", "speed-up [95%]", "expected [95%]", "measured / expected [95%]",
+        "if a wide pass cost no more than a narrow one [95%]", "expected by params [95%]",
+    )  # fmt: skip
     return columns, [
-        [e.name, *map(shown, (found.measured, found.by_time, found.by_parameters, found.missed))]
-        for e, found in _each(group, insight.predicted)
+        [e.name, *map(shown, (found.measured, found.by_times, found.missed, found.free_width, found.by_parameters))]
+        for e, found in _each(group, insight.expected)
     ]
 
 
@@ -203,7 +206,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Entry]], Table]]] = {
     "oracle-drafter": ("If the best drafter were known beforehand", oracle_drafters),
     "calibration": ("Drafters' probabilities against acceptance", calibration),
     "conventions": ("tau of the same runs under each convention", conventions),
-    "predictions": ("Predicted and measured speed-up", predictions),
+    "predictions": ("Expected and measured speed-up", predictions),
     "fitted": ("Fitted trees, expected and measured", fitted),
 }
 TIMED = ("oracle-depth", "predictions", "fitted")  # of rows with a clock; the others of those with most questions

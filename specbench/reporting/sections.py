@@ -104,9 +104,11 @@ def _time(view: Overview) -> list[Block]:
     if not group:
         return []
     said = (
-        "A cycle is one draft, one pass of the target over it, one verification. Predicted (times): what this acceptance "
-        "and this draft cost would bring if a pass over a whole tree cost no more than one over a single token. Predicted "
-        "(parameters): CORAL's estimate."
+        "A cycle is one draft, one pass of the target over it, one verification. Expected (times): tau * T_AR / "
+        "(T_draft + T_tree), from measured seconds of a plain cycle, of drafting and of the pass over the tree; only time "
+        "that belongs to no phase makes the measured speed-up another. Expected (parameters): CORAL's estimate, by the "
+        "parameters that passes multiply; absent where rows did not count their draft passes. The last column is no "
+        "expectation: it is what tau and this drafting would make if a pass over a tree cost no more than one over a token."
     )
     blocks: list[Block] = [
         Says(said, "note"),

@@ -22,7 +22,7 @@ COLUMNS = (
     "alpha per step",
     "nodes",
     "draft/target/verify/rest",
-    "predicted (by params)",
+    "expected (by params)",
     "peak",
     "lossless",
 )
@@ -50,10 +50,16 @@ def cells(entry: Entry) -> list[str]:
         " ".join(f"{a:.2f}" for a in s.alphas[: known_depths(entry)]) or ABSENT,
         number("{:.1f}", s.nodes),
         number("{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%", *(100 * s.split[p] for p in ("draft", "target", "verify", "rest"))),
-        number("{:.2f} ({:.2f})", s.predicted, s.predicted_by_parameters),
+        _expected(s.expected, s.expected_by_parameters),
         f"{s.peak_bytes / 2**20:,.0f} MiB" if s.peak_bytes else ABSENT,
         s.lossless,
     ]
+
+
+def _expected(by_times: float, by_parameters: float) -> str:
+    """Two numbers of which either may be absent, the second one in brackets."""
+    first, second = number("{:.2f}", by_times), number("{:.2f}", by_parameters)
+    return ABSENT if first == second == ABSENT else f"{first} ({second})"
 
 
 def number(form: str, *values: float) -> str:
