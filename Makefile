@@ -29,13 +29,17 @@ TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
 ROUTERS ?= eagle2_router,coral_router
 SCALE ?= small
 MISSING ?= true# false: train anew what is there
+MINUTES ?= 120
+KIND ?= null
+STUDIES ?=
+DATA ?= null# a folder with <dataset>.jsonl
 JOBS ?= $(if $(filter gpu,$(SCALE)),4,1)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CHECKED := $(VENV)/.checked
 
 .DEFAULT_GOAL := help
-.PHONY: help install bench report train test lint format clean
+.PHONY: help install bench evidence plan report train test lint format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -59,6 +63,13 @@ bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
 		datasets=[$(DATASETS)] \
 		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false trace=1 || status=$$?; \
 	$(BIN)/python -m specbench.report; exit $$status
+
+evidence: $(READY) ## measure what the plan of all studies lacks: MINUTES, KIND=replayed|trained|timed, STUDIES=a,b
+	$(BIN)/python -m specbench.evidence minutes=$(MINUTES) kind=$(KIND) studies=$(if $(STUDIES),[$(STUDIES)],null) \
+		data=$(DATA)
+
+plan: $(READY) ## what every study plans, what of it is there, and how long the rest takes
+	$(BIN)/python -m specbench.evidence plan=true kind=$(KIND) studies=$(if $(STUDIES),[$(STUDIES)],null)
 
 report: $(READY) ## tables, figures, claims and report.html from the rows in RESULTS
 	$(BIN)/python -m specbench.report results=$(RESULTS)

@@ -116,14 +116,13 @@ class Bench:
         pace = Pace(ledger.pace())
         with progress(title, len(questions), "questions") as reached, _remembering(anew):
             reached(len(questions) - len(todo))
-            for wait in (False, True):
-                for place, question in enumerate(todo):
-                    missing = self._missing(question, ledger)
-                    if missing and not budget.allows(pace.of(len(missing))):
-                        return
-                    if missing:
-                        self._whole(question, place, ledger, pace, wait)
-                    reached(len(questions) - sum(bool(self._missing(q, ledger)) for q in todo))
+            queue = [(place, question, False) for place, question in enumerate(todo)]
+            for place, question, wait in queue:  # which grows by those that another process is at
+                if not budget.allows(pace.of(len(self._missing(question, ledger)))):
+                    return
+                if not self._whole(question, place, ledger, pace, wait):
+                    queue.append((place, question, True))
+                reached(len(questions) - sum(bool(self._missing(q, ledger)) for q in todo))
 
     def missing(self, questions: Sequence[Question], ledger: Ledger) -> int:
         """How many generations of these questions have no good row."""
@@ -155,11 +154,15 @@ class Bench:
             ledger.forget(contender.label)
         return lacking
 
-    def _whole(self, question: Question, place: int, ledger: Ledger, pace: "Pace", wait: bool) -> None:
-        """All that is missing of one question, unless another process is at it. place: among those that were missing."""
+    def _whole(self, question: Question, place: int, ledger: Ledger, pace: Pace, wait: bool) -> bool:
+        """All that is missing of one question; False if another process is at it.
+
+        Args:
+            place: among those that were missing. wait: until that process is through with it.
+        """
         with locked(ledger.folder, question.digest, wait) as ours:
             if not ours:
-                return
+                return False
             ledger.refresh()
             missing = self._missing(question, ledger)
             if missing:
@@ -168,6 +171,7 @@ class Bench:
                 seconds = time.monotonic() - begin
                 pace.add(len(missing), seconds)
                 ledger.write(QuestionEnd(question.id, len(missing), round(seconds, 3)))
+        return True
 
     def _in_turn(self, place: int) -> list[Contender]:
         """The baseline, which the others need; these from question to question begin with another one.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, MinLen
+from annotated_types import Gt, Interval, MinLen
 from pydantic import AfterValidator, StringConstraints, with_config
 from typing_extensions import NotRequired, TypedDict
 
@@ -134,7 +134,8 @@ class Study(TypedDict):
     """One `conf/study/*.yaml`.
 
     cells: what `specbench.run` would be told of prompts, lengths, temperature and `replay`, a list a cell. varies: what
-    the study is about, so that arms may differ in it. measure: how many times over each quantity is taken, in one cell.
+    the study is about, so that arms may differ in it. priority: of its measurements, 1 first, 5 unless it says so. measure:
+    how many times over each quantity is taken, in one cell.
     """
 
     title: Text
@@ -143,6 +144,7 @@ class Study(TypedDict):
     arms: Annotated[Mapping[Name, Arm], MinLen(1)]
     cells: Annotated[list[list[Override]], MinLen(1)]
     varies: NotRequired[list[Aspect]]
+    priority: NotRequired[Annotated[int, Interval(ge=1, le=9)]]
     measure: NotRequired[Mapping[Measured, Natural]]
     shows: NotRequired[list[Shown]]
     claims: NotRequired[list[Claim]]

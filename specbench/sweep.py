@@ -37,7 +37,7 @@ class Sweep(Callback):
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         self.started = time.time()
-        if os.environ.get(CELLS):
+        if os.environ.get(CELLS) and not OmegaConf.is_missing(config.hydra.job, "num"):  # a job of a sweep
             number = config.hydra.job.num + 1
             left = ""
             if self.done:

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import specbench.door  # noqa: F401 - what interpolations mean
+from specbench.config.run_spec import RunSpec, from_config
 from specbench.engine import weights
 from specbench.engine.target import Target
 
@@ -84,6 +85,11 @@ def _composed(door: str, *overrides: str) -> Any:
 def configuration(drafter: str, *overrides: str) -> Any:
     """The run configuration of a drafter."""
     return composed("run", f"drafter={drafter}", *overrides)
+
+
+def settled(drafter: str, *overrides: str) -> RunSpec:
+    """The run of a drafter, checked and settled."""
+    return from_config(configuration(drafter, *overrides))
 
 
 TRAINED = [d for d in DRAFTERS if "weights" in configuration(d).drafter]

@@ -12,6 +12,7 @@ from conftest import ROOT
 from forked import FIXED, Door
 
 from specbench.records.blocks import NAME, read_block
+from specbench.records.rows import QuestionEnd
 
 
 def arguments_of(home, door, *arguments):
@@ -61,14 +62,25 @@ def weight(home, name):
     return f"drafter.weights={home / 'weights' / name}"
 
 
+def blocks_of(results, drafter):
+    """Blocks of runs of one drafter, by its label, oldest first."""
+    return [path for path in sorted(Path(results).rglob(NAME)) if list(read_block(path)[0]["arms"])[-1] == drafter]
+
+
+def records_of(results, drafter):
+    """Header of the newest block and the records of all blocks of one drafter's runs, but for ends of questions."""
+    found = blocks_of(results, drafter)
+    assert found, f"no blocks of {drafter} in {results}"
+    records = [record for path in found for record in read_block(path)[1] if not isinstance(record, QuestionEnd)]
+    return read_block(found[-1])[0], records
+
+
 def rows_of(home, drafter):
-    found = list((home / "results").rglob(f"{drafter}-*/rows.jsonl"))
-    assert len(found) == 1, found
-    return read_block(found[0])
+    return records_of(home / "results", drafter)
 
 
 def wait_for_rows(process, results, lines):
-    """Until a run's first cell has more than so many lines, or the run is over; that cell's path."""
+    """Until a run's first block has more than so many lines, or the run is over; that block's path."""
     deadline = time.monotonic() + 120
     found = []
     while time.monotonic() < deadline and process.poll() is None:
@@ -81,7 +93,7 @@ def wait_for_rows(process, results, lines):
 
 
 def kill_after_rows(process, results, lines):
-    """SIGKILL a run once its first cell has more than so many lines; that cell's path and content."""
+    """SIGKILL a run once its first block has more than so many lines; that block's path and content."""
     path = wait_for_rows(process, results, lines)
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import configuration, make, tiny
+from conftest import configuration, make, settled, tiny
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 
 from specbench import arms, checkpoints
-from specbench.door import composed
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.sampling import Sampler
@@ -310,22 +309,19 @@ def test_a_wrong_file_is_refused_by_name(kind, words, tmp_path):
 def test_a_drafter_that_asks_a_trained_one_hands_the_checkpoint_to_it(tmp_path):
     target, folder = tiny(), tmp_path / "c"
     write(folder, eagle_tensors(target, True))
-    asked = configuration("hybrid", f"checkpoint={folder}", "drafter.trained=hass")
+    asked = settled("hybrid", f"checkpoint={folder}", "drafter.trained=hass")
     made, _ = arms.make(asked)
     made.bind(target)
     assert made.provenance["base"] == adopted("hass", folder, target).provenance
     assert any(name.startswith("base/") for name in made.contents)
     with pytest.raises(SpecBenchError, match="drafter=suffix takes no checkpoint"):
-        arms.make(configuration("suffix", f"checkpoint={folder}"))
+        arms.make(settled("suffix", f"checkpoint={folder}"))
     with pytest.raises(SpecBenchError, match="no published layout is known for Routed"):  # it has weights of its own
-        arms.make(configuration("coral_router", f"checkpoint={folder}", "drafter.base.weights=null"))[0].bind(target)
+        arms.make(settled("coral_router", f"checkpoint={folder}", "drafter.base.weights=null"))[0].bind(target)
 
 
 def test_where_none_were_trained_a_trained_part_takes_what_its_target_publishes():
-    asked = composed("run", ["model=llama2-7b", "drafter=hybrid"])
-    arms.settle(asked)
-    alone = composed("run", ["model=llama2-7b", "drafter=eagle2"])
-    arms.settle(alone)
+    asked, alone = settled("hybrid", "model=llama2-7b"), settled("eagle2", "model=llama2-7b")
     assert asked.checkpoint == alone.checkpoint is not None
 
 

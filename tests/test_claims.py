@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_records import arm, settings
+from fixtures import arm, settings
 
 from specbench import metrics
 from specbench.records.blocks import Block, NAME

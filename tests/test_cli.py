@@ -9,10 +9,12 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from doors import call, kill_after_rows, rows_of, run, start, typed, wait_for_rows, weight
+from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, start, typed, wait_for_rows, weight
 
 from specbench.door import spelt_out
-from specbench.records.blocks import NAME, read_block
+from specbench.records import blocks
+from specbench.records.blocks import NAME
+from specbench.reporting import cells
 
 
 def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
@@ -61,14 +63,21 @@ def test_run_survives_kill_9_and_repeats_and_loses_nothing(home):
     results = home / "killed"
     arguments = ["drafter=eagle2", f"results={results}", "decode.max_new_tokens=50", weight(home, "eagle2")]
     path, before = kill_after_rows(start(home, "run", *arguments), results, 5)
-    whole = before[: before.rfind(b"\n") + 1]
-    assert 5 < whole.count(b"\n") < 1 + 12 * 2 * 2, "killed too late to show anything"
+    assert 5 < before.count(b"\n") < 1 + 12 * 2 * 2, "killed too late to show anything"
     run(home, "run", *arguments)
-    after = path.read_bytes()
-    assert after.startswith(whole)
-    _, rows = read_block(path)
-    keys = [r.key for r in rows]
-    assert len(keys) == len(set(keys)) == 12 * 2 * 2
+    assert path.read_bytes() == before, "a block that ended is never touched"
+    assert_complete(results, "eagle2")
+    assert len(blocks_of(results, "eagle2")) == 2
+
+
+def assert_complete(results, drafter):
+    """Every generation is there; only the baseline may stand in two blocks, beside the rows that were missing."""
+    _, rows = records_of(results, drafter)
+    keys = [r.key for r in rows if r.drafter == drafter]
+    assert len(keys) == len(set(keys)) == 12 * 2
+    assert {r.key[1:] for r in rows if r.drafter == "none"} == {key[1:] for key in keys}
+    (entry,) = [e for e in cells.collect(blocks.below(results)) if e.name == drafter]
+    assert entry.summary.prompts == 24 and len(entry.baseline) == 24
 
 
 def test_an_interrupted_run_says_how_to_go_on(home, tmp_path):
@@ -79,7 +88,8 @@ def test_an_interrupted_run_says_how_to_go_on(home, tmp_path):
     done = process.completed()
     assert done.returncode == 2 and done.stderr.endswith("specbench: interrupted; run the same command again to continue\n")
     run(home, "run", *arguments)
-    assert len(read_block(next(tmp_path.rglob(NAME)))[1]) == 12 * 2
+    _, rows = records_of(tmp_path, "none")
+    assert len({r.key for r in rows}) == len(rows) == 12 * 2
 
 
 BAD = {
@@ -131,7 +141,7 @@ def test_a_prompt_longer_than_the_context_is_a_visible_row_and_the_others_run(ho
     results = tmp_path / "results"
     said = run(home, "run", "drafter=none", f"data.root={tmp_path}", f"results={results}", ok=False)
     assert "1 generations failed" in said
-    _, rows = read_block(next(results.rglob(NAME)))
+    _, rows = records_of(results, "none")
     assert [r.kind for r in rows] == ["error", "prompt"] and "300" in rows[0].error
 
 
@@ -242,10 +252,7 @@ def test_a_run_killed_at_fifteen_moments_loses_and_doubles_nothing(home, tmp_pat
     arguments = ["drafter=eagle2", f"results={tmp_path}", "decode.max_new_tokens=100", weight(home, "eagle2")]
     assert kill_often(lambda: start(home, "run", *arguments), 15, 2.5) >= 5
     run(home, "run", *arguments)
-    (path,) = tmp_path.rglob(NAME)
-    assert all(line.endswith(b"\n") for line in path.read_bytes().splitlines(keepends=True))
-    keys = [r.key for r in read_block(path)[1]]
-    assert len(keys) == len(set(keys)) == 12 * 2 * 2
+    assert_complete(tmp_path, "eagle2")
 
 
 def test_a_training_killed_at_fifteen_moments_ends_with_the_same_weights(home):

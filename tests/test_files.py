@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from test_records import SETTINGS, arm, random_row
+from fixtures import SETTINGS, arm, random_row
 from test_report import fill
 
 from specbench import files, report, studies

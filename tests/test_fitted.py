@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import configuration, make, tiny
+from conftest import configuration, make, settled, tiny
 
 from specbench import acceptance as measured
 from specbench import arms
@@ -295,12 +295,12 @@ def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
     monkeypatch.setattr(arms.price, "of", lambda target, drafter, model, said: asked.append((drafter, said)) or COSTS)
     drafter = make("hybrid", target, "tree=rate")
     drafter.base.weights = "somewhere"
-    config, alone = configuration("hybrid", "drafter.vocabulary=20"), configuration("eagle2", "drafter.vocabulary=20")
-    found = arms._fit(drafter, config, target)
+    spec, alone = settled("hybrid", "drafter.vocabulary=20"), settled("eagle2", "drafter.vocabulary=20")
+    found = arms._fit(drafter, spec, target, "hybrid")
     (timed, said) = asked.pop()
     assert asked == ["somewhere"] and timed is drafter.base
-    assert said["drafter"] == {k: v for k, v in arms.plain(alone)["drafter"].items() if k != "growth"}
+    assert said["drafter"] == {k: v for k, v in alone.drafter.items() if k != "growth"}
     assert found["fitted"]["choice"] == drafter.base.growth.chosen["choice"]
     assert drafter.nodes == max(drafter.retrieval.nodes, drafter.base.nodes) and drafter.passes == drafter.base.passes
     assert configuration("hybrid").drafter.base.vocabulary is None
-    assert arms._fit(make("hybrid", target), config, target) == {}, "a tree of a paper is not fitted"
+    assert arms._fit(make("hybrid", target), spec, target, "hybrid") == {}, "a tree of a paper is not fitted"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
-from test_records import arm, settings
+from fixtures import arm, settings
 
 from specbench.metrics import Interval, draws, summarise
 from specbench.records.rows import Row

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_records import random_row, settings
+from fixtures import random_row, settings
 
 from specbench.records.blocks import Block
 from specbench.records.rows import LinkUse, Measurement

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import DRAFTERS, ROOT, TRAINED, make, tiny
 from doors import kill_after_rows, start
-from test_records import random_row, settings
+from fixtures import random_row, settings
 from test_study import study
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import configuration, make, tiny
+from conftest import configuration, make, settled, tiny
 from test_decode import PROMPT, generate, plain
 from test_drafters import save_tokenizer, trained
 from test_lookahead import Told, prefixes
@@ -163,10 +163,9 @@ def test_a_draft_ends_before_a_stop_token():
 
 
 def test_a_temperature_is_refused_before_anything_is_loaded():
-    config = configuration("ouroboros", "sampler.temperature=1")
-    config.drafter.base.weights = None
+    spec = settled("ouroboros", "sampler.temperature=1", "drafter.base.weights=null")
     with pytest.raises(SpecBenchError, match=r"^drafter=ouroboros is for greedy decoding; set sampler\.temperature=0$"):
-        arms.make(config)
+        arms.make(spec)
 
 
 def test_its_draft_model_is_the_one_that_vanilla_has():

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_records import random_row, settings
+from fixtures import random_row, settings
 
 from specbench.metrics import RATES, contrast
 from specbench.records.blocks import Block

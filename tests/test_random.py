@@ -12,6 +12,7 @@ from specbench.engine import tree as trees
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Simulated, verify
 from specbench.records.blocks import NAME, read_block
+from specbench.records.rows import Row
 from specbench.reporting.bundle import Report, Sources
 
 SHAPE = (
@@ -74,6 +75,7 @@ def test_rows_of_a_random_target_say_so(home, drafter, tmp_path):
     assert "SIMULATED" in said
     header, rows = read_block(next(tmp_path.rglob(NAME)))
     assert header["simulated"] is True and header["arms"][drafter]["lossy"] is True
+    rows = [r for r in rows if isinstance(r, Row)]
     assert {r.audit["verdict"] for r in rows} == {"simulated acceptance"}
     assert all(len(r.tokens) == 12 for r in rows)  # nothing stops it
     report = Report(Sources(tmp_path))

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 from doors import call
 from test_overview import bench
-from test_records import random_row, settings
+from fixtures import random_row, settings
 
 from specbench import metrics, trace
 from specbench.errors import SpecBenchError

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode import PROMPT, generate, plain
-from test_records import settings as header
+from fixtures import settings as header
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from drafters.prompt_lookup import PromptLookup

@@ -44,7 +44,8 @@ def test_two_commands_answer_as_one(home, tmp_path):
 
 
 def _rows(folder):
-    from specbench.records import Row, read_block
+    from specbench.records.blocks import NAME, read_block
+    from specbench.records.rows import Row
 
     (path,) = folder.rglob(NAME)
     return [row for row in read_block(path)[1] if isinstance(row, Row)]

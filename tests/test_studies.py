@@ -7,9 +7,12 @@ import pytest
 from conftest import ROOT
 from omegaconf import OmegaConf
 
-from specbench import arms, schema, studies, study, train
+from specbench import schema, studies, study, train
+from specbench.config.run_spec import compose_run, from_config
 from specbench.door import composed
 from specbench.errors import SpecBenchError
+from specbench.evaluation import study_runs
+from specbench.evaluation.study_training import Member, training_of, weights_folder
 from specbench.reporting import published
 
 STUDIES = studies.load()
@@ -154,14 +157,12 @@ def _alike(one):
     return len(trained) - len(set(trained))
 
 
-def _hold(said):
-    config = composed("run", said)
-    schema.check(config, arms.RunOptions)
-    arms.settle(config)
+def _hold(overrides):
+    from_config(compose_run(overrides))
 
 
 TRAININGS = dict(
-    study._training(study.Member(label, 0, label, arm), one, [])
+    training_of(Member(label, 0, label, arm), one, [])
     for one in STUDIES.values()
     for label, arm in one["arms"].items()
     if "train" in arm
@@ -178,12 +179,12 @@ def test_trainings_are_configurations_of_a_training(name, tmp_path):
 @pytest.mark.parametrize("arm", ["independent", "ouroboros"])
 def test_trained_weights_are_the_drafters_or_its_draft_models(arm, tmp_path):
     one = STUDIES["moa_table2"]
-    member = study.Member(arm, 1, f"{arm}@1", one["arms"][arm])
-    _, (side,), _ = study._prepared(one["cells"][0], [member], [], one, tmp_path)
-    shared = study._folder(study.Member("", 1, "", one["arms"]["independent"]), one, [])
+    member = Member(arm, 1, f"{arm}@1", one["arms"][arm])
+    (side,) = study_runs.prepare(0, one["cells"][0], [member], [], one, tmp_path).sides
+    shared = weights_folder(Member("", 1, "", one["arms"]["independent"]), one, [])
     made = side.made[0]
     assert getattr(made, "base", made).weights == str(shared)
-    assert str(shared) in str(side.config.drafter), "the header does not say which weights they are"
+    assert str(shared) in str(side.spec.drafter), "the header does not say which weights they are"
 
 
 def test_trained_arms_train_briefly():

@@ -4,14 +4,17 @@ import copy
 import json
 
 import pytest
-from conftest import composed
+from conftest import settled
 from doors import call, run
 from test_records import arm, random_row, settings
 
-from specbench import arms, studies
-from specbench import study as study_door
-from specbench.records.blocks import Block, NAME, read_block
-from specbench.records.rows import Measurement
+from specbench import studies
+from specbench.engine import weights
+from specbench.evaluation import study_runs
+from specbench.evaluation.study_training import Member, training_of
+from specbench.records import blocks
+from specbench.records.blocks import Block, read_block
+from specbench.records.rows import Measurement, Row
 from specbench.reporting import cells, claims
 from specbench.reporting.claims import Evidence, compare, judge_study
 
@@ -46,6 +49,12 @@ claims:
 """
 
 
+def read_rows(path):
+    """Header and generations of a block."""
+    header, records = read_block(path)
+    return header, [r for r in records if isinstance(r, Row)]
+
+
 def study(home, text, name, *arguments, ok=True):
     folder = home / "conf"
     (folder / "study").mkdir(parents=True, exist_ok=True)
@@ -56,15 +65,15 @@ def study(home, text, name, *arguments, ok=True):
 def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, tmp_path):
     said = study(home, TWO, "two", f"results={tmp_path}")
     assert "REPRODUCED: trees accept more" in said and "NOT TESTABLE HERE: a GPU is fast" in said and "needs a GPU" in said
-    decoded, replayed = (
-        next((tmp_path / "two" / "tiny" / "mtbench").glob(f"{k}-*/rows.jsonl")) for k in ("decode", "replay")
-    )
-    header, rows = read_block(decoded)
+    folder = tmp_path / "two" / "tiny"
+    (decoded,), (replayed,) = (blocks.below(folder / f"mtbench-greedy-12{mode}") for mode in ("", "-replayed"))
+    header, rows = read_rows(decoded)
     assert list(header["arms"]) == ["none", "eagle2", "chain"] and header["study"] == "two"
     assert header["arms"]["chain"]["drafter"]["growth"] != header["arms"]["eagle2"]["drafter"]["growth"]
     assert len(rows) == 3 * 3 * 2 and [r.drafter for r in rows[:3]] == ["none", "eagle2", "chain"]  # in turn
+    assert rows[6].drafter == "none" and rows[7].drafter == "chain"  # the next question begins with another one
     by_key = {r.key: r for r in rows}
-    header, again = read_block(replayed)
+    header, again = read_rows(replayed)
     assert header["replay"] and len(again) == 3 * 6 * 2
     for row in (r for r in again if r.drafter != "none"):
         assert row.replayed and row.decode_s == row.draft_s == row.target_s == row.prefill_s == 0
@@ -75,15 +84,15 @@ def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, t
             assert (row.tokens, row.accepted, row.drafted, row.nodes, row.ranks, row.passes) == (
                 same.tokens, same.accepted, same.drafted, same.nodes, same.ranks, same.passes,
             )  # fmt: skip
-    before = decoded.read_bytes()
+    before = {path: path.read_bytes() for path in blocks.below(tmp_path)}
     study(home, TWO, "two", f"results={tmp_path}")
-    assert decoded.read_bytes() == before, "what was there was measured again"
+    assert {path: path.read_bytes() for path in blocks.below(tmp_path)} == before, "what was there was measured again"
 
 
 def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
     said = study(home, TRAINED, "trained", f"results={tmp_path}")
     assert "it emits" in said
-    path = next(tmp_path.rglob(NAME))
+    (path,) = blocks.below(tmp_path)
     header, _ = read_block(path)
     assert list(header["arms"]) == ["none", "short@0", "short@1", "same@0", "same@1"]
     assert {a.get("of") for a in header["arms"].values()} == {None, "short", "same"}
@@ -122,8 +131,8 @@ def test_an_arm_that_is_not_to_be_had_costs_itself_alone(home, tmp_path):
     (folder / "study" / "lost.yaml").write_text(text.replace("HOME", str(home)))
     done = call(home, "study", f"--config-dir={folder}", "study=lost", f"results={tmp_path}")
     assert done.returncode == 2 and "chain on mtbench" in done.stderr and "1 arms are missing" in done.stderr
-    path = next(tmp_path.rglob("decode-*/rows.jsonl"))
-    assert {r.drafter for r in read_block(path)[1]} == {"none", "eagle2"}
+    for path in blocks.below(tmp_path):
+        assert {r.drafter for r in read_rows(path)[1]} == {"none", "eagle2"}
     assert len(list(tmp_path.rglob("chain-*.failed.json"))) == 2  # one a cell
 
 
@@ -135,9 +144,9 @@ def test_a_drafter_that_cannot_sample_is_left_out_where_the_others_do(home, tmp_
     study(home, text, "cold", f"results={tmp_path}")
     again = call(home, "study", f"--config-dir={home / 'conf'}", "study=cold", f"results={tmp_path}")
     assert again.returncode == 0 and again.stderr.count("chain is left out at T=1") == 1
-    drafters = {heat: set() for heat in (0, 1)}
-    for path in tmp_path.rglob(NAME):
-        header, rows = read_block(path)
+    drafters = {temperature: set() for temperature in (0, 1)}
+    for path in blocks.below(tmp_path):
+        header, rows = read_rows(path)
         drafters[header["config"]["sampler"]["temperature"]] = {r.drafter for r in rows}
     assert drafters == {0: {"none", "eagle2", "chain", "other"}, 1: {"none", "eagle2", "other"}}
     assert not list(tmp_path.rglob("*.failed.json"))
@@ -150,18 +159,16 @@ def test_prompts_that_are_not_to_be_had_cost_their_cell_alone(home, tmp_path):
     done = call(home, "study", f"--config-dir={home / 'conf'}", "study=promptless", f"results={tmp_path}")
     assert done.returncode == 2 and "cell 1 of 2" in done.stderr
     assert "1 cells and 0 arms are missing" in done.stderr
-    assert [path.parent.parent.name for path in tmp_path.rglob(NAME)] == ["mtbench"]
+    assert [path.parent.name for path in blocks.below(tmp_path)] == ["mtbench-greedy-12-replayed"]
 
 
 def test_a_replay_has_the_precision_that_it_needs():
-    for replay, dtype, settled in [
+    for replay, dtype, expected in [
         ("true", "auto", "float32"),
         ("false", "auto", "auto"),
         ("true", "bfloat16", "bfloat16"),
     ]:
-        config = composed("run", f"replay={replay}", f"model.dtype={dtype}")
-        arms.settle(config)
-        assert config.model.dtype == settled
+        assert settled("eagle2", f"replay={replay}", f"model.dtype={dtype}").model.dtype == expected
 
 
 def test_peak_memory_is_measured_beside_timed_rows_or_where_it_is_asked_for():
@@ -171,15 +178,15 @@ def test_peak_memory_is_measured_beside_timed_rows_or_where_it_is_asked_for():
         ("true", {"measure": {"memory": 5}}, [], 5),
         ("true", {}, ["memory=2"], 2),
     ]:
-        base = composed("run", f"replay={replay}", *users)
-        assert study_door._repetitions(said, base, users)["memory"] == memory
+        base = settled("eagle2", f"replay={replay}", *users)
+        assert study_runs.repetitions(said, base, users)["memory"] == memory
 
 
 def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, tmp_path):
     weights = f"drafter.weights={home / 'weights' / 'eagle2'}"
     study(home, TWO, "two", f"results={tmp_path}", "arms=[none,eagle1]", "datasets=[mtbench]", "cells=[0]", weights)
-    assert not list(tmp_path.rglob("replay-*"))
-    assert list(read_block(next(tmp_path.rglob("decode-*/rows.jsonl")))[0]["arms"]) == ["none", "eagle1"]
+    (path,) = blocks.below(tmp_path)
+    assert list(read_block(path)[0]["arms"]) == ["none", "eagle1"] and not path.parent.name.endswith("replayed")
 
 
 # Only like with like ---------------------------------------------------------------------------------------------------
@@ -197,11 +204,11 @@ def entries(folder, *headers):
     import numpy as np
 
     for number, header in enumerate(headers):
-        cell = Block(folder / "s" / "m" / "mtbench" / f"decode-{number}", {"study": "s", **header})
+        cell = Block(folder / "s" / "m" / f"mtbench-{number}", {"study": "s", **header})
         for name in header["arms"]:
             for q in range(6):
                 cell.write(random_row(np.random.default_rng(q), name, str(q))[0])
-    return cells.collect(sorted(folder.rglob(NAME)), folder)
+    return cells.collect(blocks.below(folder), folder)
 
 
 def of(*names, **more):
@@ -211,11 +218,9 @@ def of(*names, **more):
 
 ALTERED = {
     "machine": {"hardware": {"device": "toaster", "cores": 2}},
-    "threads": {"config": {**of()["config"], "threads": 1}},
+    "machine of as many threads": {"config": {**of()["config"], "threads": 1}},
     "dtype": {"target": {"dtype": "bfloat16", "parameters": 100}},
     "length": {"config": {**of()["config"], "decode": {"max_new_tokens": 24}}},
-    "prompts": {"prompts": "others"},
-    "code": {"commit": "another"},
     "target": {"target": {"dtype": "float32", "parameters": 100, "fingerprint": "another"}},
     "tree": {"arms": {"none": arm("none"), "b": arm("b", drafter={"name": "b", "growth": {"depth": 3}})}},
 }
@@ -232,10 +237,11 @@ def test_rows_that_were_not_measured_alike_are_not_compared(tmp_path, aspect):
     assert effect is not None and not why
     apart = Evidence(SPEC, entries(tmp_path / "apart", first, {**second, **ALTERED[aspect]}))
     effect, why = compare(test, apart)
-    assert effect is None and why == f"rows that differ in {aspect} are not compared"
+    named = aspect.partition(" ")[0]
+    assert effect is None and why == f"rows that differ in {named} are not compared"
     verdict = judge_study("s", {**SPEC, "claims": [{**CLAIM, "tests": [test]}]}, apart.entries)[0]
-    assert verdict.verdict == claims.NOT_RUN and aspect in verdict.said
-    if aspect in ("tree", "dtype", "length", "prompts"):
+    assert verdict.verdict == claims.NOT_RUN and named in verdict.said
+    if aspect in ("tree", "dtype", "length"):
         apart.study = {**SPEC, "varies": [aspect]}
         assert compare(test, apart)[0] is not None, "the study is about that difference"
 
@@ -283,12 +289,12 @@ def test_needs_are_read_from_the_rows(tmp_path):
 def test_measurements_are_compared_from_five_repetitions_on(tmp_path):
     test = {"measured": "memory.peak", "of": "a", "over": "b", "is": "less"}
     found = entries(tmp_path, of("a", "b"))
-    cell = Block(found[0].path.parent, {})
+    cell = Block(found[0].path.parent, {"study": "s", **of("a", "b")})
     for repetition in range(5):
-        assert compare(test, Evidence(SPEC, cells.collect([cell.path])))[0] is None
+        assert compare(test, Evidence(SPEC, cells.collect(blocks.below(tmp_path))))[0] is None
         for name, peak in (("a", 90.0), ("b", 100.0)):
             cell.write(Measurement(name, "memory", repetition, {"peak": peak + repetition / 10, "kv": 1.0}))
-    effect, _ = compare(test, Evidence(SPEC, cells.collect([cell.path])))
+    effect, _ = compare(test, Evidence(SPEC, cells.collect(blocks.below(tmp_path))))
     assert effect is not None and effect.value == pytest.approx(90.2 / 100.2) and effect.high < 1
     assert claims.judge(test, effect) == claims.REPRODUCED
 
@@ -304,10 +310,10 @@ def test_temperatures_are_compared_where_a_study_is_about_them(tmp_path):
 
 def test_a_training_that_starts_from_other_weights_is_another_one(home, monkeypatch):
     spec = {"run": ["drafter=eagle2"], "train": ["train.start=start"], "seeds": [0]}
-    monkeypatch.setattr(study_door.weights, "PROJECT", home)
+    monkeypatch.setattr(weights, "PROJECT", home)
     (home / "start").mkdir()
     names = []
     for content in ("one", "two", "one"):
-        (home / "start" / study_door.weights.WEIGHTS).write_text(content)
-        names.append(study_door._training(study_door.Member("a", 0, "a@0", spec), {**SPEC, "arms": {"a": spec}}, [])[0])
+        (home / "start" / weights.WEIGHTS).write_text(content)
+        names.append(training_of(Member("a", 0, "a@0", spec), {**SPEC, "arms": {"a": spec}}, [])[0])
     assert names[0] == names[2] != names[1]

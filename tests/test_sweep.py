@@ -1,13 +1,14 @@
 """Sweeps: complete cells stay, failed ones are visible and come again, a kill loses nothing, two at once do no harm."""
 
 import json
-from pathlib import Path
 
 import pytest
-from doors import call, kill_after_rows, start, typed
+from doors import blocks_of, call, kill_after_rows, records_of, start, typed
 
-from specbench.records.blocks import NAME, read_block
+from specbench.records import blocks
+from specbench.records.blocks import NAME
 from specbench.records.rows import Failure
+from specbench.reporting import cells
 
 
 def sweep(home, results, *arguments, drafters="vanilla,eagle2", weights=None, by=call):
@@ -20,8 +21,8 @@ def _common(weights, results):
 
 
 def rows(results, drafter):
-    (path,) = Path(results).rglob(f"{drafter}-*/rows.jsonl")
-    return path, read_block(path)[1]
+    """The newest block of a drafter's runs, and the rows of all of them."""
+    return blocks_of(results, drafter)[-1], records_of(results, drafter)[1]
 
 
 def test_a_failed_cell_is_a_visible_row_and_comes_again(home, tmp_path):
@@ -52,14 +53,16 @@ def test_only_what_failed_is_run_again(home, tmp_path):
     assert done.returncode == 0 and not list(tmp_path.rglob(NAME)), "nothing had failed, yet cells were run"
 
 
-def test_rerun_all_sets_rows_aside_and_measures_anew(home, tmp_path):
+def test_rerun_all_measures_anew_into_another_block(home, tmp_path):
     assert sweep(home, tmp_path, drafters="eagle2").returncode == 0
     path, first = rows(tmp_path, "eagle2")
     assert sweep(home, tmp_path, "rerun=all", drafters="eagle2").returncode == 0
-    again, second = rows(tmp_path, "eagle2")
-    assert again == path and [r.tokens for r in second] == [r.tokens for r in first]
+    again, both = rows(tmp_path, "eagle2")
+    second = both[len(first) :]
+    assert again != path and [r.tokens for r in second] == [r.tokens for r in first]
     assert [r.decode_s for r in second] != [r.decode_s for r in first]
-    assert len(list(path.parent.glob("*.old"))) == 1
+    (entry,) = [e for e in cells.collect(blocks.below(tmp_path)) if e.name == "eagle2"]
+    assert [r.decode_s for r in entry.rows] == [r.decode_s for r in second if r.drafter == "eagle2"], "the newest count"
 
 
 def test_a_killed_sweep_goes_on_at_its_next_prompt(home, tmp_path):
@@ -68,13 +71,13 @@ def test_a_killed_sweep_goes_on_at_its_next_prompt(home, tmp_path):
     path, before = kill_after_rows(process, tmp_path, 4)
     done = sweep(home, tmp_path, "data.limit=12", "decode.max_new_tokens=60", drafters="eagle2,vanilla")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+    assert path.read_bytes() == before
     for drafter in ("eagle2", "vanilla"):
-        keys = [r.key for r in rows(tmp_path, drafter)[1]]
-        assert len(keys) == len(set(keys)) == 12 * 2 * 2
+        keys = [r.key for r in rows(tmp_path, drafter)[1] if r.drafter == drafter]
+        assert len(keys) == len(set(keys)) == 12 * 2
 
 
-def test_two_sweeps_at_once_do_not_corrupt_the_folder(home, tmp_path):
+def test_two_sweeps_at_once_measure_everything_once(home, tmp_path):
     arguments = [*_common(home / "weights", tmp_path), "data.limit=6"]
     both = [start(home, "run", "-m", "drafter=eagle2,vanilla", *arguments) for _ in range(2)]
     assert [p.wait(timeout=400) for p in both] == [0, 0]

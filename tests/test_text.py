@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from test_files import no_figures  # noqa: F401
-from test_records import SETTINGS, arm, random_row, settings
+from fixtures import SETTINGS, arm, random_row, settings
 from test_report import measure
 
 from specbench import door, metrics, sweep

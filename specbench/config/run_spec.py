@@ -29,6 +29,7 @@ from specbench.errors import SpecBenchError
 from specbench.link import Link
 from specbench.models import ModelSpec
 from specbench.options import Count, Natural, Positive, Text
+from specbench.records.blocks import cell_name
 from specbench.records.rows import CellFailure
 
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
@@ -116,14 +117,10 @@ class RunSpec:
 
     @property
     def cell_folder(self) -> Path:
-        """Where the blocks of this cell lie: prompts, sampling, length and mode by name."""
-        sampler = self.sampler
-        drawn = [f"t{sampler.temperature:g}"] if sampler.temperature else ["greedy"]
-        drawn += [f"p{sampler.top_p:g}"] if sampler.top_p < 1 else []
-        drawn += [f"k{sampler.top_k}"] if sampler.top_k else []
-        more = [] if self.link.local else [f"link-{self.link.name}"]
-        more += ["replayed"] if self.replay else []
-        return self.folder / "-".join([self.dataset.name, *drawn, str(self.decode.max_new_tokens), *more])
+        """Where the blocks of this cell lie."""
+        drawn = self.sampler.temperature, self.sampler.top_p, self.sampler.top_k
+        name = cell_name(self.dataset.name, drawn, self.decode.max_new_tokens, self.link.name, self.replay)
+        return self.folder / name
 
     @property
     def own(self) -> dict[str, Any]:

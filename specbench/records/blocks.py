@@ -94,6 +94,15 @@ def read_block(path: Path) -> tuple[Header, list[Record]]:
     return header, records  # type: ignore[return-value]
 
 
+def cell_name(dataset: str, drawn: tuple[float, float, int], tokens: int, link: str, replayed: bool) -> str:
+    """A cell's folder, for people: prompts, sampling, length and mode. drawn: temperature, top-p, top-k."""
+    temperature, top_p, top_k = drawn
+    sampling = [f"t{temperature:g}"] if temperature else ["greedy"]
+    sampling += [f"p{top_p:g}"] * (top_p < 1) + [f"k{top_k}"] * (top_k > 0)
+    more = [f"link-{link}"] * (link != "local") + ["replayed"] * replayed
+    return "-".join([dataset, *sampling, str(tokens), *more])
+
+
 def below(root: Path) -> list[Path]:
     """Blocks under a folder, oldest first; those of `local` only if that folder itself is asked for."""
     found = [path for path in root.rglob(NAME) if "local" not in path.relative_to(root).parts]

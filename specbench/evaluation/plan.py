@@ -1,0 +1,226 @@
+"""What all studies plan, what of it is there, and about how long the rest takes: read off blocks, without any model."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from specbench import contents, measure, studies
+from specbench.engine.weights import PROJECT
+from specbench.errors import SpecBenchError
+from specbench.evaluation import study_runs
+from specbench.metrics import BASELINE
+from specbench.records import blocks, identity
+from specbench.records.blocks import Known
+from specbench.studies import Study
+
+Kind = Literal["replayed", "trained", "timed"]
+ORDER: Mapping[str, int] = {"replayed": 0, "trained": 1, "timed": 2}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell of one study.
+
+    Attributes:
+        cell: its number in the study. kind: replayed; trained, where arms are trained for the study; timed, where seconds
+            count. planned, done: questions that every arm has decoded. measured: are the quantities beside them there?
+        generations: that are missing. pace: seconds of one, trainings not counted; None: none was decoded for this cell.
+        waiting: claims of the study that its rows decide. missing: what keeps it from being testable here.
+    """
+
+    study: str
+    cell: int
+    kind: Kind
+    priority: int
+    words: tuple[str, ...]
+    planned: int
+    done: int
+    measured: bool
+    generations: int
+    pace: float | None
+    waiting: int
+    missing: tuple[str, ...] = ()
+
+    @property
+    def open(self) -> bool:
+        """Is there anything left to do, and can it be done here?"""
+        return not self.missing and (self.done < self.planned or not self.measured)
+
+    @property
+    def seconds(self) -> float | None:
+        """That the rest is likely to take."""
+        return None if self.pace is None else self.pace * self.generations
+
+    @property
+    def dataset(self) -> str:
+        return said(self.words, "dataset", "mtbench")
+
+
+def said(words: Iterable[str], option: str, default: str) -> str:
+    """An option's value among overrides; the last word counts."""
+    values = [value for name, _, value in (word.partition("=") for word in words) if name.lstrip("+") == option]
+    return values[-1] if values else default
+
+
+def folder_name(words: Sequence[str]) -> str:
+    """The folder of a study's cell, as `RunSpec.cell_folder` names it."""
+    temperature, top_p = float(said(words, "sampler.temperature", "0")), float(said(words, "sampler.top_p", "1"))
+    drawn = temperature, top_p, int(said(words, "sampler.top_k", "0"))
+    tokens, link = int(said(words, "decode.max_new_tokens", "1024")), said(words, "link", "local")
+    return blocks.cell_name(said(words, "dataset", "mtbench"), drawn, tokens, link, replayed(words))
+
+
+def replayed(words: Sequence[str]) -> bool:
+    return said(words, "replay", "false") == "true"
+
+
+def all_tasks(results: Path, model: str, folder: Path = studies.FOLDER, only: Sequence[str] | None = None) -> list[Task]:
+    """Every cell of every study that is asked for, in the order in which it is worth measuring.
+
+    Raises:
+        SpecBenchError: a study that is not there.
+    """
+    listed = studies.load(folder)
+    unknown = [name for name in only or () if name not in listed]
+    if unknown:
+        raise SpecBenchError(f"studies: there is no study {unknown[0]}; there are {', '.join(listed)}")
+    tasks = [
+        _task(name, study, number, list(words), results, model)
+        for name, study in listed.items() if only is None or name in only
+        for number, words in enumerate(study["cells"])
+    ]  # fmt: skip
+    tasks = _paced(tasks)
+    return sorted(tasks, key=lambda task: (task.priority, ORDER[task.kind], task.study, task.cell))
+
+
+def _paced(tasks: Sequence[Task]) -> list[Task]:
+    """Where a cell says nothing of how long a generation takes, cells of its kind do."""
+    found = []
+    for task in tasks:
+        alike = [t.pace for t in tasks if t.kind == task.kind and t.pace is not None]
+        usual = sum(alike) / len(alike) if alike else None
+        found.append(replace(task, pace=task.pace if task.pace is not None else usual))
+    return found
+
+
+def kind_of(study: Study, words: Sequence[str]) -> Kind:
+    if not replayed(words):
+        return "timed"
+    return "trained" if any("train" in arm for arm in study["arms"].values()) else "replayed"
+
+
+def _task(name: str, study: Study, number: int, words: list[str], results: Path, model: str) -> Task:
+    kind = kind_of(study, words)
+    planned = int(said(words, "data.limit", "80"))
+    known = _there(results / name / said(words, "model", model) / folder_name(words), kind)
+    labels = _labels(study, words, known)
+    turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
+    done = min(planned, _done(known, labels, turns))
+    pace = _pace(known)
+    return Task(
+        study=name,
+        cell=number,
+        kind=kind,
+        priority=study.get("priority", 5),
+        words=tuple(words),
+        planned=planned,
+        done=done,
+        measured=number != _measured_cell(study) or _measured(known, study),
+        generations=(planned - done) * len(labels) * turns,
+        pace=pace,
+        waiting=len(study.get("claims", [])),
+        missing=tuple(studies.unmet(study.get("needs", {}), None, torch.cuda.is_available())),
+    )
+
+
+def _there(folder: Path, kind: Kind) -> list[Known]:
+    """Blocks of a cell that count here: of timed ones those of this kind of machine."""
+    known = [k for k in blocks.scan_all(folder, BASELINE) if k.header["decoding"] == identity.DECODING]
+    if kind != "timed":
+        return known
+    hardware: Any = measure.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return [
+        k for k in known
+        if identity.machine_key({**k.header, "hardware": hardware, "timing": identity.TIMING}) == k.machine
+    ]  # fmt: skip
+
+
+def _labels(study: Study, words: Sequence[str], known: Sequence[Known]) -> list[str]:
+    """Which arms a question needs; of those that cannot sample none is wanted where the others do."""
+    labels = [member.label for member in study_runs.members(study, None)]
+    if float(said(words, "sampler.temperature", "0")) > 0 and known:
+        labels = [label for label in labels if label in known[-1].arms]
+    return [BASELINE, *labels]
+
+
+def _done(known: Sequence[Known], labels: Sequence[str], turns: int) -> int:
+    """Questions of which every arm, as it is now, has every turn."""
+    rows: dict[str, set[tuple[str, int]]] = {label: set() for label in labels}
+    for label in labels:
+        newest = next((k for k in reversed(known) if label in k.arms), None)
+        if newest is None or _stale(newest.header["arms"][label]):
+            return 0
+        recipe = newest.arms[label][0]
+        by_tree: dict[str, set[tuple[str, int]]] = {}
+        for k in known:
+            if label in k.arms and k.arms[label][0] == recipe:
+                mine = {(text, turn) for who, text, turn in k.rows if who == label}
+                by_tree[k.arms[label][1]] = by_tree.get(k.arms[label][1], set()) | mine
+        rows[label] = max(by_tree.values(), key=len)
+    common = set.intersection(*rows.values())
+    return sum(all((text, turn) in common for turn in range(turns)) for text in {text for text, _ in common})
+
+
+def _stale(arm: Any) -> bool:
+    """Do the weights that the arm names hold something else by now?"""
+    path = PROJECT / str(arm["drafter"].get("weights")) / WEIGHTS
+    known = (arm.get("contents") or {}).get(WEIGHTS)
+    return known is not None and path.is_file() and contents.of_file(path) != known
+
+
+def _measured_cell(study: Study) -> int:
+    """The cell in which quantities are measured: the first one whose seconds count."""
+    return next((n for n, words in enumerate(study["cells"]) if not replayed(words)), 0)
+
+
+def _measured(known: Sequence[Known], study: Study) -> bool:
+    """Has every quantity of the study all of its repetitions, of every arm of which it was taken at all?"""
+    for what, times in study.get("measure", {}).items():
+        by_label: dict[str, int] = {}
+        for label, quantity, _ in {key for k in known for key in k.measured}:
+            if quantity == what:
+                by_label[label] = by_label.get(label, 0) + 1
+        if times and (not by_label or min(by_label.values()) < times):
+            return False
+    return True
+
+
+def _pace(known: Sequence[Known]) -> float | None:
+    """Seconds a generation."""
+    generations = sum(k.generations for k in known)
+    return sum(k.seconds for k in known) / generations if generations else None
+
+
+def minutes_left(task: Task) -> str:
+    if not task.open:
+        return "0"
+    return "?" if task.seconds is None else f"{task.seconds / 60:.0f}"
+
+
+COLUMNS = ("study", "cell", "kind", "questions", "planned", "minutes left", "claims")
+
+
+def lines(tasks: Iterable[Task]) -> list[list[str]]:
+    """The plan as a table, in the order of `COLUMNS`."""
+    return [
+        [
+            task.study, f"{task.cell}: {folder_name(task.words)}", task.kind, str(task.done),
+            f"{task.planned}{'' if task.measured else ' and measurements'}",
+            f"not testable here: {', '.join(task.missing)}" if task.missing else minutes_left(task),
+            str(task.waiting),
+        ]
+        for task in tasks
+    ]  # fmt: skip

@@ -1,0 +1,124 @@
+"""Works through a plan: a process a cell, a slice of time each; replays and trainings side by side, timed work alone."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbench import measure
+from specbench.evaluation.budget import Budget
+from specbench.evaluation.plan import Task, all_tasks
+
+SHORTEST = 30.0  # seconds that a slice must have
+BUSY, WATCHED = 0.3, 2.0  # cores that others may keep busy while work is timed, and seconds of looking
+LOW = 10  # priority of what does not count seconds, as `nice` has it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """results, model: of all cells. data: folder of prompts. slice: seconds of one cell at a time."""
+
+    results: Path
+    model: str
+    data: str | None
+    slice: float
+
+
+@dataclass
+class Worker:
+    """A process that measures a cell."""
+
+    task: Task
+    process: subprocess.Popen[bytes]
+
+
+def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task]:
+    """Measure cell after cell until the time is over; returns the cells whose study failed.
+
+    A cell that comes no further within a slice makes room for the others.
+    """
+    queue, broken = list(tasks), list[Task]()
+    running: list[Worker] = []
+    slots = max(1, min(2, os.cpu_count() or 1))
+    try:
+        while queue or running:
+            while queue and (task := _next(queue, [w.task for w in running], slots)) and budget.allows(SHORTEST):
+                queue.remove(task)
+                running.append(_start(task, settings, budget))
+            if not running:
+                break
+            worker = _ended(running)
+            running.remove(worker)
+            if worker.process.returncode:
+                broken.append(worker.task)
+            elif (task := _again(worker.task, settings)) is not None:
+                queue.insert(0, task)
+    finally:
+        for worker in running:
+            worker.process.terminate()
+            worker.process.wait()
+    for task in queue:
+        print(f"{task.study}, cell {task.cell}: {task.done} of {task.planned} questions", file=sys.stderr)
+    return broken
+
+
+def _next(queue: Sequence[Task], running: Sequence[Task], slots: int) -> Task | None:
+    """What can begin now: work whose seconds count alone and on a machine that does nothing else.
+
+    A study trains its arms in one process at a time.
+    """
+    if len(running) >= slots or any(task.kind == "timed" for task in running):
+        return None
+    training = {task.study for task in running if task.kind == "trained"}
+    untimed = [t for t in queue if t.kind == "replayed" or (t.kind == "trained" and t.study not in training)]
+    if untimed or running:
+        return untimed[0] if untimed else None
+    others = measure.Others()
+    others.start()
+    time.sleep(WATCHED)
+    busy = others.read() or 0.0
+    if busy > BUSY:
+        print(f"specbench: timed work left out: other processes keep {busy:.1f} cores busy", file=sys.stderr)
+        return None
+    return queue[0]
+
+
+def _start(task: Task, settings: Settings, budget: Budget) -> Worker:
+    left = budget.left
+    minutes = (settings.slice if left is None else min(settings.slice, left)) / 60
+    command = [
+        sys.executable, "-m", "specbench.study", f"study={task.study}", f"cells=[{task.cell}]", f"minutes={minutes:.2f}",
+        f"results={settings.results}", "show=false",
+    ]  # fmt: skip
+    command += [] if any(word.startswith("model=") for word in task.words) else [f"model={settings.model}"]
+    if settings.data is not None and Path(settings.data, f"{task.dataset}.jsonl").is_file():
+        command.append(f"data.root={settings.data}")
+    if task.kind != "timed":
+        command.append("threads=1")
+    print(f"{task.study}, cell {task.cell}: {task.done} of {task.planned} questions so far", file=sys.stderr, flush=True)
+    ease = None if task.kind == "timed" else _low
+    return Worker(task, subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=ease))
+
+
+def _low() -> None:
+    os.nice(LOW)
+
+
+def _ended(running: Sequence[Worker]) -> Worker:
+    """The first one that is through."""
+    while True:
+        for worker in running:
+            if worker.process.poll() is not None:
+                return worker
+        time.sleep(0.2)
+
+
+def _again(task: Task, settings: Settings) -> Task | None:
+    """The same cell as it stands now, if it came further and is not through."""
+    tasks = all_tasks(settings.results, settings.model, only=[task.study])
+    now = next(t for t in tasks if t.cell == task.cell)
+    further = now.done > task.done or (now.measured and not task.measured) or (task.kind == "trained" and not now.done)
+    return now if now.open and further else None

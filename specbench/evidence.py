@@ -1,0 +1,59 @@
+"""Measure what the plan of all studies lacks, in order, as long as the time lasts.
+
+python -m specbench.evidence plan=true                        # the whole plan: what is there, what is missing, how long
+python -m specbench.evidence minutes=120                      # work through it
+python -m specbench.evidence minutes=60 kind=replayed studies=[bench,hass]
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specbench.assets import require_writable
+from specbench.config import run_spec
+from specbench.door import command, run_door
+from specbench.errors import SpecBenchError
+from specbench.evaluation import plan, workers
+from specbench.evaluation.budget import Budget
+from specbench.options import Name, Positive, Text
+from specbench.reporting.tables import markdown_table
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `conf/evidence.yaml` may say; what each means stands there."""
+
+    plan: bool
+    minutes: Positive
+    slice: Positive
+    kind: Literal["replayed", "trained", "timed"] | None
+    studies: list[Name] | None
+    model: Name
+    results: Text
+    data: Text | None
+
+
+@command("evidence")
+def main(config: Any) -> None:
+    """Print the plan; unless that is all that was asked for, measure what it lacks."""
+    asked = run_spec.checked(config, Options)
+    results = Path(asked["results"])
+    tasks = plan.all_tasks(results, asked["model"], only=asked["studies"] or None)
+    chosen = [task for task in tasks if asked["kind"] in (None, task.kind)]
+    if asked["plan"]:
+        print(markdown_table(plan.COLUMNS, plan.lines(chosen)))
+        return
+    require_writable(results)
+    todo = [task for task in chosen if task.open]
+    print(f"{len(chosen) - len(todo)} of {len(chosen)} cells are done or not testable here; now, in this order:")
+    print(markdown_table(plan.COLUMNS, plan.lines(todo)), flush=True)
+    budget, slices = Budget.of_minutes(asked["minutes"]), Budget.of_minutes(asked["slice"]).seconds or 0.0
+    said = workers.Settings(results, asked["model"], asked["data"], slices)
+    broken = workers.work(todo, said, budget)
+    if broken:
+        names = ", ".join(f"{task.study} (cell {task.cell})" for task in broken)
+        raise SpecBenchError(f"failed, named above: {names}; the others were measured")
+
+
+if __name__ == "__main__":
+    run_door(main, "evidence")
