@@ -196,7 +196,6 @@ def _assume(config: DictConfig) -> None:
     config.verify = {
         "_target_": "specbench.engine.verify.Simulated",
         "alpha": list(config.alpha),
-        "seed": config.decode.seed,
     }
 
 

@@ -174,12 +174,9 @@ class Bench:
 
     def _decoded(self, row: Row, contender: Contender, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with one generation, timed."""
-        generator = None
-        if not self.sampler.greedy:
-            own = zlib.crc32(f"{self.settings.seed} {row.question} {row.turn}".encode())
-            generator = torch.Generator(self.target.device).manual_seed(own)
         limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
         rule = contender.rule
+        generator = self._generator(row.question, row.turn, rule)
         self.others.start()
         events = decode(self.target, contender.drafter, prompt, limits, rule, self.sampler, generator, self.clock)
         begin = self.clock()
@@ -209,6 +206,13 @@ class Bench:
             row.audit = audit(self.target, prompt, expected, row.tokens)
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
+
+    def _generator(self, question: str, turn: int, rule: Rule) -> torch.Generator | None:
+        """The random numbers of one generation, by run seed, question and turn alone; None where nothing is drawn."""
+        if self.sampler.greedy and not rule.simulated:
+            return None
+        own = zlib.crc32(f"{self.settings.seed} {question} {turn}".encode())
+        return torch.Generator(self.target.device).manual_seed(own)
 
     def _score(self, row: Row, check: Check) -> None:
         """After its time was taken; a drafter's own continuation belongs to the answer."""
