@@ -17,7 +17,7 @@ from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.grow import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.training.corpus import PACKED, PACKED_PROVENANCE, unpack
+from specbench.training.corpus import PACKED, PACKED_PROVENANCE, settled, unpack
 
 SAMPLED = Sampler(0.8, top_k=4)
 TOKENS = 25  # of an answer: enough for a dozen cycles
@@ -156,7 +156,9 @@ def test_the_shipped_corpus_is_this_targets_and_small(real):
     """Ids of what the target wrote, whole and under the settings that training asks for, so that it is taken over."""
     target, folder = real[0], ROOT / "drafters" / "weights" / "smollm2-135m"
     said = json.loads((folder / PACKED_PROVENANCE).read_text())
-    settings = instantiate(composed("train").train.corpus)
+    asked = instantiate(composed("train").train.corpus)
+    settings = settled(asked, target.fingerprint(), target.device, folder)
+    assert settings.precision == said["settings"]["precision"] == "int8"
     assert said["corpus"] == settings.digest(target.fingerprint()) and said["license"] and said["commit"]
     assert (folder / PACKED).stat().st_size <= 12e6 and sha256_of(folder / PACKED) == said["sha256"]
     texts = unpack(folder / PACKED)
