@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specbench.audit import audit
 from specbench.datasets import Chat, Message, Question
 from specbench.engine.alone import alone, joined
 from specbench.engine.cache import KVCache
@@ -33,10 +34,7 @@ from specbench.records import Cell, Failure, LinkUse, Row
 from specbench.scoring import Check
 from specbench.trace import Watched
 
-# Units in the last place of the best logit by which the gap of the two best may differ between passes of other shapes.
-# Over 1,017 positions of smollm2-135m's answers in float32, decoded one and three ids at a time: median 1.4, 99% below
-# 8, at most 29. Half precision rounds where it stores but sums in float32, so fewer units do.
-ROUNDING = {torch.float32: 32}
+NOTHING_TO_REPLAY = "the baseline failed here, so there is no answer to draft against; run again"
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,8 @@ class Bench:
         """All turns of one question. The history holds the model's own earlier answers: the baseline's, for everyone.
 
         Half precision can part a drafter's answer from the baseline's at a numerical tie; with one history the second
-        turn still compares the same prompt.
+        turn still compares the same prompt. No other answer ever stands for the baseline's: where it failed, nothing is
+        audited or replayed, and the next turn is not asked.
         """
         history: list[Message] = []
         for turn, text in enumerate(question.turns):
@@ -141,7 +140,9 @@ class Bench:
                 row = cell.rows.get((contender.label, question.id, turn))
                 if not isinstance(row, Row):
                     begun = Row(contender.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
-                    if self.replay and reference is not None and hasattr(contender.drafter, "review"):
+                    if self.replay and reference is None and contender.label != BASELINE:
+                        row = Failure(contender.label, question.id, turn, NOTHING_TO_REPLAY)
+                    elif self.replay and reference is not None and hasattr(contender.drafter, "review"):
                         known = None  # its states are the target's, which decodes now
                         row = self._guarded(begun, self._followed, contender, self.target, prompt, reference.tokens)
                     elif self.replay and reference is not None:
@@ -152,7 +153,7 @@ class Bench:
                         if isinstance(row, Row) and question.check is not None and turn + 1 == len(question.turns):
                             row = self._guarded(row, self._score, question.check)
                     cell.write(row)
-                if isinstance(row, Row) and (contender.label == BASELINE or reference is None):
+                if isinstance(row, Row) and contender.label == BASELINE:
                     reference = row
                 advance()
             if reference is None:
@@ -202,6 +203,8 @@ class Bench:
             if lost is not None and self.remote.then == "continue":
                 self._alone(row, contender.drafter, self.remote, limits)
         if self.sampler.greedy and reference is not None and not rule.lossy:
+            if self.remote is not None:
+                self.remote.cutting = False  # what is asked now is no part of the generation
             expected = reference.tokens if lost is None else reference.tokens[: len(row.tokens)]
             row.audit = audit(self.target, prompt, expected, row.tokens)
         if rule.simulated:
@@ -282,29 +285,3 @@ def cached_bytes(target: Target, drafter: Any) -> int:
     modules = drafter.modules() if isinstance(drafter, nn.Module) else [drafter]
     caches = [target.cache, *(x for module in modules for x in vars(module).values() if isinstance(x, KVCache))]
     return sum(cache.nbytes for cache in {id(c): c for c in caches}.values())
-
-
-@torch.inference_mode()
-def audit(target: Target, prompt: list[int], expected: list[int], found: list[int]) -> dict[str, Any]:
-    """Compare a greedy answer with the baseline's, id by id.
-
-    At the first difference the target is asked once more, in one plain pass over prompt and common prefix, how far
-    apart its two best ids are. Passes of other shapes round differently, so a gap within their rounding is a numerical
-    tie, in float32 too, where it is rarer (`ROUNDING`). Anything else is a bug.
-
-    Returns:
-        verdict: "identical", "numerical tie" or "bug"; with the position, the gap and its tolerance if not identical.
-    """
-    if expected == found:
-        return {"verdict": "identical"}
-    at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
-    if at is None:
-        return {"verdict": "bug", "at": min(len(expected), len(found)), "why": "one answer ends early"}
-    target.reset(len(prompt) + at)
-    logits = target.prefill(torch.tensor(prompt + expected[:at], device=target.device)).logits[-1].float()
-    best = logits.max()
-    gap = float((logits[expected[at]] - logits[found[at]]).abs())
-    tolerance = ROUNDING.get(target.dtype, 8) * torch.finfo(target.dtype).eps * float(best.abs())
-    behind = float(best - logits[[expected[at], found[at]]].min())  # of the lesser of the two: both must be rivals
-    verdict = "numerical tie" if behind <= tolerance else "bug"
-    return {"verdict": verdict, "at": at, "gap": round(gap, 6), "tolerance": round(tolerance, 6)}
