@@ -52,7 +52,7 @@ def client(server, folder, **more):
 
 
 def wait_for(true):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
