@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from specbench.engine.interface import DraftTree, Sampler, State, TargetStates
+from specbench.engine.interface import DraftTree, Sampler, State, Taps, TargetStates
 from specbench.engine.target import Target
 from specbench.options import Count, Name
 
@@ -56,7 +56,12 @@ class Hybrid(nn.Module):
         super().__init__()
         self.name, self.retrieval, self.trained, self.base, self.least = name, retrieval, trained, base, least
         self.vocabulary = vocabulary
-        self.taps = base.taps
+
+    @property
+    def taps(self) -> Taps:
+        """What the trained drafter reads, known once it is bound at the latest; the retrieval drafter reads ids alone."""
+        taps: Taps = self.base.taps
+        return taps
 
     @property
     def nodes(self) -> int:

@@ -67,6 +67,7 @@ class Routed(TrainedDrafter):
 
     def build(self, target: Target) -> None:
         self.base.bind(target)
+        self.taps = self.base.taps  # which it may know only now
         self.base.requires_grad_(False)
         self.embedding, self.head = target.embedding, target.head
         self.size = -(-target.vocab_size // self.groups)  # ids a group; the last may be smaller

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specbench.audit import audit
 from specbench.datasets import Chat, Message, Question
 from specbench.engine.alone import alone, joined
 from specbench.engine.cache import KVCache
@@ -37,10 +38,7 @@ from specbench.records.rows import Failure, LinkUse, QuestionEnd, Row
 from specbench.scoring import Check
 from specbench.trace import Watched
 
-# Units in the last place of the best logit by which the gap of the two best may differ between passes of other shapes.
-# Over 1,017 positions of smollm2-135m's answers in float32, decoded one and three ids at a time: median 1.4, 99% below
-# 8, at most 29. Half precision rounds where it stores but sums in float32, so fewer units do.
-ROUNDING = {torch.float32: 32}
+NOTHING_TO_REPLAY = "the baseline failed here, so there is no answer to draft against; run again"
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,12 @@ class Bench:
         taps = [c.drafter.taps.resolve(target.layers) for c in contenders]
         self.taps = Taps(tuple({i for t in taps for i in t.hidden}), tuple({i for t in taps for i in t.kv}))
 
-    def run(self, questions: Sequence[Question], ledger: Ledger, budget: Budget) -> None:
+    def run(self, questions: Sequence[Question], ledger: Ledger, budget: Budget | None = None) -> None:
         """Decode what the cell lacks: whole questions, as long as the budget lasts by the durations of those before.
 
         Questions that another process is at are left to the end, and found done by then or taken over.
         """
+        budget = budget or Budget()
         anew = self._anew(questions, ledger, budget)
         todo = [q for q in questions if self._missing(q, ledger)]
         if not todo:
@@ -188,7 +187,8 @@ class Bench:
         """What is missing of all turns of one question. The history holds the model's own earlier answers: the baseline's.
 
         Half precision can part a drafter's answer from the baseline's at a numerical tie; with one history the second
-        turn still compares the same prompt.
+        turn still compares the same prompt. No other answer ever stands for the baseline's: where it failed, nothing is
+        audited or replayed, and the next turn is not asked.
         """
         history: list[Message] = []
         for turn, text in enumerate(question.turns):
@@ -217,7 +217,7 @@ class Bench:
             if not self.replay or contender is first:
                 done = self._timed(row, contender, prompt, reference, question)
             elif reference is None:
-                done = Failure(row.drafter, row.question, turn, "the baseline's answer is missing, see its row", row.text)
+                done = Failure(row.drafter, row.question, turn, NOTHING_TO_REPLAY, row.text)
             elif hasattr(contender.drafter, "review"):
                 known = None  # its states are the target's, which decodes now
                 done = self._guarded(row, self._followed, contender, self.target, prompt, reference.tokens)
@@ -253,12 +253,9 @@ class Bench:
 
     def _decoded(self, row: Row, contender: Contender, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with one generation, timed."""
-        generator = None
-        if not self.sampler.greedy:
-            own = zlib.crc32(f"{self.settings.seed} {row.question} {row.turn}".encode())
-            generator = torch.Generator(self.target.device).manual_seed(own)
         limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
         rule = contender.rule
+        generator = self._generator(row.question, row.turn, rule)
         self.others.start()
         events = decode(self.target, contender.drafter, prompt, limits, rule, self.sampler, generator, self.clock)
         begin = self.clock()
@@ -284,10 +281,19 @@ class Bench:
             if lost is not None and self.remote.then == "continue":
                 self._alone(row, contender.drafter, self.remote, limits)
         if self.sampler.greedy and reference is not None and not rule.lossy:
+            if self.remote is not None:
+                self.remote.cutting = False  # what is asked now is no part of the generation
             expected = reference.tokens if lost is None else reference.tokens[: len(row.tokens)]
             row.audit = audit(self.target, prompt, expected, row.tokens)
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
+
+    def _generator(self, question: str, turn: int, rule: Rule) -> torch.Generator | None:
+        """The random numbers of one generation, by run seed, question and turn alone; None where nothing is drawn."""
+        if self.sampler.greedy and not rule.simulated:
+            return None
+        own = zlib.crc32(f"{self.settings.seed} {question} {turn}".encode())
+        return torch.Generator(self.target.device).manual_seed(own)
 
     def _score(self, row: Row, check: Check) -> None:
         """After its time was taken; a drafter's own continuation belongs to the answer."""
@@ -349,29 +355,3 @@ def cached_bytes(target: Target, drafter: Any) -> int:
     modules = drafter.modules() if isinstance(drafter, nn.Module) else [drafter]
     caches = [target.cache, *(x for module in modules for x in vars(module).values() if isinstance(x, KVCache))]
     return sum(cache.nbytes for cache in {id(c): c for c in caches}.values())
-
-
-@torch.inference_mode()
-def audit(target: Target, prompt: list[int], expected: list[int], found: list[int]) -> dict[str, Any]:
-    """Compare a greedy answer with the baseline's, id by id.
-
-    At the first difference the target is asked once more, in one plain pass over prompt and common prefix, how far
-    apart its two best ids are. Passes of other shapes round differently, so a gap within their rounding is a numerical
-    tie, in float32 too, where it is rarer (`ROUNDING`). Anything else is a bug.
-
-    Returns:
-        verdict: "identical", "numerical tie" or "bug"; with the position, the gap and its tolerance if not identical.
-    """
-    if expected == found:
-        return {"verdict": "identical"}
-    at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
-    if at is None:
-        return {"verdict": "bug", "at": min(len(expected), len(found)), "why": "one answer ends early"}
-    target.reset(len(prompt) + at)
-    logits = target.prefill(torch.tensor(prompt + expected[:at], device=target.device)).logits[-1].float()
-    best = logits.max()
-    gap = float((logits[expected[at]] - logits[found[at]]).abs())
-    tolerance = ROUNDING.get(target.dtype, 8) * torch.finfo(target.dtype).eps * float(best.abs())
-    behind = float(best - logits[[expected[at], found[at]]].min())  # of the lesser of the two: both must be rivals
-    verdict = "numerical tie" if behind <= tolerance else "bug"
-    return {"verdict": verdict, "at": at, "gap": round(gap, 6), "tolerance": round(tolerance, 6)}

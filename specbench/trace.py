@@ -99,7 +99,8 @@ def trace(
         probability, the drafter's probability of the path or None]; path: accepted nodes; bonus: text; ms by phase.
     """
     seen, asked = _Target(target), _Drafter(drafter)
-    generator = None if sampler.greedy else torch.Generator(target.device).manual_seed(seed)
+    drawn = rule.simulated or not sampler.greedy
+    generator = torch.Generator(target.device).manual_seed(seed) if drawn else None
     found: dict[str, Any] = {"drafter": drafter.name, "prompt": chat.tokenizer.decode(prompt), "cycles": []}
     limits = Limits(min(tokens, TOKENS), target.stop_ids)
     for event in decode(seen, asked, prompt, limits, rule, sampler, generator):  # type: ignore[arg-type]

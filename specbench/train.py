@@ -101,6 +101,7 @@ def main(config: DictConfig) -> None:
     packed = weights.PROJECT / config.train.packed
     chats = instantiate(config.train.text).load()
     text = Writer(instantiate(config.train.corpus), target, chat, chats, cache_root() / "corpora", packed)
+    config.train.corpus.precision = text.settings.precision  # of `auto` what it came to: the provenance says who wrote
     with processes.main_process_first():
         text.prepare()
     shards = Shards(text)

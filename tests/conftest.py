@@ -30,10 +30,12 @@ import specbench.door  # noqa: F401 - what interpolations mean
 from specbench.config.run_spec import RunSpec, from_config
 from specbench.engine import weights
 from specbench.engine.target import Target
+from specbench.reporting import freshness
 
 torch.set_num_threads(1)  # tiny tensors are not worth waking another thread; `test_real` takes all
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
 DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml"))
 DRAFTING = [d for d in DRAFTERS if d != "none"]
 
@@ -135,9 +137,18 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many bad inputs were tried, and how many did not end as they should."""
+    """How many bad inputs were tried and how many did not end as they should; whether the report waits to be made anew.
+
+    Rows are added at any time, so a report that is older than its rows is said and fails nothing.
+    """
     if COUNT.tried:
         terminalreporter.write_line(f"bad inputs: {COUNT.tried} tried, {len(COUNT.failed)} failed")
+    try:
+        said = freshness.warning(RESULTS)
+    except Exception as error:
+        said = f"{RESULTS.name}/: {error}"
+    if said:
+        terminalreporter.write_line(said)
 
 
 WORDS = ["<pad>", "<end>", *(f"w{i}" for i in range(59))]

@@ -249,6 +249,36 @@ def test_a_packed_corpus_of_other_settings_is_not_taken(tmp_path):
     assert not list(other.folder.glob("answers-packed.jsonl")) and other.texts() != made.texts()
 
 
+def test_answers_of_a_quantised_copy_are_another_corpus(tmp_path):
+    """Apart from the held-out ones, which are the target's own, other ids come out; so the folders must not be one."""
+    target = tiny(spread=0.25)
+    own, copied = (writer(target, tmp_path, precision=precision) for precision in ("target", "int8"))
+    assert own.folder != copied.folder
+    for made in (own, copied):
+        made.write()
+    ours, theirs = ({t.index: t.tokens for t in made.texts()} for made in (own, copied))
+    assert all(ours[i] == theirs[i] for i in range(6)) and ours != theirs
+    text = [CorpusSettings(source="text", precision=precision) for precision in ("target", "int8", "auto")]
+    assert len({settings.digest("x") for settings in text}) == 1, "nobody writes text that is there"
+
+
+@pytest.mark.parametrize("precision", ["target", "int8"])
+def test_auto_takes_over_a_packed_corpus_whoever_wrote_it(tmp_path, precision, monkeypatch):
+    """Also where the other precision would pay; without one it is what pays here."""
+    target, other = tiny(), {"target": "int8", "int8": "target"}[precision]
+    made = writer(target, tmp_path / "a", precision=precision)
+    made.write()
+    made.pack(tmp_path / "shipped", {})
+    monkeypatch.setattr("specbench.training.corpus.fastest", lambda device: other)
+    taken = writer(target, tmp_path / "b", tmp_path / "shipped", precision="auto")
+    assert taken.settings.precision == precision and taken.texts() == made.texts() and taken.missing() == 0
+    assert writer(target, tmp_path / "c", precision="auto").settings.precision == other
+    longer = writer(target, tmp_path / "d", tmp_path / "shipped", precision="auto", answer_tokens=9)
+    assert longer.settings.precision == other and not longer.texts()
+    with pytest.raises(ValueError, match="names no corpus"):
+        CorpusSettings(precision="auto").digest("x")
+
+
 # Shards and batches -------------------------------------------------------------------------------------------------
 
 

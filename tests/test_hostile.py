@@ -138,7 +138,7 @@ def test_no_more_clients_than_allowed_and_who_leaves_makes_room():
     with serving(tiny(), clients=1) as small:
         with raw(small.address), raw(small.address, greeted=False) as second:
             assert "1 clients already" in second.ask({"kind": "hello", "n": 1, "version": wire.VERSION})["said"]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while small.clients and time.monotonic() < deadline:
             time.sleep(0.1)
         with raw(small.address):
@@ -214,7 +214,7 @@ def test_a_killed_client_frees_its_cache(home):
     with serving(target, context=256) as running:
         for _ in range(2):
             door = start(home, "run", f"link={running.address}", "drafter=none", "rerun=all")
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while not any(c.cache.nbytes for c in list(running.clients.values())) and time.monotonic() < deadline:
                 time.sleep(0.002)
             door.send_signal(signal.SIGKILL)

@@ -3,10 +3,11 @@
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, composed, make
+from conftest import ROOT, composed, make, tiny
 from doors import rows_of, run
 from hydra.utils import instantiate
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -145,6 +146,37 @@ def test_out_of_memory_in_one_generation_is_a_failed_row_and_the_rest_goes_on(tm
     failed = [row for row in cell.rows.values() if isinstance(row, Failure)]
     assert [(f.drafter, f.question) for f in failed] == [("eagle2", "1")] and "out of memory" in failed[0].error
     assert sum(isinstance(row, Row) for row in cell.rows.values()) == 5
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_no_other_answer_stands_for_that_of_a_baseline_that_failed(tmp_path, replay):
+    """Of its first turn nothing is audited or replayed, its second is not asked; a later run does both."""
+    target = tiny()
+    target.stop_ids = ()
+    chat = SimpleNamespace(
+        encode=lambda history: [int(x) for m in history for x in m["content"].split()],
+        tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
+    )
+    contenders = [Contender(d, make(d, target), Lossless()) for d in ("none", "eagle2", "vanilla")]
+    bench = Bench(target, chat, contenders, Sampler(), RunSettings(max_new_tokens=6, warmup=0), replay)
+    propose, calls = contenders[0].drafter.propose, []
+
+    def fails_first(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return propose(*arguments)
+
+    contenders[0].drafter.propose = fails_first
+    questions, cell = [Question(i, "c", ("3 14 15", "9 26")) for i in "ab"], Cell(tmp_path, {"config": {}})
+    assert bench.run(questions, cell) == (6 if replay else 4)
+    first = [cell.rows[name, "a", 0] for name in ("none", "eagle2", "vanilla")]
+    assert isinstance(first[0], Failure)
+    for row in first[1:]:
+        assert (isinstance(row, Failure) and "baseline failed" in row.error) if replay else row.audit is None
+    assert not any(key[1:] == ("a", 1) for key in cell.rows), "the next turn follows an answer that is not there"
+    bench.run(questions, cell)
+    assert all(isinstance(cell.rows[c.label, q, turn], Row) for c in contenders for q in "ab" for turn in (0, 1))
 
 
 def test_a_target_under_a_device_map_is_the_same(home):

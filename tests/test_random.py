@@ -1,18 +1,22 @@
 """Targets without weights: real time and memory, assumed acceptance, marked as such everywhere."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from conftest import composed, tiny
+from conftest import composed, make, tiny
 from doors import run
+from fixtures import settings
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specbench.datasets import Pieces
+from specbench.bench import Bench, Contender, RunSettings
+from specbench.datasets import Pieces, Question
 from specbench.engine import tree as trees
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Simulated, verify
-from specbench.records.blocks import NAME, read_block
-from specbench.records.rows import Row
+from specbench.records.blocks import NAME, Ledger, read_block
+from specbench.records.rows import QuestionEnd, Row
 from specbench.reporting.bundle import Report, Sources
 
 SHAPE = (
@@ -59,6 +63,34 @@ def test_the_coin_gives_the_assumed_acceptance():
     for level in range(3):
         expected, n = alpha[level], reached[level]
         assert abs(taken[level] / n - expected) < 4 * (expected * (1 - expected) / n) ** 0.5
+
+
+def rows_alone_or_together(folder, target, sampler, orders):
+    """Accepted lengths by question and turn, of cells that decode these questions in these orders with one rule."""
+    chat = SimpleNamespace(
+        encode=lambda history: [int(x) for m in history for x in m["content"].split()][-40:],
+        tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
+    )
+    contenders = [Contender(d, make(d, target), Simulated([0.7, 0.6, 0.5])) for d in ("none", "eagle2")]
+    found = []
+    for number, order in enumerate(orders):
+        bench = Bench(target, chat, contenders, sampler, RunSettings(max_new_tokens=20))
+        ledger = Ledger(folder / str(number), settings("eagle2"), "none", timed=True)
+        bench.run([Question(str(i), "c", (f"{i} 3 14 15", "9 26")) for i in order], ledger)
+        rows = [r for r in read_block(ledger.block.path)[1] if not isinstance(r, QuestionEnd)]
+        found.append({row.key: (row.accepted, row.tokens) for row in rows})
+    return found
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.8)], ids=["greedy", "sampled"])
+def test_the_coins_of_a_row_do_not_depend_on_what_was_decoded_before(tmp_path, sampler):
+    """In another order, or alone: a row's coins come from run seed, question and turn."""
+    target = tiny()
+    target.stop_ids = ()
+    together, turned, *alone = rows_alone_or_together(tmp_path, target, sampler, [(5, 6, 7), (7, 6, 5), (5,), (6,), (7,)])
+    assert together == turned == {key: row for cell in alone for key, row in cell.items()}
+    lengths = {tuple(row[0]) for key, row in together.items() if key[0] == "eagle2"}
+    assert len(lengths) > 3, "every question and turn has coins of its own"
 
 
 def test_pieces_are_about_four_characters_each():

@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from hydra.utils import instantiate
 from scipy.stats import chisquare
 
 from specbench.assets import file_from_wheel, sha256_of
-from specbench.bench import audit
+from specbench.audit import LEAST, MOST, audit
 from specbench.datasets import read_jsonl
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.grow import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.training.corpus import PACKED, PACKED_PROVENANCE, unpack
+from specbench.training.corpus import PACKED, PACKED_PROVENANCE, settled, unpack
 
 SAMPLED = Sampler(0.8, top_k=4)
 TOKENS = 25  # of an answer: enough for a dozen cycles
@@ -120,43 +121,84 @@ def test_sampling_follows_the_targets_distribution(real, continuations, drafter,
 
 
 class Shaky:
-    """A target whose plain pass says what it is told."""
+    """A target whose plain pass says what it is told, and whose narrow passes part from it by as much as it is told."""
 
-    def __init__(self, logits, dtype):
-        self.logits, self.dtype, self.device = logits, dtype, torch.device("cpu")
+    def __init__(self, logits, dtype, rounding=0.0):
+        self.dtype, self.device = dtype, torch.device("cpu")
+        self.logits = torch.tensor(logits)
+        self.shaken = self.logits + torch.tensor([rounding, 0.0, -rounding, 0.0])
 
-    def reset(self, capacity):
+    def reset(self, capacity, taps=None):
+        self.length = 0
+
+    def judge(self, terms):
         pass
 
     def prefill(self, tokens):
-        return type("States", (), {"logits": torch.tensor([self.logits])})
+        self.length = len(tokens)
+        return SimpleNamespace(logits=self.logits[None])
+
+    def forward(self, tree):
+        assert self.length, "a tree without a prefix"
+        return SimpleNamespace(logits=self.shaken.expand(len(tree), -1))
+
+    def keep(self, nodes):
+        self.length += len(nodes)
 
 
 @pytest.mark.parametrize(
-    ("gap", "dtype", "verdict"),
+    ("gap", "rounding", "dtype", "verdict"),
     [
-        (0.01, torch.bfloat16, "numerical tie"),
-        (5.0, torch.bfloat16, "bug"),
-        (0.0002, torch.float32, "bug"),
-        (0.00002, torch.float32, "numerical tie"),  # a few units in the last place, as passes of other shapes round
-        (0.001, torch.float16, "numerical tie"),
+        (0.01, 0.0, torch.bfloat16, "numerical tie"),  # below a unit in the last place
+        (0.19, 0.1, torch.bfloat16, "numerical tie"),
+        (0.35, 0.1, torch.bfloat16, "bug"),
+        (1.0, 0.1, torch.bfloat16, "bug"),  # passes agree to a tenth of that
+        (1.0, 0.0, torch.bfloat16, "bug"),
+        (5.0, 0.1, torch.bfloat16, "bug"),
+        (5.0, 3.0, torch.bfloat16, "bug"),  # passes that part so far do not round: they are wrong
+        (0.0002, 0.0, torch.float32, "bug"),
+        (0.0002, 0.0002, torch.float32, "bug"),  # 84 units in the last place are no rounding either
+        (0.00002, 0.0, torch.float32, "bug"),
+        (0.00002, 0.000015, torch.float32, "numerical tie"),  # a few units, as these passes show
+        (0.001, 0.0, torch.float16, "numerical tie"),
     ],
 )
-def test_audit_tells_a_tie_from_a_bug(gap, dtype, verdict):
-    target = Shaky([0.0, 20.0, 20.0 - gap, 3.0], dtype)
+def test_audit_tells_a_tie_from_a_bug(gap, rounding, dtype, verdict):
+    target = Shaky([0.0, 20.0, 20.0 - gap, 3.0], dtype, rounding)
     found = audit(target, [9], [5, 1, 0], [5, 2, 0])
     assert found["verdict"] == verdict and found["at"] == 1 and found["gap"] == pytest.approx(gap, abs=1e-4)
+    assert (found["gap"] <= found["tolerance"]) == (verdict == "numerical tie")
     assert audit(target, [9], [5, 1], [5, 1]) == {"verdict": "identical"}
     assert audit(target, [9], [5, 1], [5, 1, 2])["verdict"] == "bug"
     assert audit(target, [9], [5, 1], [5, 0])["verdict"] == "bug", "a token that is no rival is no tie"
-    assert audit(Shaky([0.0, 20.0, 0.0, 3.0], dtype), [9], [5, 0], [5, 2])["verdict"] == "bug", "nor are two equal losers"
+    losers = Shaky([0.0, 20.0, 0.0, 3.0], dtype, rounding)
+    assert audit(losers, [9], [5, 0], [5, 2])["verdict"] == "bug", "nor are two equal losers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rounding_of_real_passes_is_measured_and_small(real, answers, dtype):
+    """Behind a real answer the tolerance is of the size at which passes part, far below what tells words apart."""
+    target, prompts = real
+    if dtype != target.dtype:
+        target = instantiate(configuration("none", "model.dtype=bfloat16").model).load()[0]
+    expected = ids(events(target, bound("none", target), prompts[0], TOKENS)) if dtype != torch.float32 else answers[0]
+    other = next(i for i in range(target.vocab_size) if i != expected[9])
+    found = audit(target, prompts[0], expected, [*expected[:9], other])
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([[*prompts[0], *expected[:9]]])).logits[0, -1].float()
+    ulp = torch.finfo(dtype).eps * float(logits.abs().max())
+    assert found["verdict"] == "bug" and found["at"] == 9
+    assert LEAST * ulp < found["tolerance"] < 1.01 * MOST[dtype] * ulp
+    assert 3 * found["tolerance"] < found["gap"] == pytest.approx(float(logits[expected[9]] - logits[other]), rel=0.05)
 
 
 def test_the_shipped_corpus_is_this_targets_and_small(real):
     """Ids of what the target wrote, whole and under the settings that training asks for, so that it is taken over."""
     target, folder = real[0], ROOT / "drafters" / "weights" / "smollm2-135m"
     said = json.loads((folder / PACKED_PROVENANCE).read_text())
-    settings = instantiate(composed("train").train.corpus)
+    asked = instantiate(composed("train").train.corpus)
+    settings = settled(asked, target.fingerprint(), target.device, folder)
+    assert settings.precision == said["settings"]["precision"] == "int8"
     assert said["corpus"] == settings.digest(target.fingerprint()) and said["license"] and said["commit"]
     assert (folder / PACKED).stat().st_size <= 12e6 and sha256_of(folder / PACKED) == said["sha256"]
     texts = unpack(folder / PACKED)

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from conftest import DRAFTERS, TRAINED, make, tiny
 from test_decode import PROMPT, generate, plain
 
+from specbench.audit import _narrow, _plain, audit
 from specbench.bench import Bench, Contender, RunSettings
 from specbench.datasets import Question
 from specbench.engine import wire
@@ -50,7 +52,7 @@ def client(server, folder, **more):
 
 
 def wait_for(true):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -158,11 +160,12 @@ def test_a_link_that_waits_goes_on_from_what_was_verified(drafter, more, server,
         assert there.traffic.resumed == 1
 
 
-def benched(there, drafter, *more, cap=20):
-    """The row of one generation."""
+def benched(there, drafter, *more, cap=20, expected=None):
+    """The row of one generation. expected: the baseline's answer, against which it is audited."""
     bench = Bench(there, None, [Contender(drafter, make(drafter, there, *more), Lossless())], Sampler(), RunSettings(cap))
     row = Row(drafter, "q", "c", 0, len(PROMPT), [], 0.0, 0.0)
-    bench._decoded(row, bench.contenders[0], PROMPT, None)
+    reference = None if expected is None else replace(row, tokens=expected)
+    bench._decoded(row, bench.contenders[0], PROMPT, reference)
     return row
 
 
@@ -207,6 +210,30 @@ def test_warming_up_is_never_cut(server, folder):
         Bench(there, chat, contenders, Sampler(), RunSettings(20))._warm_up(Question("q", "c", ("anything",)))
         assert there.traffic.round_trips > 2
         assert benched(there, "eagle2").link.cut
+
+
+def test_an_audit_asks_a_server_in_the_same_passes(server, folder):
+    """Plain, id by id and in a small tree, also where the link is to break early in an answer and where it broke."""
+    here, expected = tiny(), plain(tiny(), PROMPT, 20)
+    logits = torch.stack([_plain(here, expected), *_narrow(here, expected, [3, 4])])
+    assert len(logits) == 3 and (logits - logits[0]).abs().max() < 1e-4
+    wrong = [*expected[:9], (expected[9] + 1) % 60]
+    with client(server, folder, then="stop", cut_after=2) as there:
+        row = benched(there, "eagle2", expected=wrong)
+        assert row.link.cut and row.audit == {"verdict": "identical"}
+        there.connection.close()
+        there.cutting = False
+        assert audit(there, PROMPT, expected, wrong) == pytest.approx(audit(here, PROMPT, expected, wrong), abs=1e-4)
+        found = torch.stack([_plain(there, expected), *_narrow(there, expected, [3, 4])])
+    torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_an_answer_that_parts_is_audited_over_a_link_that_breaks(server, folder):
+    """The passes of an audit are no part of the generation: they are never cut."""
+    expected = plain(tiny(), PROMPT, 20)
+    with client(server, folder, then="stop", cut_after=4) as there:
+        row = benched(there, "eagle2", expected=[(expected[0] + 1) % 60, *expected[1:]])
+    assert row.link.cut and row.audit["verdict"] == "bug" and row.audit["at"] == 0
 
 
 # Bytes ------------------------------------------------------------------------------------------------------------------

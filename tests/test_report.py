@@ -2,15 +2,15 @@
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import conftest
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import ROOT
 from doors import call
@@ -22,7 +22,7 @@ from specbench.errors import SpecBenchError
 from specbench.metrics import RATES, Totals, contrast, interval
 from specbench.records.blocks import Block, NAME
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
-from specbench.reporting import bundle, tables, translate
+from specbench.reporting import bundle, freshness, tables, translate
 from specbench.reporting.bundle import Report, Sources
 
 GOLDEN = ROOT / "tests" / "golden"  # two plain cells cut to two questions, the same as a study's cell, the tables they give
@@ -170,7 +170,8 @@ def test_failures_stand_first(tmp_path):
     assert [p for p in report(tmp_path).problems if "remove it" in p and str(path) in p]
 
 
-def test_ten_thousand_rows_take_less_than_a_minute_and_a_gigabyte(tmp_path):
+def test_ten_thousand_rows_take_a_minute_of_a_processor_and_a_gigabyte_at_most(tmp_path):
+    """Processor time, which other work on the machine does not use up; about a fifth of that is used."""
     rng = np.random.default_rng(0)
     for d in range(10):
         cell = Block(tmp_path / "m" / "mtbench" / f"d{d}-1", settings(f"d{d}", dataset="mtbench"))
@@ -189,14 +190,15 @@ def test_ten_thousand_rows_take_less_than_a_minute_and_a_gigabyte(tmp_path):
     # VmHWM is the program's own peak; a child's ru_maxrss begins with what its parent held when it was forked
     program = (
         "import runpy; runpy.run_module('specbench.report', run_name='__main__');"
-        "print(next(x for x in open('/proc/self/status') if x.startswith('VmHWM')).split()[1])"
+        "print(next(x for x in open('/proc/self/status') if x.startswith('VmHWM')).split()[1]);"
+        "print(__import__('time').process_time())"
     )
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program, f"results={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert time.monotonic() - begin < 60
-    assert int(done.stdout.splitlines()[-1]) < 2**20  # KiB
+    *_, peak, seconds = done.stdout.splitlines()
+    assert float(seconds) < 60
+    assert int(peak) < 2**20  # KiB
     assert (tmp_path / "report.html").exists()
 
 
@@ -448,12 +450,36 @@ def test_two_targets_in_one_folder_are_kept_apart(tmp_path):
     assert "eagle2_small (smollm2-135m) |" in text and (tmp_path / "figures" / "speed_up.png").stat().st_size > 2000
 
 
-def test_the_committed_report_is_what_the_rows_give(tmp_path):
-    rows = [path.relative_to(ROOT / "results") for path in (ROOT / "results").rglob(NAME)]
-    for part in {path.parts[0] for path in rows} - {"local"}:
-        shutil.copytree(ROOT / "results" / part, tmp_path / "results" / part)
-    report(tmp_path / "results").write()
-    for path in [ROOT / "results" / "README.md", *sorted((ROOT / "results" / "tables").glob("*"))]:
-        made = tmp_path / "results" / path.relative_to(ROOT / "results")
-        assert made.read_text() == path.read_text(), f"{path} is stale; run `make report`"
-    assert isinstance(pd.read_csv(ROOT / "results" / "tables" / "decoding.csv"), pd.DataFrame)
+class Lines(list):
+    """A terminal reporter that keeps what it is told."""
+
+    write_line = list.append
+
+
+def test_the_summary_of_a_test_run_says_where_a_report_is_older_than_its_rows(tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    shutil.copytree(GOLDEN / "rows", results)
+    monkeypatch.setattr(conftest, "RESULTS", results)
+
+    def said():
+        lines = Lines()
+        conftest.pytest_terminal_summary(lines)
+        return [line for line in lines if "bad inputs" not in line]
+
+    older = ["results/: the report is older than its rows (make report RESULTS=results)"]
+    assert said() == older, "a report that does not say what it was made from"
+    report(results).write()
+    assert said() == []
+    rows = sorted(results.rglob(NAME))
+    os.utime(rows[0])
+    shutil.copytree(rows[0].parent, results / "local" / "cell")
+    assert said() == [], "neither the time of a file nor rows that the report leaves out make it older"
+    whole = rows[0].read_bytes()
+    rows[0].write_bytes(whole + whole.splitlines(keepends=True)[-1])
+    assert said() == older
+    rows[0].write_bytes(whole)
+    assert said() == []
+    shutil.copytree(rows[0].parent, results / "another")
+    assert said() == older
+    monkeypatch.setattr(freshness, "digest", lambda folder: 1 / 0)
+    assert said() == ["results/: division by zero"], "a summary fails no test run"

@@ -2,15 +2,17 @@
 
 import statistics
 import time
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import configuration, make, tiny
+from conftest import ROOT, TRAINED, configuration, make, tiny
 from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from test_decode import PROMPT, generate, plain
 from fixtures import settings as header
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -342,6 +344,34 @@ def test_a_hybrid_copies_where_enough_matches_and_else_drafts_as_if_alone(traine
                 alone.observe(known.states.select(torch.arange(at)), text[at])
                 assert tree.tokens.tolist() == alone.propose(text[at], Sampler(), None).tokens.tolist()
             at += step.accepted + 1
+
+
+def tree_of(drafter):
+    """The tree that a drafter's own file takes."""
+    (said,) = OmegaConf.load(ROOT / "conf" / "drafter" / f"{drafter}.yaml").defaults
+    return said["override /tree"]
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_a_hybrid_over_every_trained_drafter_answers_as_plain_decoding_does(trained):
+    """What a drafter reads of the target may be known only once it is bound, as with MoA, which reads all layers."""
+    target, prompt = tiny(), [*range(5, 12), 40, *range(5, 9)]
+    made = make("hybrid", target, f"drafter.trained={trained}", f"tree={tree_of(trained)}")
+    assert made.taps == make(trained, target, f"tree={tree_of(trained)}").taps
+    drafts = Counter()
+
+    def counted(name, propose):
+        def counting(*arguments):
+            tree = propose(*arguments)
+            drafts[name] += len(tree) > 1
+            return tree
+
+        return counting
+
+    made.base.propose = counted("drafted", made.base.propose)
+    made.retrieval.propose = counted("copied", made.retrieval.propose)
+    assert generate(target, made, prompt, cap=60)[0] == plain(target, prompt, 60)
+    assert drafts["drafted"] and drafts["copied"]
 
 
 def test_a_hybrid_of_what_is_no_trained_drafter_is_refused():

@@ -95,7 +95,7 @@ def test_no_lie_passes(name):
 def test_what_never_ends_is_ended(body, brief):
     begin = time.monotonic()
     assert not passed(body)
-    assert time.monotonic() - begin < 2 + 1 + scoring.START / 2
+    assert time.monotonic() - begin < 2 + 1 + 2 * scoring.START, "it was waited for"
 
 
 # Denied by the kernel: `posix` is behind what the package's guard takes away. Only who was denied gives the right result.

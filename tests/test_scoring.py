@@ -9,7 +9,7 @@ import pytest
 
 from specbench.datasets import PromptSet
 from specbench.errors import SpecBenchError
-from specbench.scoring import LastNumber, Number, Program, UnitTests, completion, last_number
+from specbench.scoring import START, LastNumber, Number, Program, UnitTests, completion, last_number
 
 PROMPT = 'def double(x):\n    """Twice x."""\n'
 TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n"
@@ -68,7 +68,7 @@ WRONG = {
 def test_what_is_wrong_or_reaches_out_does_not_pass(what):
     begin = time.monotonic()
     assert not PROBLEM.passed(WRONG[what])
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 2 * START  # it was not waited for
 
 
 def test_a_program_leaves_nothing_behind(tmp_path):

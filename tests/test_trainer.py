@@ -1,7 +1,6 @@
 """Recipes: the learning rate of every step, clipping, groups of parameters, phases and their resume; what conf/ says."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from specbench import measure, schema, trials
 from specbench.engine.grow import Chain
 from specbench.engine.interface import Batch
 from specbench.errors import SpecBenchError
+from specbench.training.features import Corpus, Sequence, save_shard
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, masses, phase_at, rates, starts
 from specbench.training.trainer import Trainer, check, drawn
@@ -296,6 +296,58 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_weights(tmp_path, optimize
     assert not again.drafter.seen and (again.drafter.gain, again.drafter.noise) == (0.5, 0.5)
 
 
+def packed_corpus(folder: Path) -> Corpus:
+    """Random texts whose packing makes other numbers of rows in other epochs: 80 texts in pools of 32."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(5, 21, (80,), generator=generator).tolist()
+    said = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
+    states = [torch.randn(n, 4, generator=generator) for n in lengths]
+    texts = zip(said, states, strict=True)
+    save_shard(
+        folder / "shard-00000.safetensors",
+        [Sequence(i, ids, torch.ones(len(ids), dtype=torch.bool), known) for i, (ids, known) in enumerate(texts)],
+    )
+    return Corpus(folder, 1, False, 0, row_tokens=24)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_epochs_of_packed_rows_may_differ_in_length(tmp_path, accumulate):
+    """Every row of every epoch is trained on once, and a run killed in a shorter epoch goes on where it stood."""
+    (tmp_path / "corpus").mkdir()
+    corpus, epochs = packed_corpus(tmp_path / "corpus"), 5
+    counts = [math.ceil(len(corpus.batches(epoch)) / accumulate) for epoch in range(epochs)]
+    shorter = next(epoch for epoch, count in enumerate(counts) if count < counts[0])
+    assert shorter and max(counts) > min(counts)
+
+    def made(name: str, stop: int | None = None, **more: Any) -> Trainer:
+        options = {"lr": 0.05, "checkpoint_minutes": 0.0, "epochs": epochs, "accumulate": accumulate} | more
+        return Trainer(Fake(stop=stop), corpus, TrainSettings(**options), dict, tmp_path / name)
+
+    whole = made("whole")
+    assert whole.total == sum(counts) and made("capped", steps=7).total == 7
+    whole.run()
+    rows = sum(len(corpus.batches(epoch)) for epoch in range(epochs))
+    assert len(whole.drafter.seen) == rows and whole.step == sum(counts)
+    assert whole.tokens == epochs * corpus.tokens, "a text was left out, or came twice"
+    for step in (sum(counts[:shorter]) + 1, sum(counts[: shorter + 1]) - 1, sum(counts[: shorter + 1])):
+        killed = made(str(step))
+        update = killed._update
+
+        def interrupted(loss: torch.Tensor, at: int = step, run: Trainer = killed, update: Any = update) -> None:
+            if run.step == at:
+                raise KeyboardInterrupt
+            update(loss)
+
+        killed._update = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            killed.run()
+        resumed = made(str(step))
+        resumed.run()
+        assert resumed.step == whole.step and resumed.tokens == whole.tokens
+        for name, value in whole.drafter.state_dict().items():
+            assert torch.equal(value, resumed.drafter.state_dict()[name]), (step, name)
+
+
 def test_at_the_end_is_measured_what_will_be_used(tmp_path, monkeypatch):
     """Between steps in the precision of training, at the end the weights as they are saved; what has ended, not at all."""
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # it holds one precision a process
@@ -455,13 +507,6 @@ def test_the_papers_numbers():
 ASKED = trials.Options(**OmegaConf.to_container(composed("trials"), resolve=True))
 
 
-def test_the_committed_table_of_trials_is_what_its_rows_say(tmp_path):
-    folder = ROOT / "results" / "trials"
-    rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    trials.write_table(tmp_path, trials.listed(ASKED), rows)
-    assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
-
-
 def test_trials_begin_in_a_new_folder_and_go_on_there_with_what_is_missing(tmp_path, monkeypatch):
     trained = []
 
@@ -479,6 +524,8 @@ def test_trials_begin_in_a_new_folder_and_go_on_there_with_what_is_missing(tmp_p
         trials.main.__wrapped__(composed("trials", *said, *more))
     assert trained == [("base", 0), ("norm", 0), ("base", 1), ("norm", 1), ("base", 0), ("norm", 0)]
     assert len((tmp_path / "new" / "trials.jsonl").read_text().splitlines()) == 6
+    table = (tmp_path / "new" / "README.md").read_text()
+    assert table.count("| vanilla | norm |") == 1 and "| vanilla | base |" in table
 
 
 def test_no_trial_takes_the_weights_of_one_that_was_told_otherwise(monkeypatch):

@@ -268,7 +268,6 @@ def _assume(options: dict[str, Any]) -> None:
     options["verify"] = {
         "_target_": "specbench.engine.verify.Simulated",
         "alpha": list(options["alpha"]),
-        "seed": options["decode"]["seed"],
     }
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from specbench.engine.interface import DraftTree, TargetStates, Verdict
 from specbench.engine.sampling import Sampler, draw
 from specbench.errors import SpecBenchError
-from specbench.options import Seed, Share, Weight
+from specbench.options import Share, Weight
 
 Alphas = Annotated[Sequence[Share], Field(min_length=1)]  # probability of acceptance by depth
 
@@ -85,24 +85,22 @@ class Simulated:
     """Acceptance by a coin: at depth d the best candidate below the path is taken with probability alpha[d - 1].
 
     For targets with random weights, where time and memory are real and acceptance can only be assumed. Deeper levels
-    than alpha has go on with its last value.
+    than alpha has go on with its last value. The coins come from the generator of the generation, also at temperature 0,
+    so they depend on nothing that was decoded before.
     """
 
     lossy, simulated = True, True
 
-    def __init__(self, alpha: Alphas, seed: Seed = 0):
-        self.alpha, self.seed = list(alpha), seed
-        self.coins: torch.Generator | None = None
+    def __init__(self, alpha: Alphas):
+        self.alpha = list(alpha)
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
         n, device = len(tree), logits.device
-        if self.coins is None:
-            self.coins = torch.Generator(device).manual_seed(self.seed)
         depths = torch.arange(tree.max_depth + 1, device=device)
         alpha = torch.tensor(self.alpha, device=device)[(depths - 1).clamp(0, len(self.alpha) - 1)]
-        heads = torch.rand(len(depths), device=device, generator=self.coins) < alpha  # [1 + depth] one coin a level
+        heads = torch.rand(len(depths), device=device, generator=generator) < alpha  # [1 + depth] one coin a level
         nodes = torch.arange(n, device=device)
         first = torch.full((n,), n, device=device).scatter_reduce(0, tree.parents[1:], nodes[1:], "amin")  # best child
         taken = heads[tree.depths] & (first[tree.parents.clamp(min=0)] == nodes)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from specbench import contents, measure, studies
-from specbench.engine.weights import PROJECT
+from specbench.engine.weights import PROJECT, WEIGHTS
 from specbench.errors import SpecBenchError
 from specbench.evaluation import study_runs
 from specbench.metrics import BASELINE

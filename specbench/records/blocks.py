@@ -59,9 +59,8 @@ class Block:
         self._append({"kind": whole.pop("kind"), **whole})
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        new = not self.path.exists()
-        lines = [self.header, record] if new else [record]
-        before = 0 if new else self.path.stat().st_size
+        before = self.path.stat().st_size if self.path.exists() else 0
+        lines = [record] if before else [self.header, record]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -69,8 +68,10 @@ class Block:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            if self.path.exists():
+            if before:
                 os.truncate(self.path, before)  # a full disk leaves no half row behind
+            else:
+                self.path.unlink(missing_ok=True)
             raise SpecBenchError(f"cannot write {self.path}: {error.strerror}; free some space and run it again") from error
 
 
@@ -162,16 +163,19 @@ def scan(path: Path, baseline: str) -> Known | None:
     while (end := data.find(b"\n", begin)) >= 0:
         number += 1
         if end > begin:
-            _note(known, data, begin, end, f"{path} line {number}", baseline)
+            try:
+                _note(known, data, begin, end, baseline)
+            except ValueError as error:  # no record, or text and numbers that JSON has not
+                raise SpecBenchError(f"{path} line {number}: no record of a block; mend or remove that line") from error
         begin = end + 1
     return known
 
 
-def _note(known: Known, data: bytes, begin: int, end: int, place: str, baseline: str) -> None:
-    """Take one line's beginning into account."""
+def _note(known: Known, data: bytes, begin: int, end: int, baseline: str) -> None:
+    """Take one line's beginning into account. Raises `ValueError` if it is no record's."""
     found = _HEAD.match(data, begin, end)
     if found is None:
-        raise SpecBenchError(f"{place}: no record of a block; mend or remove that line to keep the rest")
+        raise ValueError("no record")
     kind, label, _, turn, measurement, whose, what, repetition, question, _, generations, seconds = found.groups()
     if measurement:
         known.measured.add((json.loads(whose), json.loads(what), int(repetition)))
@@ -203,6 +207,7 @@ class Ledger:
         self._known: dict[Path, Known] = {}
         self._fresh = set(self.folder.glob(NAME)) if fresh else set()
         self._forgotten: set[Label] = set()
+        self._answers: dict[Answer, Row] = {}  # the baseline's, of this process
         self._rows: set[tuple[Label, str, int]] = set()
         self._failed: set[tuple[Label, str, int]] = set()
         self.measured: set[tuple[Label, str, int]] = set()
@@ -251,6 +256,8 @@ class Ledger:
 
     def answer(self, text: str, turn: int) -> Row | None:
         """The baseline's row of a turn, from any block of the cell."""
+        if (text, turn) in self._answers:
+            return self._answers[text, turn]
         for path, known in self._known.items():
             if (text, turn) in known.places:
                 begin, end = known.places[text, turn]
@@ -270,6 +277,8 @@ class Ledger:
         self._sizes[self.block.path] = self.block.path.stat().st_size
         if isinstance(record, Row):
             self._rows.add((record.drafter, record.text, record.turn))
+            if record.drafter == self.baseline:
+                self._answers[record.text, record.turn] = record
         elif isinstance(record, Failure):
             self._failed.add((record.drafter, record.text, record.turn))
         elif isinstance(record, Measurement):

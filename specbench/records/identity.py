@@ -65,8 +65,8 @@ def plain_options(value: Any) -> Any:
 def cell_key(header: Mapping[str, Any]) -> str:
     """Target, decoding and mode of a block: rows of one arm and question under one such key are the same row."""
     config, target = header["config"], header["target"]
-    sampler, decode, link = config["sampler"], config.get("decode") or {}, plain_options(config.get("link") or {})
-    link.pop("to", None)  # an address
+    sampler, decode, link = config["sampler"], config.get("decode") or {}, config.get("link") or {}
+    shape = plain_options({**link, "to": None})  # without the address
     drawn = sampler["temperature"] > 0 or bool(header.get("simulated"))
     return digest(
         {
@@ -76,7 +76,7 @@ def cell_key(header: Mapping[str, Any]) -> str:
             "tokens": decode.get("max_new_tokens"),
             "seed": decode.get("seed") if drawn else None,
             "replay": bool(header.get("replay")),
-            "link": None if link.get("name", "local") == "local" else link,
+            "link": None if link.get("name", "local") == "local" else shape,
         }
     )
 

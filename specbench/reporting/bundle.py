@@ -22,6 +22,7 @@ from specbench.reporting import (
     claims,
     document,
     figures,
+    freshness,
     insight_tables,
     overview,
     published,
@@ -68,7 +69,7 @@ class Report:
         main: what the answer is about, its target first: the study `bench`, or plain runs where there is no such study.
         rest: everything else. view: of main, one target in one precision on one machine; others: the others.
         verdicts, papers: of all studies, on the target of the view alone.
-        problems: one line on each file that cannot be read, and is left out.
+        problems: one line on each file that cannot be read, and is left out. read: digest of the files, see `freshness`.
 
     Raises:
         SpecBenchError: no rows, none that can be read, or a study that is not there.
@@ -76,6 +77,7 @@ class Report:
 
     def __init__(self, sources: Sources):
         self.sources = sources
+        self.read = freshness.digest(sources.results)
         found = cells.find(sources.results)
         self.entries, self.failures, self.problems = found.entries, found.failures, found.problems
         main = _main(self.entries)
@@ -129,6 +131,7 @@ class Report:
         (root / "README.md").write_text(self.markdown(parts, drawn), encoding="utf-8")
         path = root / "report.html"
         path.write_text(self.html(parts, drawn), encoding="utf-8")
+        freshness.record(root, self.read)
         return path
 
     def _frames(self) -> dict[str, pd.DataFrame]:

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Generator, Iterable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,13 +33,13 @@ from specbench.errors import SpecBenchError, refusing
 from specbench.files import parse, read_bytes, read_json
 from specbench.options import Count, Seed, Weight
 from specbench.progress import progress
-from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, rows_of, write, writing
+from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, fastest, rows_of, write, writing
 
 PACKED, PACKED_PROVENANCE = "corpus.safetensors.xz", "corpus.json"
 MOST_CHARACTERS = 12  # a token: no longer text is ever encoded
 LEAST = 32  # tokens that an answer must have room for, or its question is not asked
 # how far, where and how it is written, not what it is
-HOW = ("tokens", "draws", "states", "shard", "rows", "precision", "reading")
+HOW = ("tokens", "draws", "states", "shard", "rows", "reading")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class CorpusSettings:
         system: system prompt; must be the benchmark's.
         tokens: stop once this many are there; None for all conversations.
         states: store the target's states. shard: sequences a file of them.
-        rows: dialogues written side by side. precision: see `writer.write`.
+        rows: dialogues written side by side.
+        precision: who writes, see `writer.write`; answers of a quantised copy are another corpus. Held-out answers are
+            always the target's own. `auto` is made definite by `settled` before there is a digest.
         reading: precision of the passes that read states, see `precision.wide`.
     """
 
@@ -83,10 +85,16 @@ class CorpusSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings a list
 
+    def what(self) -> dict[str, Any]:
+        """The settings that decide about the text; who writes decides about nothing where nothing is written."""
+        if self.source == "answers" and self.precision == "auto":
+            raise ValueError("precision=auto names no corpus; settle it first")
+        how = HOW if self.source == "answers" else (*HOW, "precision")
+        return {k: v for k, v in asdict(self).items() if k not in how}
+
     def digest(self, fingerprint: str) -> str:
         """Of what the text is: more of the same goes into the same folder."""
-        what = {k: v for k, v in asdict(self).items() if k not in HOW}
-        return hashlib.sha256(json.dumps([fingerprint, what], sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps([fingerprint, self.what()], sort_keys=True).encode()).hexdigest()[:12]
 
     def folder(self, root: Path, fingerprint: str) -> Path:
         return root / f"{self.source}-{self.digest(fingerprint)}"
@@ -109,6 +117,22 @@ class Packed(TypedDict):
     sha256: str
 
 
+def settled(settings: CorpusSettings, fingerprint: str, device: torch.device, packed: Path | None) -> CorpusSettings:
+    """The same with a definite precision: for `auto` that of a packed corpus with these settings, else what is fastest.
+
+    So a corpus that lies in one file is taken over on every machine, whichever precision would pay there.
+    """
+    if settings.precision != "auto" or settings.source == "text":
+        return settings
+    candidates = [replace(settings, precision=precision) for precision in ("target", "int8")]
+    if packed is not None and (packed / PACKED_PROVENANCE).is_file():
+        said: Packed = read_json(packed / PACKED_PROVENANCE, Packed)
+        for candidate in candidates:
+            if candidate.digest(fingerprint) == said["corpus"]:
+                return candidate
+    return replace(settings, precision=fastest(device))
+
+
 class Writer:
     """Brings the text of a corpus into being, as far as `tokens` asks.
 
@@ -125,8 +149,8 @@ class Writer:
         root: Path,
         packed: Path | None = None,
     ):
-        self.settings, self.target, self.chat = settings, target, chat
-        self.fingerprint = target.fingerprint()
+        self.target, self.chat, self.fingerprint = target, chat, target.fingerprint()
+        self.settings = settings = settled(settings, self.fingerprint, target.device, packed)
         self.folder = settings.folder(root, self.fingerprint)
         self.packed = packed
         whole = {json.dumps(c[0]["content"]): c for c in chats}  # a question is asked once
@@ -298,7 +322,7 @@ class Writer:
             "target": name,
             "target_fingerprint": self.fingerprint,
             "corpus": self.settings.digest(self.fingerprint),
-            "settings": {k: v for k, v in asdict(self.settings).items() if k not in HOW},
+            "settings": self.settings.what(),
             "training_tokens": int(counts.sum()),
             "ids": len(ids),
             "occurring": int((counts[ids] > 0).sum()),  # behind these stand ids that never occur
@@ -345,7 +369,7 @@ class Writer:
             temporary.write_bytes(lzma.compress(save(tensors), preset=9 | lzma.PRESET_EXTREME))
             said = provenance | {
                 "corpus": self.settings.digest(self.fingerprint),
-                "settings": {k: v for k, v in asdict(self.settings).items() if k not in HOW},
+                "settings": self.settings.what(),
                 "target_fingerprint": self.fingerprint,
                 "dialogues": len(texts),
                 "held_out": sum(t.index < self.settings.validation for t in texts),

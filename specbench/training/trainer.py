@@ -7,6 +7,7 @@ Under `accelerate launch` every process takes its share of each batch, and gradi
 configuration is the global one, whatever the number of processes. The first process logs and writes.
 """
 
+import bisect
 import json
 import math
 import time
@@ -133,8 +134,8 @@ class Trainer:
             self.objective = self.accelerator.prepare(self.objective)
         self.optimizers = [self.accelerator.prepare(o) for o in parameters.optimizers(self.named, settings)]
         self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
-        self.per_epoch = math.ceil(len(self._batches(0)) / settings.accumulate)
-        self.total = int(min(settings.steps or math.inf, settings.epochs * self.per_epoch))
+        self.ends = self._ends()
+        self.total = int(min(settings.steps or math.inf, self.ends[-1]))
         self.rates = rates(settings, self.total)
         self.frequent = self._frequent()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
@@ -149,6 +150,17 @@ class Trainer:
     def _batches(self, epoch: int) -> list[list[Row]]:
         """Those of which every process gets something."""
         return [items for items in self.corpus.batches(epoch) if len(items) >= self.processes]
+
+    def _ends(self) -> list[int]:
+        """Optimiser steps taken when each epoch is over, as far as `steps` lets it get.
+
+        They are counted epoch by epoch: how many rows packing makes depends on the order in which it meets the texts.
+        """
+        ends, most = [0], self.settings.steps or math.inf
+        for epoch in range(self.settings.epochs):
+            if ends[-1] < most:
+                ends.append(ends[-1] + len(self._steps(epoch)))
+        return ends[1:]
 
     def _frequent(self) -> Tensor:
         """The corpus's ids, most frequent first: as many as any phase asks for, or all if others are drawn beside them."""
@@ -169,8 +181,9 @@ class Trainer:
         self.drafter.train()
         now = saved = validated = time.monotonic()
         while self.step < self.total:
-            epoch, at = divmod(self.step, self.per_epoch)
-            for step_batches in self._steps(epoch)[at:]:
+            epoch = bisect.bisect_right(self.ends, self.step)
+            begin = self.ends[epoch - 1] if epoch else 0
+            for step_batches in self._steps(epoch)[self.step - begin :]:
                 self._enter(phase_at(settings, self.step, self.total))
                 metrics, tokens = self._gradients(step_batches)
                 self._update(metrics["loss"])
@@ -202,7 +215,7 @@ class Trainer:
     def _steps(self, epoch: int) -> list[list[list[Row]]]:
         """An epoch's batches, by optimiser step."""
         batches, each = self._batches(epoch), self.settings.accumulate
-        return [batches[i * each : (i + 1) * each] for i in range(self.per_epoch)]
+        return [batches[i : i + each] for i in range(0, len(batches), each)]
 
     def _enter(self, phase: int) -> None:
         """Begin a phase, if it has not begun. Options stay set, so that a resumed run sets those of earlier phases too."""
