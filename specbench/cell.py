@@ -103,7 +103,7 @@ def _setting(spec: RunSpec, target: Target, chat: Chat, questions: Sequence[Ques
 def _trace(spec: RunSpec, target: Target, chat: Chat, sides: Sequence[Arm], questions: Sequence[Question]) -> None:
     """The first turns of some questions once more, untimed, with every draft tree kept for the report; a file an arm."""
     for side in (s for s in sides if s.label != BASELINE and spec.trace):
-        path = spec.cell_folder / f"trace-{side.label}.json"
+        path = trace.path_of(spec.cell_folder, side.label)
         if path.exists():
             continue
         traces = []

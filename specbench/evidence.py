@@ -17,6 +17,7 @@ from specbench.evaluation import plan, workers
 from specbench.evaluation.budget import Budget
 from specbench.options import Name, Positive, Text
 from specbench.reporting.tables import markdown_table
+from specbench.studies import Override
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Options:
     model: Name
     results: Text
     data: Text | None
+    overrides: list[Override]
 
 
 @command("evidence")
@@ -38,7 +40,8 @@ def main(config: Any) -> None:
     """Print the plan; unless that is all that was asked for, measure what it lacks."""
     asked = run_spec.checked(config, Options)
     results = Path(asked["results"])
-    tasks = plan.all_tasks(results, asked["model"], only=asked["studies"] or None)
+    scope = plan.Scope(results, asked["model"], tuple(asked["overrides"]))
+    tasks = plan.all_tasks(scope, asked["studies"] or None)
     chosen = [task for task in tasks if asked["kind"] in (None, task.kind)]
     if asked["plan"]:
         print(markdown_table(plan.COLUMNS, plan.lines(chosen)))
@@ -48,8 +51,7 @@ def main(config: Any) -> None:
     print(f"{len(chosen) - len(todo)} of {len(chosen)} cells are done or not testable here; now, in this order:")
     print(markdown_table(plan.COLUMNS, plan.lines(todo)), flush=True)
     budget, slices = Budget.of_minutes(asked["minutes"]), Budget.of_minutes(asked["slice"]).seconds or 0.0
-    said = workers.Settings(results, asked["model"], asked["data"], slices)
-    broken = workers.work(todo, said, budget)
+    broken = workers.work(todo, workers.Settings(scope, asked["data"], slices), budget)
     if broken:
         names = ", ".join(f"{task.study} (cell {task.cell})" for task in broken)
         raise SpecBenchError(f"failed, named above: {names}; the others were measured")

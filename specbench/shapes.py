@@ -153,6 +153,8 @@ class Arm(TypedDict):
     of: NotRequired[str]
     seed: NotRequired[Natural]
     fitted: NotRequired[Fit]
+    tree: NotRequired[dict[str, Any] | None]
+    contents: NotRequired[dict[str, str]]  # SHA-256 of its files
 
 
 @with_config(OPEN)

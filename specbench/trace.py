@@ -4,6 +4,7 @@ The loop is not touched: proxies stand before target and drafter and remember th
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,11 @@ def _cycle(step: Step, tree: DraftTree, logits: torch.Tensor, chat: Chat) -> dic
     times = {name: round(1000 * getattr(step, f"{name}_s"), 3) for name in ("draft", "target", "verify", "rest")}
     emitted = chat.tokenizer.decode(step.tokens[-1:])
     return {"root": chat.tokenizer.decode(tokens[:1]), "nodes": nodes, "path": path, "bonus": emitted, "ms": times}
+
+
+def path_of(folder: Path, label: str) -> Path:
+    """Where an arm's traces lie: in its cell's folder, whatever it is called."""
+    return folder / ("trace-" + re.sub(r"[^A-Za-z0-9_.+=@-]", "_", label)[:100] + ".json")
 
 
 def write(path: Path, traces: list[dict[str, Any]]) -> None:

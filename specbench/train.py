@@ -36,15 +36,17 @@ from specbench.engine.grow import Chain, Growth
 from specbench.engine.interface import Drafter, NoShortcut
 from specbench.engine.target import Target, pick_device
 from specbench.errors import SpecBenchError
+from specbench.evaluation.budget import Budget
 from specbench.models import ModelSpec
-from specbench.options import Count, Name, Text
+from specbench.options import Count, Name, Positive, Text
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import VALIDATION, Answer, Corpus, Shards, held_out
 from specbench.training.plan import Rows, plan
 from specbench.training.replay import Acceptance, chains, known_states, replay
-from specbench.training.trainer import Trainer, TrainSettings
+from specbench.training.trainer import Paused, Trainer, TrainSettings
 
 CALIBRATION = 64  # held-out answers of a drafter's calibration
+NO_RECIPE = ("name", "out", "minutes")  # where it was written, and in how many parts
 CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
 
 
@@ -56,6 +58,7 @@ class Train:
     out: Text
     start: Text | None
     missing: bool
+    minutes: Positive | None
     build: bool
     until: Literal["vocabulary", "corpus", "weights", "acceptance", "search"]
     packed: Text
@@ -91,6 +94,7 @@ def main(config: DictConfig) -> None:
     if config.train.missing and config.train.until == "weights" and (Path(config.train.out) / weights.WEIGHTS).exists():
         print(f"{config.train.out}: there already (train.missing=false trains anew)")
         return
+    budget = Budget.of_minutes(config.train.minutes)
     measure.commit()  # remembered from now on: the code that trains is the code that was there at the start
     torch.set_num_threads(config.threads or torch.get_num_threads())
     spec: ModelSpec = instantiate(config.model)
@@ -106,7 +110,7 @@ def main(config: DictConfig) -> None:
         text.prepare()
     shards = Shards(text)
     if config.train.until == "weights":
-        _train(config, shards, processes)
+        _train(config, shards, processes, budget)
     elif config.train.until == "acceptance":
         _follow(config, shards)
     elif config.train.until == "search":
@@ -170,8 +174,8 @@ def _alone(folder: Path, processes: PartialState) -> AbstractContextManager[Any]
     return FileLock(folder / ".lock") if processes.num_processes == 1 else nullcontext()
 
 
-def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
-    """Train one drafter on the corpus and write its weights."""
+def _train(config: DictConfig, shards: Shards, processes: PartialState, budget: Budget) -> None:
+    """Train one drafter on the corpus and write its weights, or as much of its training as the budget lasts for."""
     target, settings = shards.text.target, instantiate(config.train.settings)
     assert isinstance(settings, TrainSettings)
     torch.manual_seed(settings.seed)
@@ -211,7 +215,11 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState) -> None:
         f"{trainer.total} steps, checkpoints in {trainer.folder}",
         file=sys.stderr,
     )
-    history = trainer.run()
+    try:
+        history = trainer.run(budget)
+    except Paused as pause:
+        processes.print(f"{config.drafter.name}: {pause}")
+        return
     # By all processes: a target in parts runs in all of them or in none.
     calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION]])
     found = measured[-1] if measured else acceptance(target, drafter, answers)  # of a run that had ended, none is
@@ -280,7 +288,7 @@ def _provenance(config: DictConfig, trainer: Trainer, corpus: Corpus, target: Ta
             "unique_tokens": corpus.tokens,
             "shards": len(corpus.shards),
         },
-        "recipe": {k: v for k, v in recipe.items() if k not in ("name", "out")},  # where it was written is no recipe
+        "recipe": {k: v for k, v in recipe.items() if k not in NO_RECIPE},
         "tokens_seen": trainer.tokens,
         "steps": trainer.step,
         "precision": trainer.accelerator.mixed_precision,

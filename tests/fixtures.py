@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from specbench.engine.interface import Step
-from specbench.records.blocks import Block
+from specbench.records.blocks import Block, Ledger
 from specbench.records.identity import DECODING, TIMING, question_digest
 from specbench.records.rows import Row
 from specbench.shapes import SCHEMA
@@ -63,3 +63,8 @@ def block_path(folder: Path, number=0) -> Path:
     """Where a block may lie that a test writes by hand."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"2026-01-01T000000-toaster-{number:06x}.jsonl"
+
+
+def ledger(folder: Path, header, timed=True, **more) -> Ledger:
+    """What lies in a cell's folder, for a process that goes on with it. more: see `Ledger`."""
+    return Ledger(folder, header, "none", timed, **more)

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from fixtures import arm, settings
+from fixtures import arm, block, settings
 
 from specbench import metrics
-from specbench.records.blocks import Block, NAME
+from specbench.records.blocks import below
 from specbench.records.rows import Measurement, Row
 from specbench.reporting import cells, claims
 from specbench.reporting.claims import (
@@ -63,9 +63,9 @@ def plain(questions=12, length=36):
         yield row("none", q, tokens, [0] * passes, float(length), drafted=[0] * passes, target_s=float(passes))
 
 
-def write(folder, header, *names, questions=12, change=lambda r: r):
-    """A cell of the study with these drafters' rows."""
-    cell = Block(folder, {"study": "s", **header})
+def write(results, header, *names, questions=12, change=lambda r: r):
+    """A block of the study with these drafters' rows."""
+    cell = block(results / "s", {"study": "s", **header})
     for name in names:
         for one in plain(questions) if name == "none" else rows(name, questions):
             cell.write(change(one))
@@ -80,13 +80,13 @@ def header(**more):
 
 
 def gathered(folder, **more):
-    return Evidence({**STUDY, **more}, cells.collect(sorted(folder.rglob(NAME)), folder))
+    return Evidence({**STUDY, **more}, cells.collect(below(folder), folder))
 
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
     folder = tmp_path_factory.mktemp("claims")
-    cell = write(folder / "s" / "m" / "a" / "decode-0", header(), "none", *ARMS)
+    cell = write(folder, header(), "none", *ARMS)
     for repetition in range(5):
         for name, peak in (("good", 90.0), ("poor", 100.0), ("mixed", 100.5)):
             cell.write(Measurement(name, "memory", repetition, {"peak": peak + repetition % 3}))
@@ -178,7 +178,7 @@ def test_what_a_pass_costs_is_not_reckoned_from_passes_that_nobody_counted(tmp_p
         one.passes = []
         return one
 
-    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", "good", change=change)
+    write(tmp_path, header(), "none", "good", change=change)
     known = gathered(tmp_path)
     for metric in ("draft_cost", "expected_speed_up"):
         test = {"metric": metric, "of": "good", "than": 1.0, "is": "less"}
@@ -216,7 +216,7 @@ def test_a_category_stands_against_all_others(tmp_path):
             one.accepted, one.tokens, one.ranks = [5] * 10, [0] * 61, [[0] * 5 for _ in range(10)]
         return one
 
-    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", *ARMS, change=change)
+    write(tmp_path, header(), "none", *ARMS, change=change)
     known = gathered(tmp_path)
     test = {"metric": "tau", "of": "good", "at": {"category": "coding"}, "over_at": {}, "is": "more"}
     found, _ = compare(test, known)
@@ -235,10 +235,10 @@ def test_a_category_stands_against_all_others(tmp_path):
 
 def test_prompt_sets_are_compared_without_pairing_their_questions(tmp_path):
     """Both have a question 0, which are two questions."""
-    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", "good")
+    write(tmp_path, header(), "none", "good")
     other = header()
     other["config"] = {**other["config"], "dataset": {"name": "b"}}
-    write(tmp_path / "s" / "m" / "b" / "decode-0", other, "none", "good", questions=5)
+    write(tmp_path, other, "none", "good", questions=5)
     known = gathered(tmp_path)
     test = {"metric": "tau", "of": "good", "at": {"dataset": "a"}, "over_at": {"dataset": "b"}, "is": "more"}
     found, _ = compare(test, known)
@@ -250,7 +250,7 @@ def test_prompt_sets_are_compared_without_pairing_their_questions(tmp_path):
 @pytest.mark.parametrize(("questions", "expected"), [(1, INCONCLUSIVE), (3, INCONCLUSIVE), (4, REPRODUCED)])
 def test_a_few_questions_decide_nothing(questions, expected, tmp_path):
     """Resampled, one question has no spread at all: whatever it says would look certain."""
-    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", *ARMS, questions=questions)
+    write(tmp_path, header(), "none", *ARMS, questions=questions)
     known = gathered(tmp_path)
     for test in (
         {"metric": "tau", "of": "good", "over": "poor", "is": "more"},
@@ -273,16 +273,61 @@ def test_what_was_replayed_is_compared_with_what_was_decoded_on_decoded_rows(tmp
     """Temperature 1 cannot be replayed; temperature 0 has both cells, of which the replayed one is larger."""
     warm = header()
     warm["config"] = {**warm["config"], "sampler": {"temperature": 1.0}}
-    write(tmp_path / "s" / "m" / "a" / "replay-0", {**header(), "replay": True}, "none", "good")
-    write(tmp_path / "s" / "m" / "a" / "decode-1", warm, "none", "good", questions=6)
+    write(tmp_path, {**header(), "replay": True}, "none", "good")
+    write(tmp_path, warm, "none", "good", questions=6)
     test = {"metric": "tau", "of": "good", "at": {"temperature": 1}, "over_at": {}, "is": "less"}
     effect, why = compare(test, gathered(tmp_path))
     assert effect is None and "replay" in why
-    write(tmp_path / "s" / "m" / "a" / "decode-0", header(), "none", "good", questions=6)
+    write(tmp_path, header(), "none", "good", questions=6)
     known = gathered(tmp_path)
     assert known.find("good", None, timed=False).replayed
     effect, _ = compare(test, known)
     assert effect is not None and effect.value == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"commit": "another", "versions": {"torch": "9"}, "load": 3.0}, []),
+        ({"hardware": {"device": "fridge", "cores": 1}}, ["machine"]),
+        ({"hardware": {"device": "toaster", "cores": 2}}, ["machine"]),
+        ({"hardware": {"device": "toaster", "cores": 1, "memory": 9}}, []),
+        ({"timing": 99}, ["machine"]),
+        ({"study": "t"}, ["study"]),
+    ],
+)
+def test_arms_are_compared_whatever_commit_measured_them_and_only_on_one_kind_of_machine(tmp_path, change, said):
+    write(tmp_path / "first", header(), "none", "good")
+    write(tmp_path / "second", {**header(), **change}, "none", "poor")
+    (ours,) = (e for e in cells.collect(below(tmp_path / "first")) if e.name == "good")
+    (theirs,) = (e for e in cells.collect(below(tmp_path / "second")) if e.name == "poor")
+    assert claims.unlike(ours, theirs) == said == claims.unlike(theirs, ours)
+
+
+def test_replayed_arms_are_compared_whatever_machine_replayed_them(tmp_path):
+    write(tmp_path, {**header(), "replay": True}, "none", "good")
+    write(tmp_path, {**header(), "replay": True, "hardware": {"device": "fridge", "cores": 8}}, "none", "poor")
+    found = {e.name: e for e in cells.collect(below(tmp_path))}
+    assert claims.unlike(found["good"], found["poor"]) == []
+    effect, _ = compare({"metric": "tau", "of": "good", "over": "poor", "is": "more"}, gathered(tmp_path))
+    assert effect is not None and effect.value == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [({}, []), ({"0": "same"}, ["prompts"]), ({str(q): "x" for q in range(12)}, ["prompts"]), ({"99": "new"}, [])],
+)
+def test_questions_that_both_sides_have_must_be_the_same_text(tmp_path, texts, said):
+    """How many each side has is no matter."""
+
+    def change(one):
+        one.text = texts.get(one.question, f"text {one.question}") if one.drafter == "poor" else f"text {one.question}"
+        return one
+
+    write(tmp_path, header(), "good", change=change)
+    write(tmp_path, header(), "poor", questions=7, change=change)
+    found = {e.name: e for e in cells.collect(below(tmp_path))}
+    assert claims.unlike(found["good"], found["poor"]) == said == claims.unlike(found["poor"], found["good"])
 
 
 def test_readers_are_told_effects_in_words(known):

@@ -14,19 +14,19 @@ from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from fixtures import SETTINGS, arm, random_row
+from fixtures import SETTINGS, arm, block_path, random_row, whole
 from test_report import fill
 
 from specbench import files, report, studies
 from specbench.errors import SpecBenchError
 from specbench.metrics import BASELINE
-from specbench.records.blocks import Block, NAME, read_block
+from specbench.records.blocks import below, read_block
 from specbench.records.rows import CellFailure, Failure, Measurement
 from specbench.reporting import bundle, cells, published, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
 from specbench.shapes import Provenance, Trace
 
-HEADER = {"kind": "header", "schema": 2, **SETTINGS}
+HEADER = whole(SETTINGS)
 ROW = asdict(random_row(np.random.default_rng(0))[0])
 FAILURE = asdict(Failure("eagle2", "q", 0, "boom"))
 
@@ -94,8 +94,8 @@ def test_what_is_no_text_is_named_with_its_line(tmp_path):
 
 
 def test_everything_committed_is_read():
-    rows = [*ROOT.glob("results/**/rows.jsonl"), *ROOT.glob("tests/golden/rows/**/rows.jsonl")]
-    assert rows
+    rows = [*below(ROOT / "results"), *below(ROOT / "tests" / "golden")]
+    assert len(rows) > 30
     for path in rows:
         written = [json.loads(line) for line in path.read_text().split("\n") if line]
         header, found = read_block(path)
@@ -104,7 +104,7 @@ def test_everything_committed_is_read():
         assert [r | line for r, line in zip(again, written[1:], strict=True)] == again, path
     weights = list(ROOT.glob("drafters/weights/**/provenance.json"))
     assert weights and all(files.read_json(p, Provenance)["history"] for p in weights)
-    traces = list(ROOT.glob("results/**/trace.json"))
+    traces = list(ROOT.glob("results/**/trace-*.json"))
     assert traces and all(files.read_json(p, list[Trace]) for p in traces)
 
 
@@ -128,6 +128,7 @@ def test_a_line_separator_inside_a_row_ends_no_line(tmp_path):
         ({"passes": [-1 for _ in ROW["accepted"]]}, "passes.0"),
         ({"audit": {"verdict": "fine"}}, "verdict is one of"),
         ({"audit": {}}, "verdict is one of"),
+        ({"decode_s": float("nan")}, "prompt.decode_s: input should be a finite number"),
     ],
 )
 def test_a_row_that_contradicts_itself_is_refused_where_it_is_read(tmp_path, change, said):
@@ -137,31 +138,9 @@ def test_a_row_that_contradicts_itself_is_refused_where_it_is_read(tmp_path, cha
 
 def test_a_row_from_before_draft_passes_were_counted_does_not_know_them(tmp_path):
     old = {name: value for name, value in ROW.items() if name != "passes"}
-    _, (found, again) = read_cell(write(tmp_path / "rows.jsonl", HEADER, old, ROW))
+    _, (found, again) = read_block(write(tmp_path / "rows.jsonl", HEADER, old, ROW))
     assert found.passes == [] and found.draft_passes is None
     assert again.passes == ROW["passes"] and again.draft_passes == sum(ROW["passes"])
-
-
-def test_a_resumed_cell_is_read_the_same_way(tmp_path):
-    path = write(tmp_path / "rows.jsonl", HEADER, ROW | {"decode_s": float("nan")})
-    assert "line 2: prompt.decode_s: input should be a finite number" in (refusal(Cell, tmp_path, SETTINGS) or "")
-    path.write_bytes(b"")
-    cell = Block(tmp_path, SETTINGS)  # an empty file is begun anew
-    cell.write(Failure("eagle2", "q", 0, "boom"))
-    assert len(read_block(path)[1]) == 1
-
-
-def test_whether_generations_failed_is_asked_of_whole_files_with_this_configuration(tmp_path):
-    empty, cut, other = tmp_path / "a", tmp_path / "b", write(tmp_path / "c", HEADER | {"replay": True}, ROW)
-    empty.write_bytes(b"")
-    cut.write_bytes(b'{"kind": "hea')
-    failed = write(tmp_path / "d", HEADER, FAILURE | {"question": "lost"})
-    mended = write(tmp_path / "e", HEADER, FAILURE, ROW)
-    config = {**SETTINGS["config"], "drafter": {"name": "eagle2"}}
-    assert has_failed([empty, cut, other, failed], config)
-    assert not has_failed([empty, cut, other, mended], config)
-    assert not has_failed([failed], {**config, "more": 1})
-    assert not has_failed([failed], {**config, "drafter": {"name": "hass"}})
 
 
 json_values = st.recursive(
@@ -195,9 +174,28 @@ TRAINED = {
     "parameters": 9, "tokens_seen": 9, "steps": 9, "hours": 0.1, "data": {"unique_tokens": 9},
     "machine": {"device": "toaster", "cores": 1}, "history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}],
 }  # fmt: skip
-OWN = arm(weights=TRAINED, bytes=5)
+FITTED = {
+    "choice": {"depth": 2, "top_k": 2, "nodes": 4, "tau": 1.5, "speedup": 1.1},
+    "costs": {"target": {"1": 0.5}},
+}
+OWN = arm(
+    weights=TRAINED | {"calibration": "x"}, bytes=5, contents={"model.safetensors": "ab", "skip.json": "cd"}, sequence="x",
+    tree={"_target_": "x.Rate"}, verify={"_target_": "x.Lossless"}, fitted=FITTED,
+)  # fmt: skip
+CONFIG = HEADER["config"] | {
+    "model": {"name": "m", "max_context": 64, "forward": "lean"}, "decode": {"max_new_tokens": 9, "seed": 0},
+    "link": {"name": "lan", "to": None, "delay_ms": 1.0}, "threads": 1, "backend": "eager",
+}  # fmt: skip
 RECORDS = [
-    HEADER | {"arms": {"none": arm("none", bytes=0), "eagle2": OWN}, "target": HEADER["target"] | {"bytes": 5}},
+    HEADER
+    | {
+        "arms": {"none": arm("none", bytes=0), "eagle2": OWN},
+        "config": CONFIG,
+        "study": "s",
+        "replay": False,
+        "target": HEADER["target"] | {"bytes": 5, "fingerprint": "f", "chat": "c"},
+        "hardware": HEADER["hardware"] | {"threads": 1},
+    },
     ROW | {"confidence": [[3, 1, 0.5]]},
     FAILURE,
     asdict(Measurement("eagle2", "memory", 0, {"peak": 9.0, "kv": 1.0})),
@@ -205,15 +203,14 @@ RECORDS = [
 PLACES = [(i, at) for i, record in enumerate(RECORDS) for at in places(record)]
 
 
-@examples(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@examples(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(place=st.sampled_from(PLACES), value=json_values)
 def test_any_value_in_any_field_is_shown_or_refused(tmp_path, place, value):
     """And what is read, every table can show."""
     which, at = place
     records = [put(r, at, value) if i == which else r for i, r in enumerate(RECORDS)]
     base = asdict(random_row(np.random.default_rng(1), BASELINE, question="q")[0])
-    path = tmp_path / "m" / "d" / "eagle2-1" / "rows.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = block_path(tmp_path / "m" / "d-greedy")
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in (*records, base)), errors="surrogatepass")
     problems: list[str] = []
     entries = cells.collect([path], tmp_path, problems)
@@ -244,7 +241,7 @@ def damages(seed: int, whole: bytes):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_broken_row_file_is_said_and_the_rest_reported(tmp_path, seed):
     shutil.copytree(ROOT / "tests" / "golden" / "rows", tmp_path / "rows")
-    broken, intact = sorted((tmp_path / "rows").rglob(NAME))
+    broken, intact = below(tmp_path / "rows")
     whole = broken.read_bytes()
     kept = len(cells.collect([intact]))
     for damaged in damages(seed, whole):
@@ -274,13 +271,11 @@ def test_a_row_file_cut_anywhere_keeps_its_whole_rows(tmp_path, seed):
 
 def spoil_everything(folder: Path) -> list[Path]:
     """One broken file of every kind beside good rows."""
-    cell = next(folder.rglob("eagle2-1"))
-    empty, spoiled = cell.parent / "empty-1" / "rows.jsonl", cell.parent / "spoiled-1" / "rows.jsonl"
-    for path in (empty, spoiled):
-        path.parent.mkdir()
+    cell = next(folder.rglob("mtbench-eagle2"))
+    empty, spoiled = block_path(cell.parent / "empty"), block_path(cell)
     empty.write_bytes(b"")
     spoiled.write_bytes(b"\x00\xff\n")
-    lost = [cell.parent / "x.failed.json", cell / "trace.json"]
+    lost = [cell.parent / "x.failed.json", cell / "trace-eagle2.json"]
     lost[0].write_text("[]")
     lost[1].write_text('[{"question": "q", "drafter": "x", "prompt": "", "first": "", "cycles": [{"path": [1]}]}]')
     return [empty, spoiled, *lost]
@@ -318,10 +313,8 @@ def test_every_format_says_on_top_what_is_broken_and_goes_on(tmp_path, capsys, n
 
 
 def test_a_folder_with_nothing_readable_is_one_line(tmp_path):
-    cell = tmp_path / "m" / "d" / "x-1"
-    cell.mkdir(parents=True)
-    (cell / "rows.jsonl").write_bytes(b"")
-    assert "rows.jsonl is empty" in (refusal(Report, Sources(tmp_path)) or "")
+    block_path(tmp_path / "m" / "d-greedy").write_bytes(b"")
+    assert ".jsonl is empty" in (refusal(Report, Sources(tmp_path)) or "")
 
 
 def test_studies_whose_claims_are_judged_can_be_chosen_at_the_door(tmp_path, capsys, no_figures):

@@ -1,6 +1,8 @@
 """Who may import whom, and that every configuration composes and instantiates."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,14 +40,31 @@ def test_specbench_never_imports_a_drafter():
 
 def test_only_the_doors_and_hydras_own_callback_know_hydra():
     everything = modules("specbench") | modules("drafters")
-    assert {m for m, names in everything.items() if of(names, "hydra", "omegaconf")} == DOORS | {
+    known = {m for m, names in everything.items() if of(names, "hydra", "omegaconf")}
+    configuring = {m for m in everything if m.startswith("specbench.config.")}
+    assert "specbench.config.run_spec" in known
+    assert known <= configuring | DOORS | {
         "specbench.sweep",
         "specbench.door",  # what doors share
-        "specbench.arms",  # what those share that decode
-        "specbench.cell",
-        "specbench.apart",
         "specbench.schema",  # to what they hold a configuration
     }
+
+
+@pytest.mark.parametrize("module", ["arms", "cell", "bench", "apart", "price", "cost", "study", "measurements", "records"])
+def test_what_takes_a_run_reads_no_configuration(module):
+    mine = {m: names for m, names in modules("specbench").items() if of({m}, f"specbench.{module}")}
+    assert mine and not {m for m, names in mine.items() if of(names, "hydra", "omegaconf")}
+
+
+def test_records_know_no_engine_and_no_tensors():
+    """As they are imported: what is imported only for its types does not run."""
+    for module, names in modules("specbench/records").items():
+        assert not of(names, "torch", "transformers", "drafters"), module
+    code = "import sys, specbench.records.blocks, specbench.records.identity; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "specbench.records.rows" in loaded
+    assert not of(loaded, "torch", "transformers", "hydra", "omegaconf", "specbench.engine", "specbench.bench")
 
 
 def test_doors_do_not_know_each_other():

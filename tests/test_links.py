@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from fixtures import random_row, settings
+from fixtures import block, random_row, settings
 
-from specbench.records.blocks import Block
 from specbench.records.rows import LinkUse, Measurement
 from specbench.reporting import cells, insight_tables, links
 
@@ -16,7 +15,7 @@ def group(tmp_path):
     """Two arms of one cell over a link of 20 ms and 1 MB a second; of each question one answer."""
     header = settings("eagle2")
     header["config"] = {**header["config"], "link": LINK}
-    cell, rng = Block(tmp_path / "m" / "d" / "decode-1", header), np.random.default_rng(0)
+    cell, rng = block(tmp_path, header), np.random.default_rng(0)
     for question in range(4):
         for who in ("none", "eagle2"):
             row, steps = random_row(rng, who, str(question))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import DRAFTERS, ROOT, TRAINED, make, tiny
 from doors import kill_after_rows, start
-from fixtures import random_row, settings
+from fixtures import block, ledger, random_row, settings
 from test_study import study
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -23,7 +23,8 @@ from specbench import apart, costs, measurements, metrics, studies
 from specbench.bench import Contender
 from specbench.engine import products
 from specbench.engine.verify import Lossless
-from specbench.records.blocks import Block, NAME, read_block
+from specbench.evaluation.budget import Budget
+from specbench.records.blocks import below, read_block
 from specbench.records.rows import Measurement, Row
 from specbench.reporting import cells, tables
 from specbench.reporting.bundle import Report, Sources
@@ -198,11 +199,14 @@ def test_a_training_step_updates_what_is_trained():
 # So many times over, in turn -------------------------------------------------------------------------------------------
 
 
+ARMS = settings("a", "b@0", "b@1")
+
+
 def side(label, **said):
     return SimpleNamespace(label=label, said=said)
 
 
-def taken(monkeypatch, cell, repetitions, broken=()):
+def taken(monkeypatch, folder, repetitions, broken=(), budget=None, header=ARMS):
     """Take a quantity called drafting of three arms, one of them with two seeds; what was taken, in order."""
     order = []
 
@@ -214,23 +218,30 @@ def taken(monkeypatch, cell, repetitions, broken=()):
 
     monkeypatch.setitem(measurements.QUANTITIES, "drafting", measurements.Quantity(take, measurements._drafters))
     sides = [side("none"), side("a"), side("b@0", of="b"), side("b@1", of="b")]
-    return measurements.take({"drafting": repetitions}, cell, None, sides), order
+    known = ledger(folder, header)
+    return measurements.take({"drafting": repetitions}, known, None, sides, budget or Budget()), order
 
 
 def test_arms_are_measured_in_turn_and_what_is_there_is_not_measured_again(tmp_path, monkeypatch):
-    header = settings("a", "b@0", "b@1")
-    cell = Block(tmp_path, header)
-    assert taken(monkeypatch, cell, 2) == (0, ["a", "b@0"] * 2)
-    again = Block(tmp_path, header)
-    assert taken(monkeypatch, again, 3) == (0, ["a", "b@0"])
-    found = read_block(cell.path)[1]
-    assert [(m.drafter, m.repetition) for m in found] == [(n, r) for r in range(3) for n in ("a", "b@0")]
-    assert taken(monkeypatch, Block(tmp_path, header), 3) == (0, [])
+    assert taken(monkeypatch, tmp_path, 2) == (0, ["a", "b@0"] * 2)
+    assert taken(monkeypatch, tmp_path, 3) == (0, ["a", "b@0"])
+    found = [m for path in below(tmp_path) for m in read_block(path)[1]]
+    assert sorted((m.repetition, m.drafter) for m in found) == [(r, n) for r in range(3) for n in ("a", "b@0")]
+    assert taken(monkeypatch, tmp_path, 3) == (0, [])
+
+
+def test_what_another_kind_of_machine_measured_is_measured_again(tmp_path, monkeypatch):
+    taken(monkeypatch, tmp_path, 2, header=ARMS | {"hardware": {"device": "fridge", "cores": 1}})
+    assert taken(monkeypatch, tmp_path, 1) == (0, ["a", "b@0"])
+    assert taken(monkeypatch, tmp_path, 1, header=ARMS | {"commit": "another"}) == (0, [])
+
+
+def test_nothing_is_measured_when_time_is_up(tmp_path, monkeypatch):
+    assert taken(monkeypatch, tmp_path, 2, budget=Budget(0.0)) == (0, []) and not list(tmp_path.iterdir())
 
 
 def test_an_arm_that_cannot_be_measured_costs_itself_alone(tmp_path, monkeypatch, capsys):
-    cell = Block(tmp_path, settings("a", "b@0", "b@1"))
-    assert taken(monkeypatch, cell, 3, broken=["a"]) == (1, ["a", "b@0", "b@0", "b@0"])
+    assert taken(monkeypatch, tmp_path, 3, broken=["a"]) == (1, ["a", "b@0", "b@0", "b@0"])
     said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("specbench: ")]
     assert len(said) == 1 and said[0].startswith("specbench: drafting of a not measured: ValueError: boom")
 
@@ -278,7 +289,7 @@ def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
     assert "drafting: ms of eagle2 over chain: x" in said
     assert "REPRODUCED: drafting takes time" in said
     assert "NOT RUN: a pass takes time" in said and "2 repetitions, where 5 make an interval" in said
-    paths = sorted(tmp_path.rglob(NAME))
+    paths = below(tmp_path)
     counts = {len([r for r in read_block(p)[1] if isinstance(r, Row)]): measured(p) for p in paths if "decode-" in str(p)}
     assert counts[6] == {
         **{("drafting", arm): 5 for arm in ("eagle2", "chain")},
@@ -390,13 +401,13 @@ def test_other_drafters_speeds_are_no_drift():
 
 def test_a_busy_machine_is_named_under_the_table_of_its_cell(tmp_path, capsys, monkeypatch):
     for dataset, others in (("calm", 0.1), ("disturbed", 1.5)):
-        cell = Block(tmp_path / "m" / dataset / "eagle2-1", settings("eagle2", dataset=dataset))
+        cell = block(tmp_path, settings("eagle2", dataset=dataset), dataset)
         for q in range(3):
             for who in ("none", "eagle2"):
                 row, _ = random_row(np.random.default_rng(q), who, str(q))
                 row.others = others
                 cell.write(row)
-    entries = cells.collect(sorted(tmp_path.rglob(NAME)), tmp_path)
+    entries = cells.collect(below(tmp_path), tmp_path)
     assert {e.dataset: bool(e.busy) for e in entries} == {"calm": False, "disturbed": True}
     tables.show(entries)
     monkeypatch.setattr("specbench.reporting.figures.draw_all", lambda *_: {})

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from fixtures import random_row, settings
+from fixtures import block, random_row, settings
 
+from specbench import trace
 from specbench.metrics import RATES, contrast
-from specbench.records.blocks import Block
 from specbench.records.rows import Row
 from specbench.reporting import cells, document, figures, look, overview, sections, tables
 from specbench.reporting.bundle import Report, Sources
@@ -29,7 +29,7 @@ def bench(folder, speeds, questions=12, dataset="mtbench", temperature=0.0, stud
     header["config"]["sampler"] = {"temperature": temperature}
     for name, own in (said or {}).items():
         header["arms"][name]["drafter"] |= own
-    made = Block(folder / "m" / dataset / cell, header | more)
+    made = block(folder, header | more, f"{dataset}-{cell}")
     for question in range(questions):
         for name, speed in {"none": 1.0, **speeds}.items():
             row, _ = random_row(rng, name, str(question))
@@ -141,9 +141,22 @@ def test_every_drafter_of_the_target_has_its_traces(tmp_path):
     main = bench(tmp_path / "bench", {"a": 2.0, "b": 1.5}, study="bench")
     other = bench(tmp_path / "other", {"a": 2.0, "b": 1.5, "c": 1.0}, study="other", seed=1)
     for made, names in ((main, ("a",)), (other, ("a", "b", "c"))):
-        traces = [{"question": "1", "drafter": n, "prompt": "p", "first": "f", "cycles": [cycle]} for n in names]
-        (made.path.parent / "trace.json").write_text(json.dumps(traces))
+        for name in names:
+            traces = [{"question": "1", "drafter": name, "prompt": "p", "first": "f", "cycles": [cycle]}]
+            trace.write(trace.path_of(made.path.parent, name), traces)
     assert [t["drafter"] for t in Report(Sources(tmp_path)).traces] == ["a", "b"]
+
+
+def test_of_an_arm_with_seeds_the_first_ones_traces_are_shown(tmp_path):
+    header = settings("a@0", "a@1", dataset="mtbench", study="bench")
+    cell, cycle = block(tmp_path / "bench", header), {"root": "a", "nodes": [], "path": [], "bonus": "c", "ms": {}}
+    for seed, label in enumerate(("a@0", "a@1")):
+        header["arms"][label] |= {"of": "a", "seed": seed}
+    for who in ("none", "a@0", "a@1"):
+        cell.write(random_row(np.random.default_rng(0), who)[0])
+        traces = [{"question": "1", "drafter": who, "prompt": "p", "first": "f", "cycles": [cycle]}]
+        trace.write(trace.path_of(cell.path.parent, who), traces)
+    assert [t["drafter"] for t in Report(Sources(tmp_path)).traces] == ["a@0", "none"]
 
 
 # Tables and figures ------------------------------------------------------------------------------------------------------
@@ -172,7 +185,7 @@ def test_the_matrix_holds_every_pair_and_colours_what_is_real(tmp_path):
 
 
 def test_alphas_of_steps_that_hardly_occurred_are_hidden(tmp_path):
-    cell = Block(tmp_path / "m" / "mtbench" / "decode-1", settings("a", dataset="mtbench"))
+    cell = block(tmp_path, settings("a", dataset="mtbench"))
     for question in range(3):  # nine cycles reach the third step, twelve the second
         row = Row("a", str(question), "c", 0, 5, [1], 0.1, 1.0)
         row.drafted, row.accepted, row.nodes = [3] * 4, [3, 2, 2, 1], [3] * 4

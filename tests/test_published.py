@@ -9,7 +9,6 @@ from test_overview import bench
 from specbench import studies
 from specbench.errors import SpecBenchError
 from specbench.metrics import RATES
-from specbench.records.blocks import Block
 from specbench.records.rows import Measurement
 from specbench.reporting import cells, published
 from specbench.reporting.bundle import Report, Sources
@@ -92,7 +91,7 @@ def measured(tmp_path):
     """Entries of study s: two datasets, one of them warm and replayed as well, and memory."""
     cell = bench(tmp_path / "s", {"a": 2.0, "b": 1.5}, study="s")
     for repetition, peak in enumerate((3, 1, 2, 2, 9)):
-        Block(cell.path.parent, {}).write(Measurement("a", "memory", repetition, {"peak": peak * 2**30, "kv": 0}))
+        cell.write(Measurement("a", "memory", repetition, {"peak": peak * 2**30, "kv": 0}))
     bench(tmp_path / "s", {"a": 3.0, "b": 1.0}, study="s", dataset="gsm8k", seed=1)
     bench(tmp_path / "s", {"a": 2.5, "b": 1.0}, study="s", temperature=1.0, cell="decode-2", seed=2)
     bench(tmp_path / "s", {"a": 2.0, "b": 1.5}, study="s", replay=True, cell="replay-1", questions=24, seed=3)

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import fixtures
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from specbench import metrics
 from specbench.errors import SpecBenchError
 from specbench.records import blocks, identity
-from specbench.records.blocks import NAME, Ledger, below, read_block, scan
+from specbench.records.blocks import NAME, below, read_block, scan
 from specbench.records.rows import Failure, Measurement, QuestionEnd, Row
 from specbench.reporting import cells, tables
 from specbench.reporting.cells import Entry
@@ -154,7 +155,7 @@ def records_of_every_kind():
 
 
 def ledger(folder, header=SETTINGS, timed=False, **more):
-    return Ledger(folder, header, "none", timed, **more)
+    return fixtures.ledger(folder, header, timed, **more)
 
 
 def test_rows_come_back_as_written(tmp_path):

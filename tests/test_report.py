@@ -15,12 +15,12 @@ import pytest
 from conftest import ROOT
 from doors import call
 from test_overview import bench
-from fixtures import random_row, settings
+from fixtures import block, block_path, random_row, settings, whole
 
 from specbench import metrics, trace
 from specbench.errors import SpecBenchError
 from specbench.metrics import RATES, Totals, contrast, interval
-from specbench.records.blocks import Block, NAME
+from specbench.records.blocks import NAME
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.reporting import bundle, freshness, tables, translate
 from specbench.reporting.bundle import Report, Sources
@@ -36,7 +36,7 @@ def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=
     for drafter in drafters:
         header = settings(drafter, dataset=dataset)
         header["arms"][drafter]["drafter"] |= (said or {}).get(drafter, {})
-        cell = Block(folder / "m" / dataset / f"{drafter}-1", header)
+        cell = block(folder, header, f"{dataset}-{drafter}")
         for q in range(questions):
             for who in ("none", drafter):
                 row, _ = random_row(rng, who, str(q))
@@ -50,7 +50,7 @@ def measure(folder, names=("hass-1", "hass-2"), repetitions=5):
     header = settings(*names, dataset="mtbench", study="costs")
     for steps, name in enumerate(names, 1):
         header["arms"][name]["drafter"] = {"name": "hass", "steps": steps}
-    cell = Block(folder / "m" / "mtbench" / "decode-1", header)
+    cell = block(folder, header, "mtbench-costs")
     rng = np.random.default_rng(0)
     for who in ("none", *names):
         cell.write(random_row(rng, who)[0])
@@ -118,11 +118,11 @@ def test_a_difference_is_called_only_if_its_interval_excludes_none():
 
 def test_a_row_cut_off_by_a_crash_is_left_out_and_said(tmp_path):
     fill(tmp_path)
-    path = next(tmp_path.rglob("eagle2-1/rows.jsonl"))
+    path = next(tmp_path.rglob(f"d-eagle2/{NAME}"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     found = report(tmp_path)
-    assert len(found.problems) == 1 and "cut off" in found.problems[0] and "eagle2-1" in found.problems[0]
+    assert len(found.problems) == 1 and "cut off" in found.problems[0] and "d-eagle2" in found.problems[0]
     assert found.write().exists() and "cut off" in (tmp_path / "README.md").read_text()
     assert path.read_bytes() == whole[:-20], "the report changed the rows"
 
@@ -144,7 +144,8 @@ def test_bad_questions_are_one_clear_line(tmp_path, arguments, said):
 def test_two_cells_about_one_thing_are_both_shown_and_the_larger_one_counts(tmp_path):
     fill(tmp_path, ("eagle2",), dataset="mtbench")
     rng = np.random.default_rng(9)
-    again = Block(tmp_path / "m" / "mtbench" / "eagle2-2", settings("eagle2", dataset="mtbench"))
+    again = block(tmp_path, settings("eagle2", dataset="mtbench"), "mtbench-again")
+    again.header["arms"]["eagle2"]["drafter"]["depth"] = 9
     for q in range(2):
         for who in ("none", "eagle2"):
             again.write(random_row(rng, who, str(q))[0])
@@ -157,7 +158,7 @@ def test_two_cells_about_one_thing_are_both_shown_and_the_larger_one_counts(tmp_
 
 def test_failures_stand_first(tmp_path):
     fill(tmp_path, ("eagle2",))
-    cell = Block(tmp_path / "m" / "d" / "eagle2-1", settings("eagle2"))
+    cell = block(tmp_path, settings("eagle2"), "d-eagle2")
     cell.write(Failure("eagle2", "lost", 0, "boom"))
     path = CellFailure.path(tmp_path / "m" / "d", "moa", {})
     CellFailure("m", "d", "moa", 0.0, "no weights").write(path)
@@ -174,8 +175,7 @@ def test_ten_thousand_rows_take_a_minute_of_a_processor_and_a_gigabyte_at_most(t
     """Processor time, which other work on the machine does not use up; about a fifth of that is used."""
     rng = np.random.default_rng(0)
     for d in range(10):
-        cell = Block(tmp_path / "m" / "mtbench" / f"d{d}-1", settings(f"d{d}", dataset="mtbench"))
-        lines = []
+        lines = [json.dumps(whole(settings(f"d{d}", dataset="mtbench"))) + "\n"]
         for q in range(500):
             for who in ("none", f"d{d}"):
                 drafted = np.zeros(40, int) if who == "none" else rng.integers(1, 7, 40)
@@ -185,8 +185,7 @@ def test_ten_thousand_rows_take_a_minute_of_a_processor_and_a_gigabyte_at_most(t
                 row.ranks = [[0] * a for a in row.accepted]
                 row.draft_s = row.target_s = row.verify_s = row.rest_s = row.decode_s / 4
                 lines.append(json.dumps(vars(row)) + "\n")
-        with cell.path.open("a") as file:
-            file.writelines(lines)
+        block_path(tmp_path / "m" / f"mtbench-d{d}").write_text("".join(lines))
     # VmHWM is the program's own peak; a child's ru_maxrss begins with what its parent held when it was forked
     program = (
         "import runpy; runpy.run_module('specbench.report', run_name='__main__');"
@@ -250,7 +249,7 @@ def test_damaged_answer_files_are_named(tmp_path, content, said):
 def hostile(tmp_path) -> Path:
     """A report whose prompt, tokens, drafter and error try to get out of their places."""
     fill(tmp_path, ("eagle2", "vanilla"), dataset="mtbench")
-    cell = next(tmp_path.rglob("eagle2-1"))
+    cell = next(tmp_path.rglob("mtbench-eagle2"))
     cycle = {
         "root": HOSTILE,
         "nodes": [[HOSTILE, 0, 0.5, 0.25], ["other", 0, 0.1, None], ["deep", 1, 0.9, 0.2]],
@@ -260,7 +259,7 @@ def hostile(tmp_path) -> Path:
     }
     second = {**cycle, "path": [], "bonus": "end"}
     found = {"question": HOSTILE, "drafter": "eagle2", "prompt": HOSTILE, "first": HOSTILE, "cycles": [cycle, second]}
-    trace.write(cell / "trace.json", [found])
+    trace.write(trace.path_of(cell, "eagle2"), [found])
     CellFailure("m", "mtbench", HOSTILE, 0.0, HOSTILE).write(CellFailure.path(tmp_path / "m" / "mtbench", "x", {}))
     return report(tmp_path).write()
 

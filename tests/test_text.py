@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 from test_files import no_figures  # noqa: F401
-from fixtures import SETTINGS, arm, random_row, settings
+from fixtures import SETTINGS, arm, block, random_row, settings
 from test_report import measure
 
 from specbench import door, metrics, sweep
 from specbench.errors import SpecBenchError, one_line, visible
 from specbench.metrics import RATES, Totals, contrast, interval, macro
-from specbench.records.blocks import Block, NAME
+from specbench.records.blocks import NAME
 from specbench.records.rows import CellFailure, Failure, Row
 from specbench.reporting import bundle, cells, figures, tables, text
 from specbench.reporting.bundle import Report, Sources
@@ -138,7 +138,8 @@ def fill(folder, names, dataset="mtbench", model="m"):
         header = settings(name, dataset=dataset)
         header["config"] = {**header["config"], "model": {"name": model}}
         header["arms"][name]["drafter"]["growth"] = {"_target_": "specbench.engine.grow.Chain", "gamma": 4}
-        cell = Block(folder / "m" / "mtbench" / f"x-{i}", header)
+        header["target"]["fingerprint"] = model  # of another target than plain `settings`: the two are not pooled
+        cell = block(folder, header, f"mtbench-x-{i}")
         for q in range(2):
             for who in ("none", name):
                 row = random_row(rng, who, f"{name}{q}")[0]
@@ -257,7 +258,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
         "zeros-chain": 4,
     }  # of nine numbers; the last one has cycles and no clock
     for name in absent:
-        cell = Block(tmp_path / "m" / "mtbench" / f"z-{name}", settings(name, dataset="mtbench"))
+        cell = block(tmp_path, settings(name, dataset="mtbench"), f"mtbench-z-{name}")
         for q, who in itertools.product(("0", "1"), ("none", name)):
             zeros = random_row(np.random.default_rng(0), who, q)[0]
             zeros.decode_s = zeros.draft_s = zeros.target_s = zeros.verify_s = zeros.rest_s = 0.0
@@ -283,7 +284,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
 
 
 def test_a_folder_of_nothing_but_cells_without_cycles_is_reported(tmp_path, no_figures):  # noqa: F811
-    cell = Block(tmp_path / "m" / "mtbench" / "z-1", settings("eagle2", dataset="mtbench"))
+    cell = block(tmp_path, settings("eagle2", dataset="mtbench"))
     for who in ("none", "eagle2"):
         cell.write(one_token(who, "q"))
     found = Report(Sources(tmp_path))

@@ -77,18 +77,33 @@ def replayed(words: Sequence[str]) -> bool:
     return said(words, "replay", "false") == "true"
 
 
-def all_tasks(results: Path, model: str, folder: Path = studies.FOLDER, only: Sequence[str] | None = None) -> list[Task]:
+@dataclass(frozen=True)
+class Scope:
+    """Whose plan it is.
+
+    Attributes:
+        results: folder of blocks. model: target of all cells that name no other. overrides: what every study is told
+            beside. folder: of the studies.
+    """
+
+    results: Path
+    model: str
+    overrides: tuple[str, ...] = ()
+    folder: Path = studies.FOLDER
+
+
+def all_tasks(scope: Scope, only: Sequence[str] | None = None) -> list[Task]:
     """Every cell of every study that is asked for, in the order in which it is worth measuring.
 
     Raises:
         SpecBenchError: a study that is not there.
     """
-    listed = studies.load(folder)
+    listed = studies.load(scope.folder)
     unknown = [name for name in only or () if name not in listed]
     if unknown:
         raise SpecBenchError(f"studies: there is no study {unknown[0]}; there are {', '.join(listed)}")
     tasks = [
-        _task(name, study, number, list(words), results, model)
+        _task(name, study, number, [*words, *scope.overrides], scope)
         for name, study in listed.items() if only is None or name in only
         for number, words in enumerate(study["cells"])
     ]  # fmt: skip
@@ -112,10 +127,11 @@ def kind_of(study: Study, words: Sequence[str]) -> Kind:
     return "trained" if any("train" in arm for arm in study["arms"].values()) else "replayed"
 
 
-def _task(name: str, study: Study, number: int, words: list[str], results: Path, model: str) -> Task:
+def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) -> Task:
     kind = kind_of(study, words)
     planned = int(said(words, "data.limit", "80"))
-    known = _there(results / name / said(words, "model", model) / folder_name(words), kind)
+    target = said(words, "model.name", said(words, "model", scope.model))
+    known = _there(scope.results / name / target / folder_name(words), kind)
     labels = _labels(study, words, known)
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
     done = min(planned, _done(known, labels, turns))

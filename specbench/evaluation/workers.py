@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specbench import measure
 from specbench.evaluation.budget import Budget
-from specbench.evaluation.plan import Task, all_tasks
+from specbench.evaluation.plan import Scope, Task, all_tasks
 
 SHORTEST = 30.0  # seconds that a slice must have
 BUSY, WATCHED = 0.3, 2.0  # cores that others may keep busy while work is timed, and seconds of looking
@@ -19,10 +19,9 @@ LOW = 10  # priority of what does not count seconds, as `nice` has it
 
 @dataclass(frozen=True)
 class Settings:
-    """results, model: of all cells. data: folder of prompts. slice: seconds of one cell at a time."""
+    """scope: of the plan. data: folder of prompts that neither wheel nor cache has. slice: seconds of a cell at a time."""
 
-    results: Path
-    model: str
+    scope: Scope
     data: str | None
     slice: float
 
@@ -89,15 +88,18 @@ def _next(queue: Sequence[Task], running: Sequence[Task], slots: int) -> Task | 
 def _start(task: Task, settings: Settings, budget: Budget) -> Worker:
     left = budget.left
     minutes = (settings.slice if left is None else min(settings.slice, left)) / 60
+    scope = settings.scope
+    flags = [word for word in scope.overrides if word.startswith("-")]  # which Hydra wants in front
     command = [
-        sys.executable, "-m", "specbench.study", f"study={task.study}", f"cells=[{task.cell}]", f"minutes={minutes:.2f}",
-        f"results={settings.results}", "show=false",
+        sys.executable, "-m", "specbench.study", *flags, f"study={task.study}", f"cells=[{task.cell}]",
+        f"minutes={minutes:.2f}", f"results={scope.results}", "show=false",
     ]  # fmt: skip
-    command += [] if any(word.startswith("model=") for word in task.words) else [f"model={settings.model}"]
+    command += [] if any(word.startswith("model=") for word in task.words) else [f"model={scope.model}"]
     if settings.data is not None and Path(settings.data, f"{task.dataset}.jsonl").is_file():
         command.append(f"data.root={settings.data}")
     if task.kind != "timed":
         command.append("threads=1")
+    command += [word for word in scope.overrides if word not in flags]
     print(f"{task.study}, cell {task.cell}: {task.done} of {task.planned} questions so far", file=sys.stderr, flush=True)
     ease = None if task.kind == "timed" else _low
     return Worker(task, subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=ease))
@@ -118,7 +120,7 @@ def _ended(running: Sequence[Worker]) -> Worker:
 
 def _again(task: Task, settings: Settings) -> Task | None:
     """The same cell as it stands now, if it came further and is not through."""
-    tasks = all_tasks(settings.results, settings.model, only=[task.study])
+    tasks = all_tasks(settings.scope, [task.study])
     now = next(t for t in tasks if t.cell == task.cell)
     further = now.done > task.done or (now.measured and not task.measured) or (task.kind == "trained" and not now.done)
     return now if now.open and further else None

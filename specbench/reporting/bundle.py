@@ -12,7 +12,7 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from specbench import studies
+from specbench import studies, trace
 from specbench.errors import SpecBenchError
 from specbench.files import read_json, readable
 from specbench.measure import ROOT
@@ -196,8 +196,9 @@ class Report:
 
 
 def _trace(entry: Entry) -> Path:
-    """Where an arm's traces lie."""
-    return entry.path.parent / f"trace-{entry.name}.json"
+    """Where an arm's traces lie; of several seeds the first one's."""
+    label = next(label for label, arm in entry.header["arms"].items() if arm is entry.arm)
+    return trace.path_of(entry.path.parent, label)
 
 
 def _main(entries: Sequence[Entry]) -> list[Entry]:

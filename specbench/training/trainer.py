@@ -27,6 +27,7 @@ from specbench.assets import atomic_path
 from specbench.engine.interface import Batch
 from specbench.engine.tensors import unpickled
 from specbench.errors import SpecBenchError, refusing
+from specbench.evaluation.budget import Budget
 from specbench.training import parameters
 from specbench.training.features import Corpus, Row
 from specbench.training.precision import mixed
@@ -88,6 +89,13 @@ class _Objective(nn.Module):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self.drafter.loss(batch)  # type: ignore[operator]
         return found
+
+
+class Paused(Exception):
+    """A training whose time was over before its last step, and that was kept."""
+
+    def __init__(self, step: int, total: int, seconds: float):
+        super().__init__(f"{step} of {total} steps, about {seconds / 60:.0f} minutes more; the same command goes on there")
 
 
 class Trainer:
@@ -173,8 +181,13 @@ class Trainer:
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 
-    def run(self) -> list[dict[str, Any]]:
-        """Train to the end, from the last checkpoint if there is one; the drafter stays as the last phase configured it."""
+    def run(self, budget: Budget | None = None) -> list[dict[str, Any]]:
+        """Train to the end, from the last checkpoint if there is one; the drafter stays as the last phase configured it.
+
+        Raises:
+            Paused: the budget was over before; the next run goes on at this very step.
+        """
+        budget = budget or Budget()
         self._resume()
         console, settings = Console(stderr=True), self.settings
         self._print(console, describe(settings, self.total))
@@ -203,6 +216,9 @@ class Trainer:
                     saved = time.monotonic()
                 if self.step >= self.total:
                     break
+                if self._agreed(not budget.allows(0)):
+                    self._save()
+                    raise Paused(self.step, self.total, self.seconds / self.step * (self.total - self.step))
         self._enter(len(settings.phases) - 1)
         for parameter in self.parameters:
             parameter.requires_grad_(True)  # what is the drafter's own, whatever the last phase trained
