@@ -214,6 +214,21 @@ def unmet(needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool
     return found
 
 
+def option(overrides: Iterable[str], name: str, default: str) -> str:
+    """An option's value among overrides; the last word counts."""
+    values = [value for key, _, value in (word.partition("=") for word in overrides) if key.lstrip("+") == name]
+    return values[-1] if values else default
+
+
+def replayed(overrides: Iterable[str]) -> bool:
+    return option(overrides, "replay", "false") == "true"
+
+
+def measuring_cell(study: Study) -> int:
+    """The cell in which quantities are measured beside rows, once a study: the first one whose seconds count."""
+    return next((number for number, overrides in enumerate(study["cells"]) if not replayed(overrides)), 0)
+
+
 def sources(studies: Iterable[Study]) -> set[str]:
     """Tables and figures that have a study."""
     return {source for study in studies for source in study["source"]}

@@ -81,7 +81,7 @@ def _decode(
     name: str, study: Study, prepared: Sequence[StudyCell], trained: Trained, users: list[str], budget: Budget
 ) -> list[tuple[StudyCell, cell.Ran]]:
     """What is missing of every cell whose prompts are to be had, as long as the budget lasts."""
-    measured = next((c.number for c in prepared if not c.base.replay), prepared[0].number)  # once a study
+    measured = studies.measuring_cell(study)
     absent = trained.failed | trained.unfinished
     found: list[tuple[StudyCell, cell.Ran]] = []
     target, chat, loaded = *arms.load(prepared[0].base), prepared[0].base.model

@@ -1,5 +1,7 @@
 """Made-up drafters, headers, rows and cells: the one place that knows what a header holds and where blocks lie."""
 
+import itertools
+import time
 from pathlib import Path
 
 from specbench.engine.interface import Step
@@ -54,9 +56,13 @@ def whole(header):
     return known | {"decoding": DECODING, "timing": TIMING} | header
 
 
+_seconds = itertools.count()
+
+
 def block(results: Path, header, cell="d-greedy") -> Block:
-    """A new block of a cell of the model `m`, as a process that measures begins one."""
-    return Block(results / "m" / cell, header)
+    """A new block of a cell of the model `m`, as a process that measures begins one, later than those before."""
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(1.7e9 + next(_seconds)))
+    return Block(results / "m" / cell, {"started": started, **header})
 
 
 def block_path(folder: Path, number=0) -> Path:

@@ -274,9 +274,9 @@ claims:
 """
 
 
-def measured(path):
-    """What was measured, how often of whom."""
-    found = [r for r in read_block(path)[1] if isinstance(r, Measurement)]
+def measured(*paths):
+    """What these blocks measured, how often of whom."""
+    found = [r for path in paths for r in read_block(path)[1] if isinstance(r, Measurement)]
     assert len({r.key for r in found}) == len(found)
     counts: dict[tuple[str, str], int] = {}
     for r in found:
@@ -289,15 +289,16 @@ def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
     assert "drafting: ms of eagle2 over chain: x" in said
     assert "REPRODUCED: drafting takes time" in said
     assert "NOT RUN: a pass takes time" in said and "2 repetitions, where 5 make an interval" in said
-    paths = below(tmp_path)
-    counts = {len([r for r in read_block(p)[1] if isinstance(r, Row)]): measured(p) for p in paths if "decode-" in str(p)}
-    assert counts[6] == {
+    (replayed,) = below(tmp_path / "costs" / "tiny" / "mtbench-greedy-12-replayed")
+    first, second = below(tmp_path / "costs" / "tiny" / "mtbench-greedy-12")
+    assert [sum(isinstance(r, Row) for r in read_block(path)[1]) for path in (replayed, first, second)] == [6, 6, 6]
+    assert measured(first) == {
         **{("drafting", arm): 5 for arm in ("eagle2", "chain")},
         **{("overhead", arm): 1 for arm in ("none", "eagle2", "chain")},
         ("target_pass", "none"): 2,
         ("generate", "none"): 1,
     }
-    assert counts[12] == {} and not any(measured(p) for p in paths if "replay-" in str(p))
+    assert measured(second) == measured(replayed) == {}
 
 
 def test_a_killed_study_goes_on_with_what_was_not_measured(home, tmp_path):
@@ -307,18 +308,19 @@ def test_a_killed_study_goes_on_with_what_was_not_measured(home, tmp_path):
     (home / "conf" / "study").mkdir(parents=True, exist_ok=True)
     (home / "conf" / "study" / "killed.yaml").write_text(text.replace("HOME", str(home)))
     own = f"--config-dir={home / 'conf'}", "study=killed", f"results={tmp_path}", "memory=1"
-    header_and_rows, wanted = 1 + 2 * 2, 2 + 3 + 1
-    path, before = kill_after_rows(start(home, "study", *own), tmp_path, header_and_rows + 2)
+    question, wanted = 1 + 2 * 2 + 1, 2 + 3 + 1  # with header and end
+    path, before = kill_after_rows(start(home, "study", *own), tmp_path, question + 2)
     assert 3 <= sum(measured(path).values()) < wanted
     study(home, text, "killed", f"results={tmp_path}", "memory=1")
-    assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1]), "what was there was measured again"
-    assert measured(path) == {
+    assert path.read_bytes() == before
+    assert measured(*below(tmp_path)) == {  # each once: what was there was not measured again
         ("memory", "none"): 1,
         ("memory", "eagle2"): 1,
         ("drafting", "eagle2"): 3,
         ("training", "eagle2"): 1,
     }
-    found = {(r.what, r.drafter): r.values for r in read_block(path)[1] if isinstance(r, Measurement)}
+    records = [r for path in below(tmp_path) for r in read_block(path)[1]]
+    found = {(r.what, r.drafter): r.values for r in records if isinstance(r, Measurement)}
     assert found["memory", "none"]["peak"] >= found["memory", "none"]["loaded"] > 2**20
     assert found["training", "eagle2"]["peak"] > 2**20 and found["training", "eagle2"]["tokens_per_s"] > 0
 

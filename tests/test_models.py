@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, composed, make, tiny
 from doors import rows_of, run
+from fixtures import ledger, settings
 from hydra.utils import instantiate
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +19,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
-from specbench.records.blocks import Block
+from specbench.records.blocks import read_block
 from specbench.records.rows import Failure, Row
 
 MODELS = sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
@@ -138,14 +139,18 @@ def test_out_of_memory_in_one_generation_is_a_failed_row_and_the_rest_goes_on(tm
         draft(capacity)
 
     drafter.reset = reset
-    questions = [Question(str(i), "writing", ("tell me",)) for i in range(3)]
-    cell = Block(tmp_path, {"config": {}})
+    questions = [Question(str(i), "writing", (f"tell me {i}",)) for i in range(3)]
+    known = ledger(tmp_path, settings("eagle2"))
     contenders = [Contender(d.name, d, Lossless()) for d in (baseline, drafter)]
     bench = Bench(target, chat, contenders, Sampler(), RunSettings(max_new_tokens=6))
-    assert bench.run(questions, cell) == 1
-    failed = [row for row in cell.rows.values() if isinstance(row, Failure)]
+    bench.run(questions, known)
+    _, records = read_block(known.block.path)
+    failed = [record for record in records if isinstance(record, Failure)]
     assert [(f.drafter, f.question) for f in failed] == [("eagle2", "1")] and "out of memory" in failed[0].error
-    assert sum(isinstance(row, Row) for row in cell.rows.values()) == 5
+    assert sum(isinstance(record, Row) for record in records) == 5
+    assert known.failed() == {("eagle2", failed[0].text, 0)}
+    bench.run(questions, ledger(tmp_path, settings("eagle2")))
+    assert not ledger(tmp_path, settings("eagle2")).failed(), "it was not tried again by the next run"
 
 
 @pytest.mark.parametrize("replay", [False, True])

@@ -14,7 +14,7 @@ from specbench.evaluation import study_runs
 from specbench.metrics import BASELINE
 from specbench.records import blocks, identity
 from specbench.records.blocks import Known
-from specbench.studies import Study
+from specbench.studies import Study, measuring_cell, option, replayed
 
 Kind = Literal["replayed", "trained", "timed"]
 ORDER: Mapping[str, int] = {"replayed": 0, "trained": 1, "timed": 2}
@@ -56,25 +56,15 @@ class Task:
 
     @property
     def dataset(self) -> str:
-        return said(self.words, "dataset", "mtbench")
-
-
-def said(words: Iterable[str], option: str, default: str) -> str:
-    """An option's value among overrides; the last word counts."""
-    values = [value for name, _, value in (word.partition("=") for word in words) if name.lstrip("+") == option]
-    return values[-1] if values else default
+        return option(self.words, "dataset", "mtbench")
 
 
 def folder_name(words: Sequence[str]) -> str:
     """The folder of a study's cell, as `RunSpec.cell_folder` names it."""
-    temperature, top_p = float(said(words, "sampler.temperature", "0")), float(said(words, "sampler.top_p", "1"))
-    drawn = temperature, top_p, int(said(words, "sampler.top_k", "0"))
-    tokens, link = int(said(words, "decode.max_new_tokens", "1024")), said(words, "link", "local")
-    return blocks.cell_name(said(words, "dataset", "mtbench"), drawn, tokens, link, replayed(words))
-
-
-def replayed(words: Sequence[str]) -> bool:
-    return said(words, "replay", "false") == "true"
+    temperature, top_p = float(option(words, "sampler.temperature", "0")), float(option(words, "sampler.top_p", "1"))
+    drawn = temperature, top_p, int(option(words, "sampler.top_k", "0"))
+    tokens, link = int(option(words, "decode.max_new_tokens", "1024")), option(words, "link", "local")
+    return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, replayed(words))
 
 
 @dataclass(frozen=True)
@@ -129,8 +119,8 @@ def kind_of(study: Study, words: Sequence[str]) -> Kind:
 
 def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) -> Task:
     kind = kind_of(study, words)
-    planned = int(said(words, "data.limit", "80"))
-    target = said(words, "model.name", said(words, "model", scope.model))
+    planned = int(option(words, "data.limit", "80"))
+    target = option(words, "model.name", option(words, "model", scope.model))
     known = _there(scope.results / name / target / folder_name(words), kind)
     labels = _labels(study, words, known)
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
@@ -144,7 +134,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         words=tuple(words),
         planned=planned,
         done=done,
-        measured=number != _measured_cell(study) or _measured(known, study),
+        measured=number != measuring_cell(study) or _measured(known, study),
         generations=(planned - done) * len(labels) * turns,
         pace=pace,
         waiting=len(study.get("claims", [])),
@@ -167,7 +157,7 @@ def _there(folder: Path, kind: Kind) -> list[Known]:
 def _labels(study: Study, words: Sequence[str], known: Sequence[Known]) -> list[str]:
     """Which arms a question needs; of those that cannot sample none is wanted where the others do."""
     labels = [member.label for member in study_runs.members(study, None)]
-    if float(said(words, "sampler.temperature", "0")) > 0 and known:
+    if float(option(words, "sampler.temperature", "0")) > 0 and known:
         labels = [label for label in labels if label in known[-1].arms]
     return [BASELINE, *labels]
 
@@ -197,11 +187,6 @@ def _stale(arm: Any) -> bool:
     return known is not None and path.is_file() and contents.of_file(path) != known
 
 
-def _measured_cell(study: Study) -> int:
-    """The cell in which quantities are measured: the first one whose seconds count."""
-    return next((n for n, words in enumerate(study["cells"]) if not replayed(words)), 0)
-
-
 def _measured(known: Sequence[Known], study: Study) -> bool:
     """Has every quantity of the study all of its repetitions, of every arm of which it was taken at all?"""
     for what, times in study.get("measure", {}).items():
@@ -226,7 +211,7 @@ def minutes_left(task: Task) -> str:
     return "?" if task.seconds is None else f"{task.seconds / 60:.0f}"
 
 
-COLUMNS = ("study", "cell", "kind", "questions", "planned", "minutes left", "claims")
+COLUMNS = ("study", "cell", "kind", "questions", "planned", "minutes left", "claims waiting")
 
 
 def lines(tasks: Iterable[Task]) -> list[list[str]]:
@@ -236,7 +221,7 @@ def lines(tasks: Iterable[Task]) -> list[list[str]]:
             task.study, f"{task.cell}: {folder_name(task.words)}", task.kind, str(task.done),
             f"{task.planned}{'' if task.measured else ' and measurements'}",
             f"not testable here: {', '.join(task.missing)}" if task.missing else minutes_left(task),
-            str(task.waiting),
+            str(task.waiting if task.open else 0),
         ]
         for task in tasks
     ]  # fmt: skip

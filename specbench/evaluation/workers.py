@@ -60,7 +60,7 @@ def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task
             worker.process.terminate()
             worker.process.wait()
     for task in queue:
-        print(f"{task.study}, cell {task.cell}: {task.done} of {task.planned} questions", file=sys.stderr)
+        print(f"{task.study}, cell {task.cell}: left at {task.done} of {task.planned} questions", file=sys.stderr)
     return broken
 
 
@@ -122,5 +122,6 @@ def _again(task: Task, settings: Settings) -> Task | None:
     """The same cell as it stands now, if it came further and is not through."""
     tasks = all_tasks(settings.scope, [task.study])
     now = next(t for t in tasks if t.cell == task.cell)
+    print(f"{now.study}, cell {now.cell}: {now.done} of {now.planned} questions", file=sys.stderr, flush=True)
     further = now.done > task.done or (now.measured and not task.measured) or (task.kind == "trained" and not now.done)
     return now if now.open and further else None

@@ -98,7 +98,9 @@ class Entry:
         mode = "greedy" if self.temperature == 0 else f"T={self.temperature}"
         where = f"{self.collection}: " if self.collection else ""
         replayed = ", replayed" if self.replayed else ""
-        return f"{where}{self.model}, {self.dataset}, {mode}, {self.dtype}{replayed}, {self.machine}"
+        cap = (self.header["config"].get("decode") or {}).get("max_new_tokens")
+        tokens = f", {cap:,} tokens at most" if isinstance(cap, int) else ""
+        return f"{where}{self.model}, {self.dataset}, {mode}{tokens}, {self.dtype}{replayed}, {self.machine}"
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ def pooled(entries: Sequence[Entry]) -> Entry:
 
 
 def groups(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Comparable entries under one caption: same collection, model, dataset, temperature, machine; one baseline each."""
+    """Comparable entries under one caption: same collection, model, dataset, sampling, length, machine; one baseline."""
     found: dict[str, list[Entry]] = {}
     for e in entries:
         group = found.setdefault(e.caption, [])
