@@ -12,7 +12,7 @@ an interval.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -177,8 +177,15 @@ class Totals:
 
     def resampled(self) -> Sums:
         """The same over every bootstrap sample of questions: [S] or [S, DEPTHS]."""
-        times = resamples(len(self.questions))
-        return {n: times @ s for n, s in self.sums.items()}
+        return self._resampled
+
+    @cached_property
+    def _resampled(self) -> Sums:
+        """One product for all sums, and once for all the rates that are asked of them."""
+        columns = [s.reshape(len(self.questions), -1) for s in self.sums.values()]
+        ends = np.cumsum([c.shape[1] for c in columns])[:-1]
+        parts = np.split(resamples(len(self.questions)) @ np.concatenate(columns, 1), ends, axis=1)
+        return {n: p.reshape(len(p), *s.shape[1:]) for (n, s), p in zip(self.sums.items(), parts, strict=True)}
 
 
 def _alpha(depth: int) -> "Rate":

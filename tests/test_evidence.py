@@ -306,3 +306,18 @@ def test_a_training_in_parts_is_the_training_in_one(home):
     assert parts > 2
     one, other = ((home / "out" / name / "model.safetensors").read_bytes() for name in ("undivided", "divided"))
     assert one == other
+
+
+def test_what_a_killed_command_had_started_ends_with_it(tmp_path):
+    """Or a study that nobody waits for would go on beside the next one."""
+    inner = "import subprocess, sys; from specbench.children import dying_with_parent as d; "
+    inner += "p = subprocess.Popen(['sleep', '60'], preexec_fn=d()); print(p.pid, flush=True); p.wait()"
+    outer = subprocess.Popen([sys.executable, "-c", inner], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = Path("/proc") / outer.stdout.readline().strip()
+    assert child.exists()
+    outer.kill()
+    outer.wait()
+    deadline = time.monotonic() + 20
+    while child.exists() and "Z" not in (child / "stat").read_text().split()[2] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]

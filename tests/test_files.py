@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from battery import counting
 from conftest import ROOT
+from fixtures import SETTINGS, arm, block_path, random_row, whole
 from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from fixtures import SETTINGS, arm, block_path, random_row, whole
 from test_report import fill
 
 from specbench import files, report, studies

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
 from fixtures import arm, settings
+from matplotlib import pyplot as plt
 
 from specbench.metrics import Interval, draws, summarise
 from specbench.records.rows import Row

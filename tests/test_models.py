@@ -19,7 +19,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
-from specbench.records.blocks import read_block
+from specbench.records.blocks import below, read_block
 from specbench.records.rows import Failure, Row
 
 MODELS = sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
@@ -173,15 +173,26 @@ def test_no_other_answer_stands_for_that_of_a_baseline_that_failed(tmp_path, rep
         return propose(*arguments)
 
     contenders[0].drafter.propose = fails_first
-    questions, cell = [Question(i, "c", ("3 14 15", "9 26")) for i in "ab"], Cell(tmp_path, {"config": {}})
-    assert bench.run(questions, cell) == (6 if replay else 4)
-    first = [cell.rows[name, "a", 0] for name in ("none", "eagle2", "vanilla")]
+    questions = [Question(i, "c", (f"3 14 {n}", "9 26")) for n, i in enumerate("ab")]
+    known = ledger(tmp_path, settings("eagle2", "vanilla"))
+    bench.run(questions, known)
+    assert bench.missing(questions, known) == (6 if replay else 4)
+    found = newest(tmp_path)
+    first = [found[name, "a", 0] for name in ("none", "eagle2", "vanilla")]
     assert isinstance(first[0], Failure)
     for row in first[1:]:
         assert (isinstance(row, Failure) and "baseline failed" in row.error) if replay else row.audit is None
-    assert not any(key[1:] == ("a", 1) for key in cell.rows), "the next turn follows an answer that is not there"
-    bench.run(questions, cell)
-    assert all(isinstance(cell.rows[c.label, q, turn], Row) for c in contenders for q in "ab" for turn in (0, 1))
+    assert not any(key[1:] == ("a", 1) for key in found), "the next turn follows an answer that is not there"
+    bench.run(questions, ledger(tmp_path, settings("eagle2", "vanilla")))
+    found = newest(tmp_path)
+    assert all(isinstance(found[c.label, q, turn], Row) for c in contenders for q in "ab" for turn in (0, 1))
+
+
+def newest(folder):
+    """Rows and failures of all blocks of a cell that this process wrote one after the other."""
+    blocks = sorted(below(folder), key=lambda path: path.stat().st_mtime_ns)
+    records = [record for path in blocks for record in read_block(path)[1]]
+    return {record.key: record for record in records if isinstance(record, Row | Failure)}
 
 
 def test_a_target_under_a_device_map_is_the_same(home):

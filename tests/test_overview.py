@@ -1,7 +1,5 @@
 """What a report says first: the answer, what is accepted, who beats whom; each only of rows that were measured alike."""
 
-import json
-
 import numpy as np
 import pytest
 from fixtures import block, random_row, settings

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from doors import call
-from test_overview import bench
 from fixtures import block, block_path, random_row, settings, whole
+from test_overview import bench
 
 from specbench import metrics, trace
 from specbench.errors import SpecBenchError

@@ -3,26 +3,26 @@
 import statistics
 import time
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, TRAINED, configuration, make, tiny
+from fixtures import ledger
+from fixtures import settings as header
 from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from test_decode import PROMPT, generate, plain
-from fixtures import settings as header
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from drafters.prompt_lookup import PromptLookup
 from drafters.retrieval import Retriever
 from drafters.suffix import Automaton, Suffix
 from specbench import schema
-from specbench.arms import RunOptions
 from specbench.bench import Bench, Contender, RunSettings
+from specbench.config.run_spec import RunOptions
 from specbench.datasets import Question
 from specbench.engine.interface import Taps
 from specbench.engine.known import Known
@@ -30,7 +30,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, paths_of
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
-from specbench.records.blocks import Block, read_block
+from specbench.records.blocks import below, read_block
 from specbench.records.rows import Row
 
 settings.register_profile("here", deadline=None, max_examples=80)
@@ -446,8 +446,9 @@ REMEMBERERS = ["suffix", "token_recycling", "lookahead"]
 CHAT = SimpleNamespace(
     encode=lambda history: [int(x) for x in history[0]["content"].split()], tokenizer=SimpleNamespace(decode=str)
 )
-QUESTIONS = [Question(str(i), "c", (f"{i} 3 14 15 9 26 {i} 3",)) for i in (5, 6, 5, 7)]
-QUESTIONS = [replace(q, id=str(n)) for n, q in enumerate(QUESTIONS)]
+TEXTS = [f"{i} 3 14 15 9 26 {i} 3" for i in (5, 6, 5, 7)]
+TEXTS[2] += " "  # the same prompt, and another question
+QUESTIONS = [Question(str(n), "c", (text,)) for n, text in enumerate(TEXTS)]
 
 
 def decoded(folder, *names, target=None, **options):
@@ -457,9 +458,16 @@ def decoded(folder, *names, target=None, **options):
     made = [(name.split()[0], make(*name.split()[:1], target, *name.split()[1:])) for name in ("none", *names)]
     contenders = [Contender(label, drafter, Lossless()) for label, drafter in made]
     bench = Bench(target, CHAT, contenders, Sampler(), RunSettings(max_new_tokens=20), **options)
-    cell = Block(folder, header(*(label for label, _ in made[1:])))
-    assert bench.run(QUESTIONS, cell) == 0
-    return cell.rows
+    known = ledger(folder, header(*(label for label, _ in made[1:])), timed=not bench.replay)
+    bench.run(QUESTIONS, known)
+    assert not known.failed() and not bench.missing(QUESTIONS, known)
+    return rows_of(folder)
+
+
+def rows_of(folder):
+    """Of the blocks of a cell by drafter, question and turn, as they were written."""
+    blocks = sorted(below(folder), key=lambda path: path.stat().st_mtime_ns)
+    return {r.key: r for path in blocks for r in read_block(path)[1] if isinstance(r, Row)}
 
 
 def cycles(rows, label):
@@ -494,9 +502,8 @@ def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
     for _ in range(2):
         generate(target, made, CHAT.encode([{"content": QUESTIONS[0].turns[0]}]), cap=20)
     bench = Bench(target, CHAT, [Contender(name, made, Lossless())], Sampler(), RunSettings(max_new_tokens=20, warmup=3))
-    cell = Block(tmp_path / "b", header(name))
-    bench.run(QUESTIONS, cell)
-    assert cycles(cell.rows, name) == first
+    bench.run(QUESTIONS, ledger(tmp_path / "b", header(name)))
+    assert cycles(rows_of(tmp_path / "b"), name) == first
     assert not made.remembering
 
 
@@ -520,8 +527,8 @@ def test_an_interrupted_cell_of_a_drafter_that_remembers_is_decoded_again(ends, 
     again = decoded(tmp_path / "cut", "suffix drafter.state=run", "eagle2")
     for label in ("suffix", "eagle2", "none"):
         assert cycles(again, label) == cycles(whole, label)
-    _, records = read_block(tmp_path / "cut" / "rows.jsonl")
-    written = [r.key for r in records if isinstance(r, Row) and r.drafter == "none"]
+    records = [r for path in below(tmp_path / "cut") for r in read_block(path)[1]]
+    written = [r.key for r in records if isinstance(r, Row) and r.drafter == "eagle2"]
     assert len(written) == len(set(written)), "the others were decoded again, too"
 
 

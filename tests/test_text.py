@@ -11,9 +11,9 @@ import subprocess
 
 import numpy as np
 import pytest
+from fixtures import SETTINGS, arm, block, random_row, settings
 from rich.console import Console
 from test_files import no_figures  # noqa: F401
-from fixtures import SETTINGS, arm, block, random_row, settings
 from test_report import measure
 
 from specbench import door, metrics, sweep

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specbench import contents, studies
 from specbench.assets import cache_root
+from specbench.children import dying_with_parent
 from specbench.engine import weights
 from specbench.evaluation.budget import Budget
 from specbench.studies import Study
@@ -95,7 +96,7 @@ def _train(name: str, overrides: Sequence[str], folder: Path, budget: Budget) ->
     left = budget.left
     if left is not None:
         command.append(f"train.minutes={max(left, 1) / 60:.2f}")
-    with subprocess.Popen(command) as process:
+    with subprocess.Popen(command, preexec_fn=dying_with_parent()) as process:
         try:
             code = process.wait(None if left is None else left + GRACE)
         except subprocess.TimeoutExpired:  # before its first step: what it has written by then stays

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbench import measure
+from specbench.children import dying_with_parent
 from specbench.evaluation.budget import Budget
 from specbench.evaluation.plan import Scope, Task, all_tasks
 
@@ -101,12 +102,8 @@ def _start(task: Task, settings: Settings, budget: Budget) -> Worker:
         command.append("threads=1")
     command += [word for word in scope.overrides if word not in flags]
     print(f"{task.study}, cell {task.cell}: {task.done} of {task.planned} questions so far", file=sys.stderr, flush=True)
-    ease = None if task.kind == "timed" else _low
-    return Worker(task, subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=ease))
-
-
-def _low() -> None:
-    os.nice(LOW)
+    begin = dying_with_parent(0 if task.kind == "timed" else LOW)
+    return Worker(task, subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=begin))
 
 
 def _ended(running: Sequence[Worker]) -> Worker:
