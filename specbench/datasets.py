@@ -33,8 +33,8 @@ class Question:
 
     @cached_property
     def digest(self) -> str:
-        """Of its texts, by which rows know it."""
-        return question_digest(self.turns)
+        """Of its texts and of how it is scored, by which rows know it."""
+        return question_digest(self.turns, None if self.check is None else repr(self.check))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What stands in the files that runs and trainings leave, as shapes to read them by (`specbench/files.py`).
 
 Everything a table or figure relies on is declared, with its range; an `OPEN` shape keeps other keys beside as they are.
-Rows and failures are declared where they are written, in `specbench/records.py`.
+Rows and failures are declared where they are written, in `specbench/records/rows.py`.
 """
 
 from typing import Annotated, Any, Literal

@@ -12,10 +12,10 @@ import os
 import re
 import secrets
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,11 +41,11 @@ class Block:
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]):
-        now = time.gmtime()
+        now = datetime.now(timezone.utc)
         machine = re.sub(r"[^a-z0-9]+", "-", str(header["hardware"]["device"]).lower()).strip("-")[:40]
-        name = f"{time.strftime('%Y-%m-%dT%H%M%S', now)}-{machine}-{secrets.token_hex(3)}.jsonl"
+        name = f"{now:%Y-%m-%dT%H%M%S}-{machine}-{secrets.token_hex(3)}.jsonl"
         self.path = folder / name
-        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", now)
+        started = f"{now:%Y-%m-%dT%H:%M:%S.%f}Z"  # by which the newest row is told
         numbers = {"decoding": identity.DECODING, "timing": identity.TIMING}
         self.header = {"kind": "header", "schema": SCHEMA, "started": started, **numbers, **header}
 

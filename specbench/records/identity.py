@@ -25,9 +25,9 @@ def digest(value: Any) -> str:
     return of(json.loads(json.dumps(value)))[:12]
 
 
-def question_digest(turns: Sequence[str]) -> str:
-    """Of a question: of the texts of all its turns."""
-    return digest(list(turns))
+def question_digest(turns: Sequence[str], check: str | None = None) -> str:
+    """Of a question: of the texts of all its turns, and of how its answer is scored, if it is."""
+    return digest(list(turns) if check is None else [list(turns), check])
 
 
 def arm_key(arm: Mapping[str, Any]) -> tuple[str, str]:

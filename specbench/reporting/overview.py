@@ -18,7 +18,7 @@ from specbench.reporting.document import Cell, Table
 from specbench.reporting.tables import ABSENT, called, number, shown
 
 PHASES = ("draft", "target", "verify", "rest")
-FREE = ("tree", "code")  # a benchmark is about drafters with their trees; its rows name the commit that made them
+FREE = ("tree",)  # a benchmark is about drafters with their trees
 
 
 @dataclass(frozen=True)
