@@ -321,3 +321,33 @@ def test_what_a_killed_command_had_started_ends_with_it(tmp_path):
     while child.exists() and "Z" not in (child / "stat").read_text().split()[2] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+
+
+WORKING = """
+from pathlib import Path
+from specbench.evaluation import plan, workers
+from specbench.evaluation.budget import Budget
+scope = plan.Scope(Path({results!r}), "smollm2-135m", {words!r}, Path({folder!r}))
+workers.work([t for t in plan.all_tasks(scope, ["worked"]) if t.open], workers.Settings(scope, None, 300.0), Budget(400))
+"""
+
+
+def test_evidence_killed_at_five_moments_loses_and_doubles_nothing(home, tmp_path):
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    assert replayed(home, undisturbed, "worked").returncode == 0
+    words = tuple(a for a in arguments_of(home, "study") if not a.startswith(("results=", "model.name=")))
+    words = (f"--config-dir={home / 'conf'}", *words, "model.name=tiny")
+    program = WORKING.format(results=str(killed), words=words, folder=str(home / "conf" / "study"))
+    moments = random.Random(5)
+    for _ in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment(home), stderr=subprocess.DEVNULL
+        )
+        time.sleep(moments.uniform(6, 14))
+        process.kill()
+        process.wait()
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(home), check=True, stderr=subprocess.DEVNULL)
+    rows = [{r.key: (r.tokens, r.accepted, r.nodes, r.passes) for _, r in rows_below(f)} for f in (undisturbed, killed)]
+    assert rows[0] == rows[1] and len(rows[0]) == 12 * 2 * 3
+    keys = [row.key for _, row in rows_below(killed)]
+    assert len(keys) == len(set(keys)), "a generation that was on disk was decoded again"
