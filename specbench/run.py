@@ -12,6 +12,7 @@ import torch
 from specbench import arms, cell, sweep
 from specbench.assets import require_writable
 from specbench.config import run_spec
+from specbench.config.run_spec import RunOptions as Options
 from specbench.config.run_spec import RunSpec
 from specbench.door import command, run_door, sweeping
 from specbench.errors import SpecBenchError, visible
@@ -27,7 +28,7 @@ def job(config: Any) -> None:
     """One cell. In a sweep a failure is written down where the cell would be, and the next cell begins."""
     place = run_spec.failure_path(config)
     try:
-        spec = run_spec.from_config(config)
+        spec = run_spec.from_config(config, Options)
         require_writable(spec.folder)
         if spec.rerun == "failed" and not place.exists() and not _has_failed_rows(spec):
             return

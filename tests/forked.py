@@ -16,7 +16,9 @@ from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-DOORS = [f"specbench.{door}" for door in ("run", "train", "report", "study", "export", "cost", "serve", "trials")]
+DOORS = [
+    f"specbench.{door}" for door in ("run", "train", "report", "study", "export", "cost", "serve", "trials", "evidence")
+]
 LATER = [  # what the doors import only when they need it
     "drafters.beagle",
     "drafters.coral",

@@ -12,7 +12,9 @@ from hydra.utils import instantiate
 WORDS = ("specbench.errors", "specbench.options")  # know nothing else in the project
 FILES = ("specbench.files", "specbench.contents", "specbench.assets")  # know files, and no engine
 READERS = tuple(f"specbench.engine.{name}" for name in ("pretrained", "weights", "target", "vocabulary"))
-DOORS = {f"specbench.{door}" for door in ("run", "train", "export", "report", "study", "cost", "serve", "trials")}
+DOORS = {
+    f"specbench.{door}" for door in ("run", "train", "export", "report", "study", "cost", "serve", "trials", "evidence")
+}
 
 
 def imports(path: Path) -> set[str]:

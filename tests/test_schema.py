@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+import specbench.evidence
 import specbench.export
 import specbench.report
 import specbench.run
@@ -34,6 +35,7 @@ DOORS: dict[str, Any] = {
     "report": specbench.report,
     "study": specbench.study,
     "serve": specbench.serve,
+    "evidence": specbench.evidence,
 }
 GROUPS = {"model": "model", "dataset": "dataset", "tree": "tree"}
 
