@@ -106,7 +106,7 @@ def compared(rows: Sequence[Row], baseline: Sequence[Row]) -> "Totals":
 
 DEPTHS = 16  # acceptance is kept depth by depth down to here
 PHASES = ("draft", "target", "verify")  # of a cycle, as `Step` times them; the rest is nobody's
-OWN = ("answers", "passes", "sent", "received", "same", "whole", "scored", "solved")  # not summed for the baseline
+OWN = ("answers", "passes", "counted", "counted_draft", "sent", "received", "same", "whole", "scored", "solved")  # not summed for the baseline
 Sums = Mapping[str, np.ndarray]
 
 
@@ -119,7 +119,8 @@ class Totals:
 
     Attributes:
         questions: Q names, sorted.
-        sums: name -> [Q], or [Q, DEPTHS] by depth. `passes` is NaN where one of a question's rows did not count them.
+        sums: name -> [Q], or [Q, DEPTHS] by depth. `counted`, `counted_draft`: cycles and drafting seconds of the rows that
+            counted their draft `passes`, which older ones did not.
     """
 
     questions: tuple[str, ...]
@@ -149,7 +150,10 @@ class Totals:
                 sums[prefix + "lossless"][at] += row.audit["verdict"] in ("identical", "numerical tie")
             if not prefix:
                 sums["answers"][at] += 1
-                sums["passes"][at] += np.nan if row.draft_passes is None else row.draft_passes
+                if row.draft_passes is not None:
+                    sums["passes"][at] += row.draft_passes
+                    sums["counted"][at] += len(row.accepted)
+                    sums["counted_draft"][at] += row.draft_s
                 sums["scored"][at] += row.solved is not None
                 sums["solved"][at] += bool(row.solved)
                 if row.link is not None:
@@ -329,7 +333,7 @@ def expected_by_parameters(draft: int, target: int) -> Rate:
 
     tau / (passes * draft / target + 1), with as many draft passes a cycle as ran. draft, target: parameters of one pass.
     """
-    return lambda s: RATES["tau"](s) / (s["passes"] / s["cycles"] * draft / target + 1)
+    return lambda s: RATES["tau"](s) / (s["passes"] / s["counted"] * draft / target + 1)
 
 
 OTHERS, DRIFT = 0.25, 1.2  # of the cores, kept busy by others; of the baseline's speed, between halves of a cell

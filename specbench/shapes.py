@@ -224,7 +224,7 @@ def _within(cycle: Cycle) -> Cycle:
 
 
 class Trace(TypedDict):
-    """One generation of `trace.json`."""
+    """One generation of a `trace-<arm>.json`."""
 
     question: str
     drafter: str

@@ -56,7 +56,7 @@ def entry(rows, baseline=(), temperature=0.0, **own):
     said, header = arm(name, **own), settings(name, replay=any(r.replayed for r in rows))
     header["config"]["sampler"]["temperature"] = temperature
     summary = summarise(header, said, name, rows, list(baseline))
-    return Entry("", summary, 0, rows, header, said, 1, {}, Path("rows.jsonl"))
+    return Entry("", summary, 0, rows, header, said, 1, {}, Path("rows.jsonl"), baseline=list(baseline))
 
 
 def rows_of(rng, asked, drafter="eagle2", skill=0.6, known=False):

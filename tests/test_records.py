@@ -95,10 +95,15 @@ def test_rows_without_counted_passes_have_no_number_that_needs_them():
     known = metrics.summarise(SETTINGS, arm(), "eagle2", rows, base)
     rows[0].passes = []
     assert rows[0].draft_passes is None and rows[1].draft_passes == sum(rows[1].passes)
-    found = metrics.summarise(SETTINGS, arm(), "eagle2", rows, base)
-    assert np.isnan(found.expected_by_parameters) and found.expected == known.expected
-    assert metrics.interval(metrics.expected_by_parameters(10, 100), found.totals) is None
-    assert metrics.interval(metrics.RATES["tau"], found.totals) == known.tau_interval
+    part = metrics.summarise(SETTINGS, arm(), "eagle2", rows, base)
+    counted = sum(sum(r.passes) for r in rows[1:]) / sum(len(r.accepted) for r in rows[1:])
+    assert part.expected_by_parameters == pytest.approx(known.tau / (counted * 10 / 100 + 1)), "of rows that counted them"
+    for row in rows:
+        row.passes = []
+    none = metrics.summarise(SETTINGS, arm(), "eagle2", rows, base)
+    assert np.isnan(none.expected_by_parameters) and none.expected == known.expected
+    assert metrics.interval(metrics.expected_by_parameters(10, 100), none.totals) is None
+    assert metrics.interval(metrics.RATES["tau"], none.totals) == known.tau_interval
 
 
 def test_tau_refuses_counts_that_contradict_the_tokens():
@@ -123,7 +128,8 @@ def test_speed_up_is_the_ratio_of_pooled_speeds_and_its_interval_is_paired():
 
 
 def test_coral_estimate_by_hand():
-    sums = {"tokens": np.array(9.0), "cycles": np.array(3.0), "passes": np.array(18.0)}  # tau 3, six passes a cycle
+    sums = {"tokens": np.array(9.0), "cycles": np.array(3.0), "passes": np.array(12.0), "counted": np.array(2.0)}
+    # tau 3, six passes a cycle
     assert metrics.expected_by_parameters(10, 120)(sums) == pytest.approx(2.0)
 
 

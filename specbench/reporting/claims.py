@@ -81,7 +81,7 @@ def rate(e: Entry, metric: str) -> Rate:
     if metric == "draft_cost_by_parameters":
         return lambda s: np.full_like(s["cycles"], e.parameters / target)
     if metric == "draft_cost":  # seconds of a draft pass over seconds of a target pass for one token
-        return lambda s: s["draft"] / s["passes"] / (s["base_target"] / s["base_cycles"])
+        return lambda s: s["counted_draft"] / s["passes"] / (s["base_target"] / s["base_cycles"])
     if metric == "expected_speed_up":  # of a chain, whose length is the most passes that a cycle may run
         return lambda s: _expected(RATES["alpha"](s), rate(e, "draft_cost")(s), e.arm["passes"])
     if metric == "promised_speed_up":  # by the search for a fitted tree; of no other tree

@@ -184,9 +184,10 @@ def oracle_depth(e: Entry) -> OracleDepth | None:
     pass (Medusa) saves only where nothing is accepted; one whose passes draft several tokens (Ouroboros) may need fewer
     than are counted here. Drafting takes time in proportion to its passes, so a row's drafting shrinks by the share of its
     passes that were wasted; the target's time stays, though its pass would be narrower. None for what drafts without
-    passes of its own, such as the baseline, and where a row does not know its passes.
+    passes of its own, such as the baseline; rows that do not know their passes are left out.
     """
-    if not all(row.draft_passes is not None for row in e.rows) or not any(row.draft_passes for row in e.rows):
+    rows = [row for row in e.rows if row.draft_passes is not None]
+    if not any(row.draft_passes for row in rows):
         return None
 
     def count(row: Row) -> dict[str, float]:
@@ -195,6 +196,7 @@ def oracle_depth(e: Entry) -> OracleDepth | None:
         return {
             "tokens": len(row.tokens) - 1,
             "cycles": len(row.accepted),
+            "counted": len(row.accepted),
             "passes": made,
             "needed": needed,
             "saved": row.draft_s * (1 - needed / made) if made else 0.0,
@@ -202,21 +204,21 @@ def oracle_depth(e: Entry) -> OracleDepth | None:
             "ran_out": sum(d > 0 and a >= d for d, a in before_last),
         }
 
-    totals = counted(e.rows, count)
+    totals = counted(rows, count)
     tau, wasted = interval(RATES["tau"], totals), interval(lambda s: 1 - s["needed"] / s["passes"], totals)
     estimate = expected_by_parameters(e.parameters, e.header["target"]["parameters"])
     all_passes, without = interval(estimate, totals), interval(lambda s: estimate({**s, "passes": s["needed"]}), totals)
     if tau is None or wasted is None or all_passes is None or without is None:
         return None
-    timed = e.totals.sums
-    faster = replace(e.totals, sums={**timed, "seconds": timed["seconds"] - totals.sums["saved"]})
+    timed = Totals.of(rows, e.baseline)
+    faster = replace(timed, sums={**timed.sums, "seconds": timed.sums["seconds"] - totals.sums["saved"]})
     return OracleDepth(
         tau=tau,
         wasted=wasted,
         ran_out=interval(lambda s: s["ran_out"] / s["whole"], totals),
         by_parameters=all_passes,
         oracle_by_parameters=without,
-        speed_up=None if e.replayed else e.summary.speed_up,
+        speed_up=None if e.replayed else interval(RATES["speed_up"], timed),
         oracle_speed_up=None if e.replayed else interval(RATES["speed_up"], faster),
     )
 
