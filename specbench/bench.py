@@ -112,7 +112,7 @@ class Bench:
         self._warm_up(todo[0])
         names = [c.label for c in self.contenders]
         title = " ".join(names) if len(names) < 4 else f"{len(names)} drafters"
-        pace = Pace(ledger.pace())
+        pace = Pace()
         with progress(title, len(questions), "questions") as reached, _remembering(anew):
             reached(len(questions) - len(todo))
             queue = [(place, question, False) for place, question in enumerate(todo)]

@@ -139,7 +139,7 @@ def _take(
 ) -> int:
     """Of one quantity; the number of arms that it cannot be measured of, which are tried once."""
     broken: set[str] = set()
-    pace = Pace(None)
+    pace = Pace()
     with progress(f"measuring {what}", wanted, "measurements") as reached:
         reached(wanted - len(missing))
         for left, (side, measurement) in enumerate(missing, 1 - len(missing)):

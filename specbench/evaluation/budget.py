@@ -31,18 +31,17 @@ class Budget:
 
 
 class Pace:
-    """Seconds a generation: of this process's once it has decoded a question, of earlier blocks before.
+    """Seconds a generation, of those that this process decoded: before the first one nobody knows, so that one begins.
 
-    before: what those say; None if there are none.
+    What earlier blocks say of other hours would keep a slow question from ever beginning.
     """
 
-    def __init__(self, before: float | None):
-        self.before, self.generations, self.seconds = before, 0, 0.0
+    def __init__(self) -> None:
+        self.generations, self.seconds = 0, 0.0
 
     def add(self, generations: int, seconds: float) -> None:
         self.generations, self.seconds = self.generations + generations, self.seconds + seconds
 
     def of(self, generations: int) -> float | None:
         """Seconds that so many are likely to take; None: unknown."""
-        each = self.seconds / self.generations if self.generations else self.before
-        return None if each is None else each * generations
+        return self.seconds / self.generations * generations if self.generations else None
