@@ -106,7 +106,8 @@ def compared(rows: Sequence[Row], baseline: Sequence[Row]) -> "Totals":
 
 DEPTHS = 16  # acceptance is kept depth by depth down to here
 PHASES = ("draft", "target", "verify")  # of a cycle, as `Step` times them; the rest is nobody's
-OWN = ("answers", "passes", "counted", "counted_draft", "sent", "received", "same", "whole", "scored", "solved")  # not summed for the baseline
+# Not summed for the baseline.
+OWN = ("answers", "passes", "counted", "counted_draft", "sent", "received", "same", "whole", "scored", "solved")
 Sums = Mapping[str, np.ndarray]
 
 

@@ -22,7 +22,7 @@ from specbench.errors import SpecBenchError
 from specbench.metrics import RATES, Totals, contrast, interval
 from specbench.records.blocks import NAME
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
-from specbench.reporting import bundle, freshness, tables, translate
+from specbench.reporting import bundle, freshness, overview, tables, translate
 from specbench.reporting.bundle import Report, Sources
 
 GOLDEN = ROOT / "tests" / "golden"  # two plain cells cut to two questions, the same as a study's cell, the tables they give
@@ -431,13 +431,13 @@ def test_every_figure_is_drawn_from_what_is_there(tmp_path):
     measure(tmp_path / "costs")
     found = report(tmp_path)
     weights = {"hass": {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]}}
-    drawn = bundle.figures.draw_all(found.main, found.entries, weights, tmp_path / "figures")
+    drawn = bundle.figures.draw_all(found.view, found.entries, weights, tmp_path / "figures")
     shown = "speed_up step_alpha tau_speed_up time_split head_share router_speed_up router_tau target_pass theory"
     assert set(drawn) == {*shown.split(), "learning_curves", "training_memory", "lengths", "predictions"}
     for name in drawn:
         for suffix in ("png", "svg"):
             assert (tmp_path / "figures" / f"{name}.{suffix}").stat().st_size > 2000
-    nothing = bundle.figures.draw_all([], [], {}, tmp_path / "none")
+    nothing = bundle.figures.draw_all(overview.Overview([]), [], {}, tmp_path / "none")
     assert not nothing
 
 
@@ -495,3 +495,20 @@ def test_the_summary_of_a_test_run_says_where_a_report_is_older_than_its_rows(tm
     assert said() == older
     monkeypatch.setattr(freshness, "digest", lambda folder: 1 / 0)
     assert said() == ["results/: division by zero"], "a summary fails no test run"
+
+
+def test_replays_of_one_machine_stand_beside_speeds_of_another(tmp_path):
+    """They hold no seconds: where most was replayed says nothing of where the speeds were measured."""
+    timed = settings("a", dataset="mtbench", study="bench")
+    replayed = timed | {"replay": True, "hardware": {"device": "another", "cores": 8}}
+    for number, (header, questions) in enumerate(((timed, 4), (replayed, 9))):
+        cell = block(tmp_path / "m" / f"mtbench-{number}", header)
+        for q in range(questions):
+            for who in ("none", "a"):
+                row, _ = random_row(np.random.default_rng(q), who, str(q))
+                row.replayed = number == 1 and who == "a"
+                cell.write(row)
+    made = report(tmp_path)
+    assert "times as fast" in made.answer or "surely faster" in made.answer or "No drafter pays" in made.answer
+    assert made.view.timed(made.view.first) and not made.others
+    assert [e for e in made.view.known(made.view.first) if e.replayed]

@@ -82,7 +82,7 @@ class Report:
         self.entries, self.failures, self.problems = found.entries, found.failures, found.problems
         main = _main(self.entries)
         places = _places(main)
-        self.main = sorted(main, key=lambda e: list(places).index(where(e)))
+        self.main = list({id(e): e for group in places.values() for e in group}.values())
         mine = set(map(id, main))
         self.rest = [e for e in self.entries if id(e) not in mine]
         self.view, *self.others = [Overview(group) for group in places.values()] or [Overview([])]
@@ -121,7 +121,7 @@ class Report:
     def write(self) -> Path:
         """All files; returns the HTML's path."""
         root = self.sources.results
-        drawn = figures.draw_all(self.main, self.entries, self.weights, root / "figures")
+        drawn = figures.draw_all(self.view, self.entries, self.weights, root / "figures")
         (root / "tables").mkdir(parents=True, exist_ok=True)
         for name, frame in self._frames().items():
             _write_table(root / "tables" / name, frame)
@@ -216,10 +216,18 @@ def _main(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _places(entries: Sequence[Entry]) -> dict[tuple[str, str, str], list[Entry]]:
-    """Entries by target, precision and machine; where there are most generations first."""
+    """Entries by target, precision and machine; where there are most generations first.
+
+    Replays hold no seconds, so they belong to every machine of their target.
+    """
     found: dict[tuple[str, str, str], list[Entry]] = {}
-    for e in entries:
+    for e in (e for e in entries if not e.replayed):
         found.setdefault(where(e), []).append(e)
+    for e in (e for e in entries if e.replayed):
+        model, dtype, _ = where(e)
+        machines = [place for place in found if place[:2] == (model, dtype)] or [(model, dtype, "")]
+        for place in machines:
+            found.setdefault(place, []).append(e)
     return dict(sorted(found.items(), key=lambda item: -sum(e.summary.prompts for e in item[1])))
 
 

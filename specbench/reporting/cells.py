@@ -100,7 +100,8 @@ class Entry:
         replayed = ", replayed" if self.replayed else ""
         cap = (self.header["config"].get("decode") or {}).get("max_new_tokens")
         tokens = f", {cap:,} tokens at most" if isinstance(cap, int) else ""
-        return f"{where}{self.model}, {self.dataset}, {mode}{tokens}, {self.dtype}{replayed}, {self.machine}"
+        machine = "" if self.replayed else f", {self.machine}"  # a replay is the same on any
+        return f"{where}{self.model}, {self.dataset}, {mode}{tokens}, {self.dtype}{replayed}{machine}"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from specbench.metrics import BASELINE, RATES, Interval, interval, repeated
 from specbench.reporting import insight_figures, look
 from specbench.reporting.cells import Entry
-from specbench.reporting.overview import Overview, families, ranking, where
+from specbench.reporting.overview import Overview, families, ranking
 from specbench.reporting.tables import known_depths, shown
 from specbench.reporting.text import mathtext
 
@@ -394,7 +394,7 @@ def _gamma(e: Entry) -> int:
 
 
 def draw_all(
-    entries: Sequence[Entry],
+    view: Overview,
     everything: Sequence[Entry],
     weights: Mapping[str, Mapping[str, Any]],
     folder: Path,
@@ -402,15 +402,14 @@ def draw_all(
     """Every figure that can be drawn, as PNG and SVG in a folder.
 
     Args:
-        entries: of the benchmark itself, the target that matters most first. everything: the studies' too.
+        view: of the benchmark itself, of the target that matters most: curves of two would hide each other. everything:
+            the studies' entries too.
 
     Returns:
         name -> what it shows, of those drawn.
     """
-    # Of several targets the first alone: curves of two would hide each other.
-    view = Overview(e for e in entries if where(e) == where(entries[0]))
     timed, accepting = view.timed(view.first), view.accepting(view.first)
-    everything = [e for e in everything if not entries or e.model == entries[0].model]
+    everything = [e for e in everything if not view.entries or e.model == view.entries[0].model]
     leviathan = Overview(e for e in everything if e.study == LEVIATHAN)
     chains = leviathan.timed(leviathan.first) or timed
     made = {
