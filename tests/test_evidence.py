@@ -85,6 +85,7 @@ def test_whole_questions_are_decoded_as_long_as_they_fit(tmp_path):
             (text, turn) for text, turn in ((r.text, r.turn) for _, r in rows_below(tmp_path) if r.drafter == "eagle2")
         }
         assert len(whole) == 2 * done, "a question was begun and not ended, or ended twice"
+        assert ledger.pace() is not None, "what is left takes a time that this process knows by now"
     ends = [r for p in blocks.below(tmp_path) for r in read_block(p)[1] if isinstance(r, QuestionEnd)]
     assert len(ends) == 5 and all(end.generations == 4 and end.seconds > 0 for end in ends)
     assert ledger.pace() is not None and 0 < ledger.pace() < 60

@@ -125,7 +125,6 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     labels = _labels(study, words, known)
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
     done = min(planned, _done(known, labels, turns))
-    pace = _pace(known)
     return Task(
         study=name,
         cell=number,
@@ -136,7 +135,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         done=done,
         measured=number != measuring_cell(study) or _measured(known, study),
         generations=(planned - done) * len(labels) * turns,
-        pace=pace,
+        pace=blocks.pace(known),
         waiting=len(study.get("claims", [])),
         missing=tuple(studies.unmet(study.get("needs", {}), None, torch.cuda.is_available())),
     )
@@ -197,12 +196,6 @@ def _measured(known: Sequence[Known], study: Study) -> bool:
         if times and (not by_label or min(by_label.values()) < times):
             return False
     return True
-
-
-def _pace(known: Sequence[Known]) -> float | None:
-    """Seconds a generation."""
-    generations = sum(k.generations for k in known)
-    return sum(k.seconds for k in known) / generations if generations else None
 
 
 def minutes_left(task: Task) -> str:

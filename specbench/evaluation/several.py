@@ -36,7 +36,7 @@ def run(names: Sequence[str], rest: Sequence[str], minutes: float | None) -> int
         if left is not None and left <= 0:
             print(f"{name}: no time left; run it again", file=sys.stderr)
             continue
-        share = [] if left is None else [f"minutes={left / 60 / (len(names) - place):.2f}"]
+        share = [] if left is None else [f"minutes={max(left / 60 / (len(names) - place), 0.01):.2f}"]
         done = subprocess.run([sys.executable, "-m", "specbench.study", f"study={name}", *share, *rest]).returncode
         if done < 0 or done == 130:
             raise KeyboardInterrupt

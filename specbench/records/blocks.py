@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -25,7 +25,7 @@ from pydantic import Discriminator
 from specbench.errors import SpecBenchError
 from specbench.files import parse, parse_lines, read_bytes
 from specbench.records import identity
-from specbench.records.rows import Failure, Measurement, Record, Row, contradiction
+from specbench.records.rows import Failure, Measurement, QuestionEnd, Record, Row, contradiction
 from specbench.shapes import SCHEMA, Header
 
 NAME = "[12][0-9][0-9][0-9]-[01][0-9]-[0-3][0-9]T*-*.jsonl"  # of a block's file, as a pattern
@@ -207,6 +207,7 @@ class Ledger:
         self._known: dict[Path, Known] = {}
         self._fresh = set(self.folder.glob(NAME)) if fresh else set()
         self._forgotten: set[Label] = set()
+        self._ended = QuestionEnd("", 0, 0.0)  # all questions that this process is through with
         self._answers: dict[Answer, Row] = {}  # the baseline's, of this process
         self._rows: set[tuple[Label, str, int]] = set()
         self._failed: set[tuple[Label, str, int]] = set()
@@ -261,15 +262,15 @@ class Ledger:
         for path, known in self._known.items():
             if (text, turn) in known.places:
                 begin, end = known.places[text, turn]
-                row: Row = parse(read_bytes(path)[begin:end], Line, str(path))
+                with path.open("rb") as file:
+                    file.seek(begin)
+                    row: Row = parse(file.read(end - begin), Line, str(path))
                 return row
         return None
 
     def pace(self) -> float | None:
         """Seconds a generation took on this kind of machine, with all that is done around it; None: none was timed."""
-        there = [known for known in self._known.values() if known.machine == self.machine]
-        generations = sum(known.generations for known in there)
-        return sum(known.seconds for known in there) / generations if generations else None
+        return pace([*(known for known in self._known.values() if known.machine == self.machine), self._ended])
 
     def write(self, record: Record) -> None:
         """Into this process's own block."""
@@ -283,6 +284,9 @@ class Ledger:
             self._failed.add((record.drafter, record.text, record.turn))
         elif isinstance(record, Measurement):
             self.measured.add(record.key)
+        elif isinstance(record, QuestionEnd):
+            self._ended.generations += record.generations
+            self._ended.seconds += record.seconds
 
 
 @contextmanager
@@ -309,6 +313,13 @@ def locked(folder: Path, name: str, wait: bool) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
+
+
+def pace(ended: Iterable[Known | QuestionEnd]) -> float | None:
+    """Seconds a generation, with all that is done around it; None where nothing was timed."""
+    ended = list(ended)
+    generations = sum(one.generations for one in ended)
+    return sum(one.seconds for one in ended) / generations if generations else None
 
 
 def scan_all(folder: Path, baseline: str) -> Iterator[Known]:
