@@ -7,6 +7,7 @@ import random
 import re
 import time
 from dataclasses import asdict, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import fixtures
@@ -180,6 +181,14 @@ def test_a_block_that_nothing_was_written_to_is_no_file(tmp_path):
 
 def test_two_blocks_of_one_second_are_two_files(tmp_path):
     assert len({written(tmp_path, SETTINGS, row()) for _ in range(5)}) == 5
+
+
+def test_names_of_blocks_of_one_second_sort_by_the_time_at_which_they_began(tmp_path):
+    names = []
+    for _ in range(20):
+        names.append(blocks.Block(tmp_path, settings()).path.name)
+        time.sleep(0.001)
+    assert names == sorted(names) and all(fnmatch(name, NAME) for name in names)
 
 
 @pytest.mark.parametrize("keep", range(1, 60, 7))

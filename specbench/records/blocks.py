@@ -1,10 +1,11 @@
 """Blocks: what one process measured of one cell, as one JSONL file that is only ever added.
 
-    results/<study>/<model>/<cell>/<date>-<machine>-<id>.jsonl
+    results/<study>/<model>/<cell>/<date>T<time>-<machine>-<id>.jsonl
 
-The first line is a header (configuration, arms, commit, versions, machine, load), then come records, each whole and on disk
-before the next begins. A block that was cut off anywhere is read up to its last whole line. `Ledger` knows what lies in a
-cell's blocks, in this process's own and in those of others, without reading rows whole.
+Names sort by the time at which their blocks began. The first line is a header (configuration, arms, commit, versions,
+machine, load), then come records, each whole and on disk before the next begins. A block that was cut off anywhere is read
+up to its last whole line. `Ledger` knows what lies in a cell's blocks, in this process's own and in those of others, without
+reading rows whole.
 """
 
 import json
@@ -43,7 +44,7 @@ class Block:
     def __init__(self, folder: Path, header: Mapping[str, Any]):
         now = datetime.now(timezone.utc)
         machine = re.sub(r"[^a-z0-9]+", "-", str(header["hardware"]["device"]).lower()).strip("-")[:40]
-        name = f"{now:%Y-%m-%dT%H%M%S}-{machine}-{secrets.token_hex(3)}.jsonl"
+        name = f"{now:%Y-%m-%dT%H%M%S.%f}-{machine}-{secrets.token_hex(3)}.jsonl"
         self.path = folder / name
         started = f"{now:%Y-%m-%dT%H:%M:%S.%f}Z"  # by which the newest row is told
         numbers = {"decoding": identity.DECODING, "timing": identity.TIMING}
