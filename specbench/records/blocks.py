@@ -4,7 +4,7 @@
 
 Names sort by the time at which their blocks began. The first line is a header (configuration, arms, commit, versions,
 machine, load), then come records, each whole and on disk before the next begins. A block that was cut off anywhere is read
-up to its last whole line. `Ledger` knows what lies in a cell's blocks, in this process's own and in those of others, without
+up to its last whole line. `Ledger` knows what lies in the blocks of a cell, its own and those of other processes, without
 reading rows whole.
 """
 
