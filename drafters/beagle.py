@@ -22,9 +22,9 @@ none on the output; RoPE with the query at n and keys at j; SwiGLU as in Llama (
 query head has keys and values of its own (equation 2; the paper leaves out whether they are grouped): in the target's
 groups the output would hold no more than those few dimensions of a state, with the token alone in the residual. 0.2 is
 the noise's standard deviation; targets of the regression stay clean. Positions before the first whole window see everything
-before themselves. Losses are means over scored positions instead of sums over windows. Predicted states are detached, and
-each late step is recomputed in the backward pass, so that memory does not grow with s. The late window is s (the paper
-gives 4 and 3 for s, 5 for k).
+before themselves. Losses are means over scored positions instead of sums over windows. Predicted states are detached: they
+are made first, and the loss and gradient of all late steps come from one pass over them, so that memory does not grow with
+s. The late window is s (the paper gives 4 and 3 for s, 5 for k).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from drafters.blocks import TrainedDrafter, attend, llama_config, noisy, rotate, split_heads
@@ -164,51 +163,55 @@ class Beagle(TrainedDrafter):
 
     def late(self, batch: Batch, steps: int, offset: int) -> dict[str, Tensor]:
         """The loss of every simulated step, earlier steps counting more; step 1's metrics are logged."""
-        total = batch.states.new_zeros(())
-        logged: dict[str, Tensor] = {}
-        for step, (rows, places, predicted) in enumerate(self.simulate(batch, steps, offset)):
-            part = Batch(
-                tokens=batch.tokens[rows, places],
-                states=batch.states[rows, places],
-                valid=batch.valid[rows, places],
-                scored=batch.scored[rows, places],
-                vocabulary=batch.vocabulary,
-            )
-            if part.scored.any():
-                metrics = Teacher(part, self.head).loss(predicted, self.regression, self.classification)
-                weight = (steps - step) / steps if self.decreasing else (steps + 1) / (2 * steps)
-                total = total + weight * metrics["loss"]
-                logged = logged or metrics
-        return logged | {"loss": total}
+        predicted, index = self.predict_windows(batch, steps, offset)
+        weights = (
+            (steps - index) / steps if self.decreasing else torch.full_like(predicted[..., 0], (steps + 1) / (2 * steps))
+        )
+        counts = index[batch.scored].bincount(minlength=steps).clamp(min=1)  # a step's loss is a mean over its positions
+        teacher = Teacher(batch, self.head)
+        return teacher.loss(
+            predicted, self.regression, self.classification, weights=weights / counts[index], logged=index == 0
+        )
 
-    def simulate(self, batch: Batch, steps: int, offset: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Predict all windows position by position, each from what the steps before predicted.
+    def predict_windows(self, batch: Batch, steps: int, offset: int) -> tuple[Tensor, Tensor]:
+        """h_hat [B, T, D] of every position, each from what the steps before predicted, and its step, from 0, [B, T].
 
-        Yields:
-            Per step: the rows [M] and places [M] it predicts, one of every window, and h_hat [M, D] there.
+        What is predicted counts as a constant where it is a key. So it is made first, and one pass over all positions then
+        has every step's gradient.
         """
-        tokens, positions = batch.tokens, batch.positions
+        positions, mask = batch.positions, late_mask(batch, steps, offset)
+        index = positions - window_starts(positions, steps, offset)
         true = self.keys_values(noisy(batch.states, self.noise, "normal", batch), positions)
-        simulated = torch.zeros_like(batch.states)  # the one predicted half, written in place
-        masks = late_mask(batch, steps, offset)
-        index = positions - window_starts(positions, steps, offset)  # [B, T] 0 is predicted first
+        simulated = self.keys_values(self.simulate(batch, true, index, mask), positions)
+        keys, values = (torch.cat(pair, 2) for pair in zip(true, simulated, strict=True))
+        return self.network(batch.tokens, positions, keys, values, mask), index
 
-        def predict(queries: Tensor) -> Tensor:  # [B, Q] places -> [B, Q, D]
-            predicted = self.keys_values(simulated, positions)
-            keys, values = (torch.cat(pair, 2) for pair in zip(true, predicted, strict=True))
-            seen = masks.take_along_dim(queries[:, :, None], 1)
-            return self.network(tokens.gather(1, queries), positions.gather(1, queries), keys, values, seen)
+    def simulate(self, batch: Batch, true: tuple[Tensor, Tensor], index: Tensor, mask: Tensor) -> Tensor:
+        """What all windows predict, position by position, but for the last step, whose predictions are nobody's keys.
 
-        for step in range(int(index.max()) + 1):
+        Args:
+            true: keys and values of the true states, 2 x [B, H, T, Dh]. index: [B, T] the step of each position, from 0.
+            mask: `late_mask`.
+
+        Returns:
+            [B, T, D], zeros for the last step; without gradient. (Not under `no_grad`: autocast would keep its copies of
+            the weights from there, and they would have no gradient later.)
+        """
+        tokens, positions, length = batch.tokens, batch.positions, batch.tokens.shape[1]
+        keys, values = (torch.cat([x.detach(), torch.zeros_like(x)], 2) for x in true)  # [B, H, 2 T, Dh]
+        found = torch.zeros_like(batch.states)
+        for step in range(int(index.max())):
             due = index == step
             most = int(due.sum(1).max())  # packed rows may have fewer: filled up with others, which are dropped
-            queries = due.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-            own = due.gather(1, queries)
-            # Recomputed in the backward pass, from what is then a fuller `simulated`: the mask hides the rest of it.
-            predicted = checkpoint(predict, queries, use_reentrant=False)[own]
+            queries = due.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, Q]
+            own, at = due.gather(1, queries), positions.gather(1, queries)
+            seen = mask.take_along_dim(queries[:, :, None], 1)
+            predicted = self.network(tokens.gather(1, queries), at, keys, values, seen).detach()  # [B, Q, D]
             rows, places = own.nonzero()[:, 0], queries[own]
-            simulated[rows, places] = predicted.detach().to(simulated)
-            yield rows, places, predicted
+            found[rows, places] = predicted[own].to(found)
+            for kept, new in zip((keys, values), self.keys_values(predicted, at), strict=True):
+                kept[rows, :, length + places] = new.detach().transpose(1, 2)[own].to(kept)
+        return found
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """Step j at place i sees the true states up to i - j and, at i - j + m, what step m predicted there.

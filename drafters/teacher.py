@@ -55,18 +55,32 @@ class Teacher:
             yield found
 
     def loss(
-        self, predicted: Tensor, regression: float, classification: float, topk: int = 0, topk_weight: float = 0.0
+        self,
+        predicted: Tensor,
+        regression: float,
+        classification: float,
+        topk: int = 0,
+        topk_weight: float = 0.0,
+        weights: Tensor | None = None,
+        logged: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """predicted: [B, T, D] f_hat of the batch's states -> loss, its two parts, and how often the argmax agrees."""
+        """Loss, its two parts, and how often the argmax agrees.
+
+        Args:
+            predicted: [B, T, D] f_hat of the batch's states.
+            weights: [B, T] of positions in a sum that is the loss; None: the loss is the mean over scored ones.
+            logged: [B, T] bool: positions over which the other numbers are means; None: all scored ones.
+        """
         guess = predicted[self.scored]  # [M, D]
-        smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float())
+        smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float(), reduction="none").mean(-1)  # [M]
         terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self, classification, topk, topk_weight)
-        return {
-            "loss": regression * smooth_l1 + terms.mean(),
-            "regression": smooth_l1.detach(),
-            "classification": cross_entropy.mean(),
-            "agreement": agrees.float().mean(),
-        }
+        each = regression * smooth_l1 + terms
+        loss = each.mean() if weights is None else (weights[self.scored] * each).sum()
+        shown = torch.stack([smooth_l1.detach(), cross_entropy, agrees.float()])  # [3, M]
+        if logged is not None:
+            shown = shown[:, logged[self.scored]]
+        means = shown.sum(-1) / max(1, shown.shape[1])
+        return {"loss": loss, **dict(zip(("regression", "classification", "agreement"), means, strict=True))}
 
 
 class _OverVocabulary(torch.autograd.Function):

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafters import beagle
 from drafters.beagle import Beagle, early_mask, late_mask
 from drafters.eagle import Eagle
+from drafters.teacher import Teacher
 from specbench.engine.grow import Chain
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
@@ -53,10 +54,7 @@ def test_window_one_is_next_token_prediction():
 
 def simulated(made, batch, steps, offset):
     """h_hat of every position, [B, T, D]."""
-    found = torch.zeros_like(batch.states)
-    for rows, places, predicted in made.simulate(batch, steps, offset):
-        found[rows, places] = predicted
-    return found
+    return made.predict_windows(batch, steps, offset)[0]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -139,19 +137,51 @@ def test_a_phase_chooses_the_stage(monkeypatch):
         made.configure(concat=False)
 
 
-def test_recomputed_late_steps_have_the_gradient_of_kept_ones(monkeypatch):
+def late_by_steps(made, batch, steps, offset):
+    """The late loss by its definition: a pass a step, whose queries see what the passes before predicted."""
+    positions, mask = batch.positions, late_mask(batch, steps, offset)
+    begins = torch.where(positions < offset, positions, positions - (positions - offset) % steps)
+    predicted, total, logged = torch.zeros_like(batch.states), 0.0, None
+    for step in range(steps):
+        pairs = zip(made.keys_values(batch.states, positions), made.keys_values(predicted, positions), strict=True)
+        found = made.network(batch.tokens, positions, *(torch.cat(pair, 2) for pair in pairs), mask)
+        due = positions - begins == step
+        metrics = Teacher(replace(batch, scored=batch.scored & due), made.head).loss(found, 10.0, 1.0)
+        total = total + metrics["loss"] * ((steps - step) / steps if made.decreasing else (steps + 1) / (2 * steps))
+        logged = logged or metrics
+        predicted = torch.where(due[..., None], found.detach(), predicted)
+    return logged | {"loss": total}
+
+
+@pytest.mark.parametrize("decreasing", [True, False])
+@pytest.mark.parametrize("layout", [padded, lambda target: packed(padded(target))], ids=["padded", "packed"])
+def test_the_one_pass_of_the_late_stage_has_the_losses_and_gradients_of_its_steps(layout, decreasing):
     target = tiny()
-    made, batch = make("beagle", target, "+drafter.noise=0"), batch_of(target)
-    gradients = []
-    for _ in range(2):
+    made, batch = (
+        make("beagle", target, "+drafter.noise=0", f"+drafter.decreasing={str(decreasing).lower()}"),
+        layout(target),
+    )
+    found, gradients = [], []
+    for late in (made.late, lambda *asked: late_by_steps(made, *asked)):
         made.zero_grad()
-        made.late(batch, 4, 2)["loss"].backward()
+        found.append(late(batch, 4, 2))
+        found[-1]["loss"].backward()
         gradients.append([p.grad.clone() for p in made.parameters() if p.requires_grad])
-        monkeypatch.setattr(beagle, "checkpoint", lambda predict, queries, use_reentrant: predict(queries))
-        plain = type(made).keys_values
-        monkeypatch.setattr(made, "keys_values", lambda states, at, plain=plain: plain(made, states.clone(), at))
-    for ours, kept in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, kept)
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_in_half_precision_the_late_stage_trains_every_parameter():
+    target = tiny()
+    made, batch = make("beagle", target), batch_of(target)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = made.late(batch, 3, 1)["loss"]
+    loss.backward()
+    missing = [n for n, p in made.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert not missing, missing
 
 
 @pytest.mark.parametrize("stage", ["early", "late"])

@@ -266,21 +266,24 @@ def test_evidence_works_through_the_plan_and_names_what_is_broken(home, tmp_path
     assert done == {"sound": 12, "broken": 0}
 
 
-def test_timed_work_refuses_a_busy_machine(monkeypatch, capsys):
-    class Busy:
-        def start(self):
-            pass
-
-        def read(self):
-            return 1.2
-
-    monkeypatch.setattr(workers.measure, "Others", Busy)
-    monkeypatch.setattr(workers, "WATCHED", 0.0)
-    timed, other = (task for task in (a_task("timed"), a_task("replayed")))
-    assert workers._next([timed], [], 2) is None and "other processes keep 1.2 cores busy" in capsys.readouterr().err
-    assert workers._next([timed, other], [], 2) is other and workers._next([timed], [other], 2) is None
-    monkeypatch.setattr(Busy, "read", lambda self: 0.0)
-    assert workers._next([timed], [], 2) is timed and workers._next([other], [timed], 2) is None
+def test_timed_work_waits_for_a_busy_machine_and_refuses_one_that_stays_so(monkeypatch, capsys):
+    readings = iter([])
+    monkeypatch.setattr(workers, "_busy", lambda: next(readings))
+    timed, other, endless = a_task("timed"), a_task("replayed"), Budget()
+    assert workers._next([timed, other], [], 2, endless) is other and workers._next([timed], [other], 2, endless) is None
+    assert workers._next([other], [timed], 2, endless) is None
+    readings = iter([0.0])
+    assert workers._next([timed], [], 2, endless) is timed and not capsys.readouterr().err
+    readings = iter([1.2, 0.4, 0.1])
+    assert workers._next([timed], [], 2, endless) is timed
+    assert capsys.readouterr().err == "other processes keep 1.2 cores busy; waiting up to 5 minutes\n"
+    readings = iter([1.2])
+    assert workers._next([timed], [], 2, Budget(10)) is None, "nothing fits any more"
+    monkeypatch.setattr(workers, "PATIENCE", 0.0)
+    readings = iter([1.2])
+    assert workers._next([timed], [], 2, endless) is None
+    refused = "specbench: timed work left out: other processes keep 1.2 cores busy\n"
+    assert capsys.readouterr().err == 2 * refused
 
 
 def a_task(kind):

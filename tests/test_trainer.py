@@ -22,7 +22,7 @@ from specbench.errors import SpecBenchError
 from specbench.training.features import Corpus, Sequence, save_shard
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, masses, phase_at, rates, starts
-from specbench.training.trainer import Trainer, check, drawn
+from specbench.training.trainer import EVERY, Trainer, check, drawn
 
 VOCABULARY, BATCHES = 8, 5  # ids; batches an epoch
 
@@ -55,12 +55,12 @@ class Fake(TrainedDrafter):
 class Text:
     """A corpus of random states; the frequent ids are the highest ones."""
 
-    def batches(self, epoch: int) -> list[list[tuple[Path, int, int]]]:
+    def batches(self, epoch: int) -> list[list[list[tuple[Path, int, int]]]]:
         order = torch.randperm(BATCHES, generator=torch.Generator().manual_seed(epoch)).tolist()
-        return [[(Path("x"), i, i + 6)] * 2 for i in order]
+        return [[[(Path("x"), i, i + 6)]] * 2 for i in order]
 
     def load(self, items: Any, device: torch.device, dtype: torch.dtype) -> Batch:
-        states = torch.randn(len(items), 6, 4, generator=torch.Generator().manual_seed(items[0][1]))
+        states = torch.randn(len(items), 6, 4, generator=torch.Generator().manual_seed(items[0][0][1]))
         everywhere = torch.ones(len(items), 6, dtype=torch.bool)
         return Batch(torch.zeros(len(items), 6, dtype=torch.long), states, everywhere, everywhere)
 
@@ -244,6 +244,29 @@ def test_the_steps_really_get_the_rates_of_the_recipe(tmp_path):
     assert used == [pytest.approx([0.025 * f, 0.05 * f]) for f in factors] and factors[3] == 1.0 > factors[5] > 0.1
 
 
+@pytest.mark.parametrize("at", [3, EVERY + 3])
+def test_a_loss_that_is_no_number_ends_the_training_and_keeps_nothing_of_it(tmp_path, at):
+    made = trainer(tmp_path, epochs=20)  # which keeps every step
+    loss = made.drafter.loss
+    made.drafter.loss = lambda batch: {k: v * (torch.nan if made.step == at else 1) for k, v in loss(batch).items()}
+    with pytest.raises(SpecBenchError, match=f"the loss became nan at step {at}; lower train.settings.lr"):
+        made.run()
+    assert torch.load(made.checkpoint, weights_only=True)["step"] == at
+
+
+@pytest.mark.parametrize("steps", [EVERY - 3, EVERY, 2 * EVERY + 5])
+def test_metrics_are_smoothed_step_by_step_however_seldom_they_are_read(tmp_path, steps):
+    made = trainer(tmp_path, epochs=20, steps=steps)
+    seen, gradients = [], made._gradients
+    made._gradients = lambda batches: (seen.append(gradients(batches)), seen[-1])[1]
+    (entry,) = made.run()
+    losses = [float(metrics["loss"].detach()) for metrics, _ in seen]
+    smoothed = losses[0]
+    for loss in losses[1:]:
+        smoothed = 0.98 * smoothed + 0.02 * loss
+    assert len(seen) == steps and entry["loss"] == pytest.approx(smoothed, abs=1e-5)
+
+
 # Phases ------------------------------------------------------------------------------------------------------------------
 
 PHASES = (
@@ -257,8 +280,8 @@ def test_phases_switch_options_vocabulary_and_parameters_at_their_steps(tmp_path
     made = trainer(tmp_path, vocabulary=5, phases=PHASES)  # 20 steps: 6, 6, 8
     weights: list[dict[str, torch.Tensor]] = []
     update = made._update
-    made._update = lambda loss: (
-        update(loss),
+    made._update = lambda: (
+        update(),
         weights.append({n: p.detach().clone() for n, p in made.drafter.named_parameters()}),
     )
     made.run()
@@ -333,10 +356,10 @@ def test_epochs_of_packed_rows_may_differ_in_length(tmp_path, accumulate):
         killed = made(str(step))
         update = killed._update
 
-        def interrupted(loss: torch.Tensor, at: int = step, run: Trainer = killed, update: Any = update) -> None:
+        def interrupted(at: int = step, run: Trainer = killed, update: Any = update) -> None:
             if run.step == at:
                 raise KeyboardInterrupt
-            update(loss)
+            update()
 
         killed._update = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):

@@ -15,6 +15,7 @@ from specbench.evaluation.plan import Scope, Task, all_tasks
 
 SHORTEST = 30.0  # seconds that a slice must have
 BUSY, WATCHED = 0.3, 2.0  # cores that others may keep busy while work is timed, and seconds of looking
+PATIENCE = 300.0  # seconds that timed work waits for a busy machine to come to rest
 LOW = 10  # priority of what does not count seconds, as `nice` has it
 
 
@@ -45,7 +46,7 @@ def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task
     slots = max(1, min(2, os.cpu_count() or 1))
     try:
         while queue or running:
-            while queue and (task := _next(queue, [w.task for w in running], slots)) and budget.allows(SHORTEST):
+            while queue and (task := _next(queue, [w.task for w in running], slots, budget)) and budget.allows(SHORTEST):
                 queue.remove(task)
                 running.append(_start(task, settings, budget))
             if not running:
@@ -65,8 +66,8 @@ def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task
     return broken
 
 
-def _next(queue: Sequence[Task], running: Sequence[Task], slots: int) -> Task | None:
-    """What can begin now: work whose seconds count alone and on a machine that does nothing else.
+def _next(queue: Sequence[Task], running: Sequence[Task], slots: int, budget: Budget) -> Task | None:
+    """What can begin now: work whose seconds count alone and on a machine that does nothing else, after waiting for it.
 
     A study trains its arms in one process at a time.
     """
@@ -76,14 +77,29 @@ def _next(queue: Sequence[Task], running: Sequence[Task], slots: int) -> Task | 
     untimed = [t for t in queue if t.kind == "replayed" or (t.kind == "trained" and t.study not in training)]
     if untimed or running:
         return untimed[0] if untimed else None
+    return queue[0] if _quiet(budget) else None
+
+
+def _quiet(budget: Budget) -> bool:
+    """Wait until the machine does nothing else; False, with a line, if it does not come to that in time."""
+    begin, waiting = time.monotonic(), False
+    while (busy := _busy()) > BUSY:
+        left = begin + PATIENCE - time.monotonic()
+        if left <= 0 or not budget.allows(SHORTEST):
+            print(f"specbench: timed work left out: other processes keep {busy:.1f} cores busy", file=sys.stderr)
+            return False
+        if not waiting:
+            print(f"other processes keep {busy:.1f} cores busy; waiting up to {left / 60:.0f} minutes", file=sys.stderr)
+            waiting = True
+    return True
+
+
+def _busy() -> float:
+    """Cores that other processes keep busy; 0 where nobody can tell."""
     others = measure.Others()
     others.start()
     time.sleep(WATCHED)
-    busy = others.read() or 0.0
-    if busy > BUSY:
-        print(f"specbench: timed work left out: other processes keep {busy:.1f} cores busy", file=sys.stderr)
-        return None
-    return queue[0]
+    return others.read() or 0.0
 
 
 def _start(task: Task, settings: Settings, budget: Budget) -> Worker:

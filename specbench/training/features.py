@@ -11,9 +11,8 @@ a drafter taps more than the last hidden state, the target computes them per bat
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,12 +158,10 @@ class Shards:
         """Does this shard hold these texts, with states if they are wanted?"""
         if not path.exists():
             return False
-        with open_shard(path) as shard:
-            names = set(shard.keys())
-            if "index" not in names or ("states" not in names and self.settings.states):
-                return False
-            index: list[int] = shard.get_tensor("index").tolist()
-            return index == [t.index for t in texts]
+        shard = read_shard(path)
+        if shard.states is None and self.settings.states:
+            return False
+        return shard.index == [t.index for t in texts]
 
 
 def save_shard(path: Path, sequences: list[Sequence]) -> None:
@@ -182,23 +179,29 @@ def save_shard(path: Path, sequences: list[Sequence]) -> None:
         save_file(tensors, temporary)
 
 
-@contextmanager
-def open_shard(path: Path) -> Iterator[Any]:
-    """A shard to read from. Raises `SpecBenchError` for one that is not there or damaged, here or where it is read."""
+@dataclass(frozen=True)
+class Shard:
+    """A shard's tensors, mapped from its file: what is read once lies in memory as long as there is room."""
+
+    tokens: Tensor  # [n] int32
+    answer: Tensor  # [n] uint8
+    states: Tensor | None  # [n, D] bfloat16
+    starts: list[int]  # where its sequences begin, and the last one's end
+    index: list[int] | None  # of their conversations; None: of an older format
+
+
+def read_shard(path: Path) -> Shard:
+    """Map a shard. Raises `SpecBenchError` for one that is not there or damaged."""
     if not path.is_file():
         raise SpecBenchError(f"{path} is not there; build the corpus (train.build=true)")
-    with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as shard:
-        yield shard
-
-
-def _starts(shard: Any) -> list[int]:
-    """Where a shard's sequences begin, and the last one's end. Raises `ValueError` if its parts do not belong together."""
-    starts: list[int] = shard.get_tensor("starts").tolist()
-    names = [n for n in ("tokens", "answer", "states") if n in shard.keys()]  # noqa: SIM118 - safe_open is no dict
-    lengths = {shard.get_slice(name).get_shape()[0] for name in names}
-    if len(names) < 2 or starts[:1] != [0] or starts != sorted(starts) or lengths != {starts[-1]}:
-        raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
-    return starts
+    with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+        starts: list[int] = found["starts"].tolist()
+        lengths = {len(found[name]) for name in ("tokens", "answer", "states") if name in found}
+        if starts[:1] != [0] or starts != sorted(starts) or lengths != {starts[-1]}:
+            raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
+        index = found["index"].tolist() if "index" in found else None
+        return Shard(found["tokens"], found["answer"], found.get("states"), starts, index)
 
 
 class Corpus:
@@ -232,18 +235,17 @@ class Corpus:
         self.batch, self.answers_only, self.seed, self.online = batch, answers_only, seed, online
         self.taps, self.row_tokens, self.reading = taps or Taps(), row_tokens, reading
         self.sequences: list[Span] = []
-        self.shards: list[str] = []
+        self.shards: dict[Path, Shard] = {}
         self.tokens = 0
         for path in sorted(folder.glob("shard-*.safetensors")):
             if limit is not None and self.tokens >= limit:
                 break
-            with open_shard(path) as shard:
-                if "states" not in shard.keys() and online is None:  # noqa: SIM118 - safe_open is no dict
-                    raise SpecBenchError(f"{path} holds no states; build the corpus with states or train online")
-                starts = _starts(shard)
-            self.sequences += [(path, a, b) for a, b in itertools.pairwise(starts) if b - a > 2]
-            self.shards.append(path.name)
-            self.tokens += starts[-1]
+            shard = read_shard(path)
+            if shard.states is None and online is None:
+                raise SpecBenchError(f"{path} holds no states; build the corpus with states or train online")
+            self.sequences += [(path, a, b) for a, b in itertools.pairwise(shard.starts) if b - a > 2]
+            self.shards[path] = shard
+            self.tokens += shard.starts[-1]
         if not self.sequences:
             raise SpecBenchError(f"no training shards in {folder}; let specbench.train build them first")
 
@@ -273,16 +275,15 @@ class Corpus:
             at = 0
             for path, a, b in row:
                 here = slice(at, at := at + b - a)
-                with open_shard(path) as shard:
-                    tokens[number, here] = shard.get_slice("tokens")[a:b].long()
-                    valid[number, here] = True
-                    scored[number, here] = self._scored(shard.get_slice("answer")[a:b].bool())
-                    starts[number, here] = here.start
-                    if self.online is None:
-                        part = shard.get_slice("states")[a:b]
-                        if states is None:
-                            states = torch.zeros(len(rows), longest, part.shape[-1], dtype=part.dtype)
-                        states[number, here] = part
+                shard = self.shards[path]
+                tokens[number, here] = shard.tokens[a:b].long()
+                valid[number, here] = True
+                scored[number, here] = self._scored(shard.answer[a:b].bool())
+                starts[number, here] = here.start
+                if self.online is None and shard.states is not None:
+                    if states is None:
+                        states = shard.states.new_zeros(len(rows), longest, shard.states.shape[-1])
+                    states[number, here] = shard.states[a:b]
             starts[number, at:] = at  # padding is a sequence of its own
         batch = Batch(tokens.to(device), torch.empty(0), valid.to(device), scored.to(device))
         if self.row_tokens is not None:
@@ -313,9 +314,9 @@ class Corpus:
         """What shapes a training: the texts and how they are laid into batches."""
         texts = hashlib.sha256()
         for path in dict.fromkeys(path for path, _, _ in self.sequences):
-            with safe_open(path, "pt") as shard:
-                for name in ("starts", "tokens", "answer"):
-                    texts.update(shard.get_tensor(name).numpy().tobytes())
+            shard = self.shards[path]
+            for tensor in (torch.tensor(shard.starts), shard.tokens, shard.answer):
+                texts.update(tensor.numpy().tobytes())
         how = {"batch": self.batch, "row_tokens": self.row_tokens, "answers_only": self.answers_only, "seed": self.seed}
         return {"texts": texts.hexdigest(), **how, "online": self.online is not None}
 
@@ -323,8 +324,7 @@ class Corpus:
         """The `count` most frequent ids of the corpus, most frequent first; None: all that occur."""
         counts = torch.zeros(0, dtype=torch.long)
         for path in {s[0] for s in self.sequences}:
-            with open_shard(path) as shard:
-                found = shard.get_tensor("tokens").long().bincount(minlength=counts.shape[0])
+            found = self.shards[path].tokens.long().bincount(minlength=counts.shape[0])
             counts = found + torch.nn.functional.pad(counts, (0, found.shape[0] - counts.shape[0]))
         return counts.argsort(descending=True, stable=True)[: int((counts > 0).sum()) if count is None else count]
 
@@ -360,11 +360,9 @@ def held_out(folder: Path, count: int, least: int = 16) -> list[Answer]:
     So second and third answers, with a history before them, are measured too, as they are in a benchmark of several turns.
     """
     found: list[Answer] = []
-    with open_shard(folder / f"{VALIDATION}.safetensors") as shard:
-        tokens, answer = shard.get_tensor("tokens"), shard.get_tensor("answer").bool()
-        states = shard.get_tensor("states") if "states" in shard.keys() else None  # noqa: SIM118 - safe_open is no dict
-        starts = _starts(shard)
-    for turn, (a, b) in enumerate(itertools.pairwise(starts)):
+    shard = read_shard(folder / f"{VALIDATION}.safetensors")
+    tokens, answer, states = shard.tokens.long(), shard.answer.bool(), shard.states
+    for turn, (a, b) in enumerate(itertools.pairwise(shard.starts)):
         said = torch.cat([answer.new_zeros(1), answer[a:b], answer.new_zeros(1)]).int().diff()
         begins, ends = (said == 1).nonzero()[:, 0].tolist(), (said == -1).nonzero()[:, 0].tolist()
         usable = [(i, j) for i, j in zip(begins, ends, strict=True) if j - i >= least and i > 0]

@@ -41,7 +41,7 @@ def optimizers(named: Named, settings: TrainSettings) -> list[torch.optim.Optimi
     """AdamW; or Muon for the matrices and AdamW for the rest. Every factor of `groups` has parameter groups of its own."""
     if settings.optimizer == "adamw":
         adamw = _groups(named, settings, settings.lr)
-        return [torch.optim.AdamW(adamw, settings.lr, settings.betas, weight_decay=settings.weight_decay)]
+        return [torch.optim.AdamW(adamw, settings.lr, settings.betas, weight_decay=settings.weight_decay, fused=True)]
     matrices, vectors = [n for n in named if n[1].ndim == 2], [n for n in named if n[1].ndim != 2]
     muon = _groups(matrices, settings, settings.lr)
     found: list[torch.optim.Optimizer] = []
@@ -49,7 +49,7 @@ def optimizers(named: Named, settings: TrainSettings) -> list[torch.optim.Optimi
         found.append(torch.optim.Muon(muon, settings.lr, weight_decay=settings.weight_decay, momentum=0.95))
     if vectors:
         adamw = _groups(vectors, settings, settings.vector_lr)
-        found.append(torch.optim.AdamW(adamw, settings.vector_lr, settings.betas, weight_decay=0.0))
+        found.append(torch.optim.AdamW(adamw, settings.vector_lr, settings.betas, weight_decay=0.0, fused=True))
     return found
 
 

@@ -33,6 +33,8 @@ from specbench.training.features import Corpus, Row
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings, describe, phase_at, rates
 
+EVERY = 20  # steps after which metrics are read and shown
+
 
 def trainable(drafter: nn.Module) -> parameters.Named:
     """What is the drafter's own: the parameters that require a gradient, by name."""
@@ -149,6 +151,7 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.phase = -1  # none has begun
         self.running: dict[str, float] = {}  # smoothed metrics of this phase
+        self.unread: list[dict[str, Tensor]] = []  # those of the newest steps: to read one is to wait for the device
         self.history: list[dict[str, Any]] = []
 
     def _cast(self, dtype: torch.dtype) -> None:
@@ -199,14 +202,13 @@ class Trainer:
             for step_batches in self._steps(epoch)[self.step - begin :]:
                 self._enter(phase_at(settings, self.step, self.total))
                 metrics, tokens = self._gradients(step_batches)
-                self._update(metrics["loss"])
+                self._update()
                 self.step, self.tokens = self.step + 1, self.tokens + tokens
-                for name, value in metrics.items():
-                    new = float(value.detach())
-                    self.running[name] = 0.98 * self.running.get(name, new) + 0.02 * new
+                self.unread.append({name: value.detach() for name, value in metrics.items()})
                 before, now = now, time.monotonic()
                 self.seconds += now - before
-                if self.step % 20 == 0 or self.step == self.total:
+                if self.step % EVERY == 0 or self.step == self.total:
+                    self._read()
                     self._progress(console)
                 if self._agreed(now - validated > settings.validate_minutes * 60 and self.step < self.total):
                     self._log(console)
@@ -237,6 +239,7 @@ class Trainer:
         """Begin a phase, if it has not begun. Options stay set, so that a resumed run sets those of earlier phases too."""
         if phase == self.phase:
             return
+        self._read()
         settings = self.settings
         for begun in settings.phases[self.phase + 1 : phase + 1]:
             if begun.drafter:
@@ -254,12 +257,13 @@ class Trainer:
         metrics: dict[str, Tensor] = {}
         total = 0
         for items in batches:
-            batch = self.corpus.load(items[self.accelerator.process_index :: self.processes], device, dtype)
+            share = items[self.accelerator.process_index :: self.processes]
+            batch = self.corpus.load(share, device, dtype)
             batch.vocabulary = None if count is None else self._vocabulary(count, batch)
             batch.progress = self.step / self.total
             with self.accelerator.autocast():
                 metrics = self.objective(batch)
-            metrics, tokens = self._together(metrics, batch)
+            metrics, tokens = self._together(metrics, batch, sum(b - a for row in share for _, a, b in row))
             self.accelerator.backward(metrics["loss"] / self.settings.accumulate)
             total += tokens
         return metrics, total
@@ -272,23 +276,22 @@ class Trainer:
             frequent = drawn(frequent, own, self.settings.sampled)
         return torch.cat([frequent, drawn(rest, own, self.settings.others)]) if self.settings.others else frequent
 
-    def _together(self, metrics: dict[str, Tensor], batch: Batch) -> tuple[dict[str, Tensor], int]:
-        """Of several processes: means over the whole batch instead of this share of it, and its tokens.
+    def _together(self, metrics: dict[str, Tensor], batch: Batch, own: int) -> tuple[dict[str, Tensor], int]:
+        """Of several processes: means over the whole batch instead of this share of it with `own` tokens, and its tokens.
 
         Gradients are averaged over processes, so a share counts by its scored positions over their average. What is
         returned as `loss` has the gradient of this share and, like the other values, the value of the whole batch.
         """
-        tokens = batch.valid.sum()
         if self.processes == 1:
-            return metrics, int(tokens)
+            return metrics, own
         scored = batch.scored.sum()
-        totals: Tensor = self.accelerator.reduce(torch.stack([scored, tokens]), "sum")
+        totals: Tensor = self.accelerator.reduce(torch.stack([scored, torch.full_like(scored, own)]), "sum")
         share = scored / totals[0] * self.processes
         names = list(metrics)
         values: Tensor = self.accelerator.reduce(torch.stack([metrics[n].detach().float() for n in names]) * share, "mean")
         whole = dict(zip(names, values.unbind(), strict=True))
-        own = metrics["loss"] * share
-        return whole | {"loss": own + (whole["loss"] - own.detach())}, int(totals[1])
+        loss = metrics["loss"] * share
+        return whole | {"loss": loss + (whole["loss"] - loss.detach())}, int(totals[1])
 
     def _agreed(self, due: bool) -> bool:
         """The first process's clock decides for all."""
@@ -297,12 +300,8 @@ class Trainer:
         flag = torch.tensor(float(due and self.accelerator.is_main_process), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
-    def _update(self, loss: torch.Tensor) -> None:
+    def _update(self) -> None:
         settings = self.settings
-        if not torch.isfinite(loss):
-            raise SpecBenchError(
-                f"the loss became {float(loss)} at step {self.step}; lower train.settings.lr or train.settings.clip"
-            )
         if settings.clip is not None:
             accelerator = self.accelerator
             cut = {"norm": accelerator.clip_grad_norm_, "value": accelerator.clip_grad_value_}[settings.clip_by]
@@ -312,6 +311,23 @@ class Trainer:
                 group["lr"] = peak * self.rates[self.step]
             optimizer.step()
             optimizer.zero_grad()
+
+    def _read(self) -> None:
+        """Take the newest steps' metrics into the smoothed ones.
+
+        Raises:
+            SpecBenchError: a loss is no number any more; nothing was kept since.
+        """
+        first = self.step - len(self.unread)
+        for step, metrics in enumerate(self.unread, first):
+            values = {name: float(value) for name, value in metrics.items()}
+            if not math.isfinite(values["loss"]):
+                raise SpecBenchError(
+                    f"the loss became {values['loss']} at step {step}; lower train.settings.lr or train.settings.clip"
+                )
+            for name, new in values.items():
+                self.running[name] = 0.98 * self.running.get(name, new) + 0.02 * new
+        self.unread.clear()
 
     def _print(self, console: Console, line: str) -> None:
         if self.accelerator.is_main_process:
@@ -324,6 +340,7 @@ class Trainer:
         self._print(console, f"step {self.step}/{self.total}  {shown}  {speed:,.0f} tokens/s  {left / 60:.1f} min left")
 
     def _log(self, console: Console) -> None:
+        self._read()
         self.drafter.eval()
         entry = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
         entry |= {k: round(v, 5) for k, v in self.running.items()}
@@ -334,7 +351,8 @@ class Trainer:
         self._print(console, f"held out: {entry}")
 
     def _save(self) -> None:
-        """Everything a resumed run needs, atomically."""
+        """Everything a resumed run needs, atomically; nothing once the loss is no number."""
+        self._read()
         state = {
             "step": self.step,
             "total": self.total,
