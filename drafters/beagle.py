@@ -167,7 +167,8 @@ class Beagle(TrainedDrafter):
         weights = (
             (steps - index) / steps if self.decreasing else torch.full_like(predicted[..., 0], (steps + 1) / (2 * steps))
         )
-        counts = index[batch.scored].bincount(minlength=steps).clamp(min=1)  # a step's loss is a mean over its positions
+        # a step's loss is a mean over its positions
+        counts = torch.stack([(batch.scored & (index == step)).sum() for step in range(steps)]).clamp(min=1)
         teacher = Teacher(batch, self.head)
         return teacher.loss(
             predicted, self.regression, self.classification, weights=weights / counts[index], logged=index == 0
