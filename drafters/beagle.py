@@ -164,15 +164,12 @@ class Beagle(TrainedDrafter):
     def late(self, batch: Batch, steps: int, offset: int) -> dict[str, Tensor]:
         """The loss of every simulated step, earlier steps counting more; step 1's metrics are logged."""
         predicted, index = self.predict_windows(batch, steps, offset)
-        weights = (
-            (steps - index) / steps if self.decreasing else torch.full_like(predicted[..., 0], (steps + 1) / (2 * steps))
-        )
         # a step's loss is a mean over its positions
         counts = torch.stack([(batch.scored & (index == step)).sum() for step in range(steps)]).clamp(min=1)
+        worth = steps - index if self.decreasing else (steps + 1) / 2
+        weights = worth / (steps * counts[index])  # [B, T]
         teacher = Teacher(batch, self.head)
-        return teacher.loss(
-            predicted, self.regression, self.classification, weights=weights / counts[index], logged=index == 0
-        )
+        return teacher.loss(predicted, self.regression, self.classification, weights=weights, logged=index == 0)
 
     def predict_windows(self, batch: Batch, steps: int, offset: int) -> tuple[Tensor, Tensor]:
         """h_hat [B, T, D] of every position, each from what the steps before predicted, and its step, from 0, [B, T].

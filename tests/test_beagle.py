@@ -146,7 +146,9 @@ def late_by_steps(made, batch, steps, offset):
         pairs = zip(made.keys_values(batch.states, positions), made.keys_values(predicted, positions), strict=True)
         found = made.network(batch.tokens, positions, *(torch.cat(pair, 2) for pair in pairs), mask)
         due = positions - begins == step
-        metrics = Teacher(replace(batch, scored=batch.scored & due), made.head).loss(found, 10.0, 1.0)
+        metrics = Teacher(replace(batch, scored=batch.scored & due), made.head).loss(
+            found, made.regression, made.classification
+        )
         total = total + metrics["loss"] * ((steps - step) / steps if made.decreasing else (steps + 1) / (2 * steps))
         logged = logged or metrics
         predicted = torch.where(due[..., None], found.detach(), predicted)
