@@ -8,7 +8,7 @@ import torch
 from conftest import ARCHITECTURES, tiny
 from test_decode import plain
 
-from specbench.engine.int8 import Int8Linear, quantised
+from specbench.engine.int8 import EXACT, Int8Linear, quantised
 from specbench.engine.interface import Taps
 from specbench.engine.rows import Rows
 from specbench.errors import SpecBenchError
@@ -247,6 +247,15 @@ def test_a_packed_corpus_of_other_settings_is_not_taken(tmp_path):
     other = writer(target, tmp_path / "b", tmp_path / "shipped", answer_tokens=5)
     other.write()
     assert not list(other.folder.glob("answers-packed.jsonl")) and other.texts() != made.texts()
+
+
+def test_a_quantised_layer_computes_the_same_with_bytes_and_with_whole_numbers_in_float32():
+    linear, x = torch.nn.Linear(EXACT, 7), torch.randn(5, EXACT)
+    ranges = x.abs().amax(0)
+    with torch.no_grad():
+        bytewise, floating = (Int8Linear(linear, ranges, bytewise=b)(x) for b in (True, False))
+    assert torch.equal(bytewise, floating)
+    assert torch.allclose(bytewise, linear(x), atol=0.05)
 
 
 def test_answers_of_a_quantised_copy_are_another_corpus(tmp_path):

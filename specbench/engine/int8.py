@@ -1,6 +1,7 @@
 """Linear layers in 8 bits, for writing text fast where the processor multiplies bytes. Knows no model.
 
-Weights are scaled a row, inputs a token, both symmetrically; the product is exact in 32 bits. Inputs of language models
+Weights are scaled a row, inputs a token, both symmetrically; the product is exact in 32 bits, or in float32 where the
+processor does not multiply bytes (exact up to `EXACT` inputs): the same text, as fast as without. Inputs of language models
 have a few channels far larger than the rest, so each channel's range is first shared between input and weight
 (SmoothQuant, arXiv:2211.10438, alpha = 0.5), judged by a little text. Text written so is nearly the model's own; the
 states that drafters learn from never come from here.
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 LARGEST = 127
+EXACT = 2**24 // LARGEST**2  # products of so many 8-bit numbers sum to what float32 holds exactly
 FLOAT = ("down_proj",)  # the input of an MLP's last product has outliers that 8 bits do not hold
+
+
+def multiplies_bytes() -> bool:
+    """Can the processor multiply bytes? Without them `torch._int_mm` takes 20 times as long as float32."""
+    return bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
 
 
 class Int8Linear(nn.Module):
@@ -21,19 +28,22 @@ class Int8Linear(nn.Module):
 
     Args:
         largest: [in] the largest value of each input channel, as far as is known.
+        bytewise: hold the rounded weights as bytes; else the same whole numbers as float32. None: as the processor has it.
     """
 
-    weight: Tensor  # [in, out] int8
+    weight: Tensor  # [in, out] int8 or float32, whole numbers
     scale: Tensor  # [out]
     rough: Tensor  # [in]
 
-    def __init__(self, linear: nn.Linear, largest: Tensor):
+    def __init__(self, linear: nn.Linear, largest: Tensor, bytewise: bool | None = None):
         super().__init__()
+        self.bytewise = multiplies_bytes() if bytewise is None else bytewise
         weight = linear.weight.detach().float()  # [out, in]
         smooth = (largest.clamp(min=1e-5) / weight.abs().amax(0).clamp(min=1e-5)).sqrt()  # [in]
         weight = weight * smooth
         scale = weight.abs().amax(1).clamp(min=1e-12) / LARGEST  # [out]
-        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8).t())
+        rounded = (weight / scale[:, None]).round()
+        self.register_buffer("weight", (rounded.to(torch.int8) if self.bytewise else rounded).t())
         self.register_buffer("scale", scale)
         self.register_buffer("rough", 1 / smooth)
         self.bias = linear.bias
@@ -42,8 +52,9 @@ class Int8Linear(nn.Module):
         """[..., in] -> [..., out]"""
         flat = x.flatten(0, -2).float() * self.rough
         scale = flat.abs().amax(1, keepdim=True).clamp_(min=1e-12).div_(LARGEST)  # [N, 1]
-        product = torch._int_mm(flat.div_(scale).round_().to(torch.int8), self.weight)  # [N, out] int32
-        y = product.float().mul_(scale).mul_(self.scale)
+        rounded = flat.div_(scale).round_()
+        product = torch._int_mm(rounded.to(torch.int8), self.weight).float() if self.bytewise else rounded @ self.weight
+        y = product.mul_(scale).mul_(self.scale)  # [N, out]
         y = y if self.bias is None else y.add_(self.bias)
         return y.to(x.dtype).unflatten(0, x.shape[:-1])
 

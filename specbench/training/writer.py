@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specbench.engine.int8 import quantised
+from specbench.engine.int8 import multiplies_bytes, quantised
 from specbench.engine.rows import Rows
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import CausalLM, Target
@@ -99,8 +99,7 @@ class _Row:
 
 def fastest(device: torch.device) -> Literal["target", "int8"]:
     """What `auto` stands for on a device: a quantised copy pays where the processor multiplies bytes."""
-    bytewise = torch.cpu.get_capabilities().get("avx512_vnni", False) if device.type == "cpu" else False
-    return "int8" if bytewise else "target"
+    return "int8" if device.type == "cpu" and multiplies_bytes() else "target"
 
 
 def writing(target: Target, precision: Precision) -> CausalLM:
