@@ -35,7 +35,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from drafters.blocks import TrainedDrafter, attend, llama_config, noisy, rotate, split_heads
+from drafters.blocks import TrainedDrafter, llama_config, noisy
+from drafters.layers import attend, rotate, split_heads
 from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from drafters.layers import ATTENTION
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
 from specbench.engine.grow import Growth
@@ -229,7 +228,7 @@ def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a Llama
         "pad_token_id": None,
     }
     config = LlamaConfig(**(settings | changes))
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = ATTENTION
     return config
 
 
@@ -270,37 +269,3 @@ def noisy(states: Tensor, noise: float, law: str, batch: Batch) -> Tensor:
     begins = torch.zeros_like(batch.tokens) if batch.starts is None else batch.starts
     lengths = torch.zeros_like(begins).scatter_add(1, begins, batch.valid.long()).gather(1, begins)  # [B, T]
     return states + drawn * (512 / lengths[:, : states.shape[1], None].clamp(min=1)).to(states)
-
-
-def behind(prefix: int, n: int, device: torch.device) -> Tensor | None:
-    """[N, prefix + N] bool: N tokens see a prefix and, causally, each other; None where attention does just that alone."""
-    if n == 1 or not prefix:
-        return None
-    return torch.ones(n, prefix + n, dtype=torch.bool, device=device).tril(prefix)
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Cross-attention; a query without a visible key gets nothing, not a mean over what it must not see.
-
-    Args:
-        q: [B, Hq, T, Dh]. keys, values: [B, H, S, Dh]. mask: [B or 1, T, S] bool, None for all.
-
-    Returns:
-        [B, T, Hq * Dh].
-    """
-    if mask is None:
-        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True).transpose(1, 2).flatten(2)
-    blind = ~mask.any(-1, keepdim=True)  # [B or 1, T, 1]
-    found = F.scaled_dot_product_attention(q, keys, values, attn_mask=(mask | blind)[:, None], enable_gqa=True)
-    return found.transpose(1, 2).flatten(2).masked_fill(blind, 0.0)
-
-
-def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, T, H * Dh] -> [B, H, T, Dh]"""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-
-
-def rotate(x: Tensor, rotary: nn.Module, positions: Tensor) -> Tensor:
-    """Rotary position embedding of queries or keys. x [B, H, T, Dh], positions [B, T]"""
-    cos, sin = rotary(x, positions)
-    return apply_rotary_pos_emb(x, x, cos, sin)[0]

@@ -44,7 +44,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.blocks import Noise, TrainedDrafter, behind, chooser, llama_config, noisy, served
+from drafters.blocks import Noise, TrainedDrafter, chooser, llama_config, noisy, served
+from drafters.layers import behind
 from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth

@@ -50,7 +50,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from drafters.blocks import TrainedDrafter, attend, behind, llama_config, rotate, split_heads
+from drafters.blocks import TrainedDrafter, llama_config
+from drafters.layers import attend, behind, rotate, split_heads
 from drafters.lsa import LayerSelfAttention
 from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from drafters.blocks import TrainedDrafter, behind, chooser, llama_config
+from drafters.blocks import TrainedDrafter, chooser, llama_config
+from drafters.layers import behind
 from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
