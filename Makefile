@@ -29,6 +29,7 @@ TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
 ROUTERS ?= eagle2_router,coral_router
 SCALE ?= small
 MISSING ?= true# false: train anew what is there
+OVERWRITE := $(if $(filter false,$(MISSING)),train.overwrite=true)
 MINUTES ?= 120
 KIND ?= null
 STUDIES ?=
@@ -76,9 +77,9 @@ report: $(READY) ## tables, figures, claims and report.html from the rows in RES
 
 train: $(READY) ## corpus, drafters and routers that MODEL has no weights for, JOBS at once; SCALE=gpu, MISSING=false
 	@echo $(subst $(comma), ,$(TRAIN)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
-		model=$(MODEL) train=$(SCALE) drafter=$$0 train.missing=$(MISSING) || exit 255'
+		model=$(MODEL) train=$(SCALE) drafter=$$0 train.missing=$(MISSING) $(OVERWRITE) || exit 255'
 	@echo $(subst $(comma), ,$(ROUTERS)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
-		model=$(MODEL) train=router drafter=$$0 train.missing=$(MISSING) || exit 255'
+		model=$(MODEL) train=router drafter=$$0 train.missing=$(MISSING) $(OVERWRITE) || exit 255'
 	$(BIN)/python -m specbench.report training=drafters/weights/$(MODEL)
 
 test: $(CHECKED) ## the whole test-suite, a file at a time on every core

@@ -41,12 +41,13 @@ from specbench.models import ModelSpec
 from specbench.options import Count, Name, Positive, Text
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import VALIDATION, Answer, Corpus, Shards, held_out
+from specbench.training.overwriting import made_by, refuse_overwriting, tracked
 from specbench.training.plan import Rows, plan
 from specbench.training.replay import Acceptance, chains, known_states, replay
 from specbench.training.trainer import Paused, Trainer, TrainSettings
 
 CALIBRATION = 64  # held-out answers of a drafter's calibration
-NO_RECIPE = ("name", "out", "minutes")  # where it was written, and in how many parts
+NO_RECIPE = ("name", "out", "minutes", "overwrite")  # where it was written, and in how many parts
 CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
 
 
@@ -58,6 +59,7 @@ class Train:
     out: Text
     start: Text | None
     missing: bool
+    overwrite: bool
     minutes: Positive | None
     build: bool
     until: Literal["vocabulary", "corpus", "weights", "acceptance", "search"]
@@ -121,8 +123,11 @@ def main(config: DictConfig) -> None:
         _write(text, processes)
     if config.train.until in ("vocabulary", "corpus") and processes.is_main_process:
         path = packed / vocabulary.FILE
-        vocabulary.save(path, *text.frequent(vocabulary.MOST, config.model.name))
-        print(f"frequent ids in {path}")
+        if tracked(path) and not config.train.overwrite:
+            print(f"{path} is under version control and stays as it is (train.overwrite=true counts its ids anew)")
+        else:
+            vocabulary.save(path, *text.frequent(vocabulary.MOST, config.model.name))
+            print(f"frequent ids in {path}")
     if config.train.pack is not None and processes.is_main_process:
         said = {"license": config.train.pack, "questions": OmegaConf.to_container(config.train.text)}
         made = {"machine": measure.hardware(target.device), "versions": measure.versions(), "commit": measure.commit()}
@@ -144,7 +149,13 @@ def _settle(config: DictConfig) -> None:
         made, verb = ("searched", "search") if part.until == "search" else ("weights", "train")
         if made not in config.drafter:
             raise SpecBenchError(f"drafter={config.drafter.name} has nothing to {verb}; choose another drafter=")
-        require_writable(Path(part.out))
+        out = Path(part.out)
+        require_writable(out)
+        if part.until == "search" and not part.overwrite:
+            refuse_overwriting(out / weights.SKIP)
+        elif part.until == "weights" and not part.overwrite and not part.missing:
+            drafter, recipe = (OmegaConf.to_container(x, resolve=True) for x in (config.drafter, part))
+            refuse_overwriting(out / weights.WEIGHTS, made_by(drafter, recipe))  # type: ignore[arg-type]
     instantiate(part.settings)  # what contradicts itself there
     for number, phase in enumerate(part.settings.phases):
         said: Any = OmegaConf.to_container(phase)

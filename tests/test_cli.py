@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -326,6 +327,30 @@ def test_training_says_what_it_takes_and_refuses_what_cannot_fit(home):
     huge = "train.batch=10000000"
     assert "more memory" in run(home, "train", *train(home, "huge"), huge, ok=False)
     assert not (home / "out" / "huge").exists()
+
+
+def test_training_overwrites_nothing_unasked(home):
+    """Weights of the same recipe are made anew; of another one, or under version control, only with train.overwrite."""
+    once = train(home, "kept", "train.settings.steps=2", "train.follow=false")
+    run(home, "train", *once)
+    weights = home / "out" / "kept" / "model.safetensors"
+    before = weights.read_bytes()
+    run(home, "train", *once, "train.settings.checkpoint_minutes=1")  # says nothing about what comes out
+    other = [*once, "train.settings.lr=0.01", "train.name=other"]
+    said = run(home, "train", *other, ok=False)
+    assert "made with another settings.lr;" in said and "train.overwrite=true" in said and weights.read_bytes() == before
+    run(home, "train", *other, "train.overwrite=true")
+    assert weights.read_bytes() != before
+    (weights.parent / "provenance.json").unlink()
+    assert "no provenance.json" in run(home, "train", *other, ok=False)
+    skip = weights.with_name("skip.json")
+    skip.write_text("{}")
+    for command in (["git", "init", "--quiet"], ["git", "add", "model.safetensors", "skip.json"]):
+        subprocess.run(command, cwd=weights.parent, check=True)
+    assert "model.safetensors is under version control" in run(home, "train", *other, ok=False)
+    searching = [*other, "drafter=self_speculation", "train.until=search"]
+    assert "skip.json is under version control" in run(home, "train", *searching, ok=False)
+    assert skip.read_text() == "{}"
 
 
 def test_training_on_the_text_itself(home):

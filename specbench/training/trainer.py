@@ -11,7 +11,7 @@ import bisect
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +30,7 @@ from specbench.errors import SpecBenchError, refusing
 from specbench.evaluation.budget import Budget
 from specbench.training import parameters
 from specbench.training.features import Corpus, Row
+from specbench.training.overwriting import differing
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings, describe, phase_at, rates
 
@@ -60,16 +61,6 @@ def _decisive(settings: TrainSettings) -> dict[str, Any]:
     """What decides about the weights: the rest may differ when a killed run goes on."""
     free = ("checkpoint_minutes", "validate_minutes", "validation_answers")
     return {k: v for k, v in asdict(settings).items() if k not in free}
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Names of what is not alike in two trees of plain values."""
-    for name in sorted(before.keys() | now.keys()):
-        a, b = before.get(name), now.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differing(a, b, f"{place}{name}.")
-        elif a != b or (name in before) != (name in now):
-            yield f"{place}{name}"
 
 
 def drawn(ids: Tensor, own: Tensor, count: int) -> Tensor:
@@ -386,7 +377,7 @@ class Trainer:
                 f"{self.checkpoint} is of a run of {state['total']} steps, this one has {self.total} (the corpus or the "
                 "settings changed); use another train.name or remove it"
             )
-        if changed := list(_differing(json.loads(state["shaped_by"]), json.loads(json.dumps(self.shaped_by)))):
+        if changed := list(differing(json.loads(state["shaped_by"]), json.loads(json.dumps(self.shaped_by)))):
             raise SpecBenchError(
                 f"{self.checkpoint} is of a training with another {', '.join(changed[:4])}; use another train.name or "
                 "remove it"
