@@ -123,7 +123,7 @@ def main(config: DictConfig) -> None:
         _write(text, processes)
     if config.train.until in ("vocabulary", "corpus") and processes.is_main_process:
         path = packed / vocabulary.FILE
-        if tracked(path) and not config.train.overwrite:
+        if tracked(path) and not config.train.overwrite and config.train.pack is None:
             print(f"{path} is under version control and stays as it is (train.overwrite=true counts its ids anew)")
         else:
             vocabulary.save(path, *text.frequent(vocabulary.MOST, config.model.name))
