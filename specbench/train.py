@@ -149,17 +149,23 @@ def _settle(config: DictConfig) -> None:
         made, verb = ("searched", "search") if part.until == "search" else ("weights", "train")
         if made not in config.drafter:
             raise SpecBenchError(f"drafter={config.drafter.name} has nothing to {verb}; choose another drafter=")
-        out = Path(part.out)
-        require_writable(out)
-        if part.until == "search" and not part.overwrite:
-            refuse_overwriting(out / weights.SKIP)
-        elif part.until == "weights" and not part.overwrite and not part.missing:
-            drafter, recipe = (OmegaConf.to_container(x, resolve=True) for x in (config.drafter, part))
-            refuse_overwriting(out / weights.WEIGHTS, made_by(drafter, recipe))  # type: ignore[arg-type]
+        require_writable(Path(part.out))
     instantiate(part.settings)  # what contradicts itself there
     for number, phase in enumerate(part.settings.phases):
         said: Any = OmegaConf.to_container(phase)
         schema.hold_some(said.get("drafter", {}), taker, phased, f"train.settings.phases[{number}].drafter")
+    if not (part.overwrite or part.missing):
+        _spare(config)
+
+
+def _spare(config: DictConfig) -> None:
+    """Refuse to write over what another training made, before anything is loaded."""
+    out, until = Path(config.train.out), config.train.until
+    if until == "search":
+        refuse_overwriting(out / weights.SKIP)
+    elif until == "weights":
+        drafter, recipe = (OmegaConf.to_container(part, resolve=True) for part in (config.drafter, config.train))
+        refuse_overwriting(out / weights.WEIGHTS, made_by(drafter, recipe))  # type: ignore[arg-type]
 
 
 def _build(shards: Shards, processes: PartialState) -> None:
