@@ -1,7 +1,7 @@
 """Attention as drafters compute it: masked, grouped heads, and no work for keys that nobody sees.
 
 Knows tensors, no drafter. In training most masks are nearly empty: of the states that a later draft pass made a query sees
-one a pass, of those in windows a few. PyTorch's kernel on a processor multiplies what it then hides.
+one a pass, of those in windows a few. PyTorch's kernel on a CPU multiplies what the mask then hides.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
-BLOCK = 128  # queries that look at the same keys: fewer see fewer keys together, more make wider products
+BLOCK = 128  # queries a block: fewer of them see fewer keys, more of them make wider, faster products
 
 
 def behind(prefix: int, n: int, device: torch.device) -> Tensor | None:
@@ -24,7 +24,7 @@ def behind(prefix: int, n: int, device: torch.device) -> Tensor | None:
 
 
 def visible_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """Scaled dot-product attention; on a processor each block of queries reads only keys that one of them sees.
+    """Scaled dot-product attention; on a CPU each block of queries reads only keys that one of them sees.
 
     Args:
         q: [B, Hq, T, Dh]. k, v: [B, H, S, Dh]. mask: [B or 1, 1, T, S] bool, every query sees a key; None: causal for
@@ -34,6 +34,8 @@ def visible_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
         [B, Hq, T, Dh].
     """
     length = q.shape[2]
+    if mask is not None and q.device.type != "cpu":  # CUDA's fast kernels take a mask or shared key heads, not both
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if mask is None or q.device.type != "cpu" or length < 2 * BLOCK:
         causal = mask is None and length > 1
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
@@ -73,8 +75,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tens
     if mask is None:
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True).transpose(1, 2).flatten(2)
     blind = ~mask.any(-1, keepdim=True)  # [B or 1, T, 1]
-    first = torch.arange(mask.shape[-1], device=mask.device) == 0
-    found = visible_attention(q, keys, values, (mask | (blind & first))[:, None])
+    seeing = mask.clone()
+    seeing[..., :1] |= blind  # they read the first key, and what they find is dropped
+    found = visible_attention(q, keys, values, seeing[:, None])
     return found.transpose(1, 2).flatten(2).masked_fill(blind, 0.0)
 
 

@@ -4,7 +4,7 @@ A shape is a type: a dataclass, a `TypedDict`, `list[float]`, `dict[str, Any]`. 
 off, binary, another type than expected, ends in one line that names the file and the place in it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,3 +133,13 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
         return TypeAdapter(shape, config=STRICT)
     except PydanticUserError:  # a class has its own configuration, or gets this one
         return TypeAdapter(shape if hasattr(shape, "__pydantic_config__") else with_config(STRICT)(shape))
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Names of what is not alike in two JSON objects: `a.b` for b within a."""
+    for name in sorted(before.keys() | now.keys()):
+        a, b = before.get(name), now.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differing(a, b, f"{place}{name}.")
+        elif a != b or (name in before) != (name in now):
+            yield f"{place}{name}"

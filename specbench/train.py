@@ -41,7 +41,7 @@ from specbench.models import ModelSpec
 from specbench.options import Count, Name, Positive, Text
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import VALIDATION, Answer, Corpus, Shards, held_out
-from specbench.training.overwriting import made_by, refuse_overwriting, tracked
+from specbench.training.overwriting import UNDECIDED, made_by, refuse_overwriting, tracked
 from specbench.training.plan import Rows, plan
 from specbench.training.replay import Acceptance, chains, known_states, replay
 from specbench.training.trainer import Paused, Trainer, TrainSettings
@@ -123,7 +123,7 @@ def main(config: DictConfig) -> None:
         _write(text, processes)
     if config.train.until in ("vocabulary", "corpus") and processes.is_main_process:
         path = packed / vocabulary.FILE
-        if tracked(path) and not config.train.overwrite and config.train.pack is None:
+        if tracked(path) and not config.train.overwrite:
             print(f"{path} is under version control and stays as it is (train.overwrite=true counts its ids anew)")
         else:
             vocabulary.save(path, *text.frequent(vocabulary.MOST, config.model.name))
@@ -155,10 +155,10 @@ def _settle(config: DictConfig) -> None:
         said: Any = OmegaConf.to_container(phase)
         schema.hold_some(said.get("drafter", {}), taker, phased, f"train.settings.phases[{number}].drafter")
     if not (part.overwrite or part.missing):
-        _spare(config)
+        _protect(config)
 
 
-def _spare(config: DictConfig) -> None:
+def _protect(config: DictConfig) -> None:
     """Refuse to write over what another training made, before anything is loaded."""
     out, until = Path(config.train.out), config.train.until
     if until == "search":
@@ -327,7 +327,7 @@ def _shaping(config: DictConfig, target: Target) -> dict[str, Any]:
     start = None
     if config.train.start is not None:
         start = contents.of_file(weights.PROJECT / config.train.start / weights.WEIGHTS)
-    own = {k: v for k, v in drafter.items() if k not in ("name", "weights", "vocabulary")}
+    own = {k: v for k, v in drafter.items() if k not in UNDECIDED["drafter"]}
     return {"drafter": own, "target": target.fingerprint(), "start": start}
 
 

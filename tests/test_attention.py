@@ -50,3 +50,18 @@ def test_a_query_without_a_key_gets_nothing():
     found = attend(q, k, v, mask)
     assert (found[:, 0] == 0).all() and (found[:, 1:] != 0).any(-1).all()
     torch.testing.assert_close(found[:, 1], v[:, :, 0].repeat_interleave(2, 1).flatten(1))
+
+
+def test_a_gpus_fast_kernels_are_not_refused_shared_key_heads_beside_a_mask(monkeypatch):
+    """They take one of the two; shapes alone tell, so a device without values will do."""
+    heads = []
+
+    def counted(q, k, v, *rest, **options):
+        heads.append((k.shape[1], v.shape[1]))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    q, k, v = (x.to("meta") for x in inputs(LENGTH))
+    for mask in (torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device="meta"), None):
+        visible_attention(q, k, v, mask)
+    assert heads == [(4, 4), (2, 2)]

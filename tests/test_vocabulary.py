@@ -258,6 +258,7 @@ def test_a_list_counts_the_training_text(tmp_path):
 
 
 def test_the_shipped_list_is_that_of_the_shipped_corpus():
+    """Counted when the corpus was shorter: rows name the list, so that it stays until drafters are trained anew."""
     folder = ROOT / "drafters" / "weights" / "smollm2-135m"
     said = json.loads((folder / vocabulary.PROVENANCE).read_text())
     corpus = json.loads((folder / "corpus.json").read_text())
@@ -268,4 +269,8 @@ def test_the_shipped_list_is_that_of_the_shipped_corpus():
     assert listed.digest == said["sha256"]
     texts = [t for t in unpack(folder / "corpus.safetensors.xz") if t.index >= corpus["settings"]["validation"]]
     counts = torch.tensor([i for t in texts for i in t.tokens]).bincount(minlength=49152)
-    assert torch.equal(listed.ids, counts.argsort(descending=True, stable=True)[: said["ids"]])
+    assert said["training_tokens"] <= corpus["training_tokens"] == counts.sum()
+    best = counts.argsort(descending=True, stable=True)
+    for count in (1024, 8192, said["ids"]):
+        covered, most = (float(counts[ids[:count]].sum() / counts.sum()) for ids in (listed.ids, best))
+        assert covered > most - 0.001, f"the first {count} ids of the list are no longer the most frequent"

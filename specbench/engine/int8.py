@@ -1,9 +1,9 @@
 """Linear layers in 8 bits, for writing text fast where the processor multiplies bytes. Knows no model.
 
-Weights are scaled a row, inputs a token, both symmetrically; the product is exact in 32 bits, or in float32 where the
-processor does not multiply bytes (exact up to `EXACT` inputs): the same text, as fast as without. Inputs of language models
-have a few channels far larger than the rest, so each channel's range is first shared between input and weight
-(SmoothQuant, arXiv:2211.10438, alpha = 0.5), judged by a little text. Text written so is nearly the model's own; the
+Weights are scaled a row, inputs a token, both symmetrically; the product is exact in 32 bits. Where the processor does not
+multiply bytes, in float32, exact up to `EXACT` inputs: the same text, no faster than the target itself writes. Inputs of
+language models have a few channels far larger than the rest, so each channel's range is first shared between input and
+weight (SmoothQuant, arXiv:2211.10438, alpha = 0.5), judged by a little text. Text written so is nearly the model's own; the
 states that drafters learn from never come from here.
 """
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 LARGEST = 127
-EXACT = 2**24 // LARGEST**2  # products of so many 8-bit numbers sum to what float32 holds exactly
+EXACT = 2**24 // LARGEST**2  # a sum of so many products of 8-bit numbers is exact in float32
 FLOAT = ("down_proj",)  # the input of an MLP's last product has outliers that 8 bits do not hold
 
 
 def multiplies_bytes() -> bool:
-    """Can the processor multiply bytes? Without them `torch._int_mm` takes 20 times as long as float32."""
+    """Can the processor multiply bytes? If not, `torch._int_mm` takes 20 times as long as float32."""
     return bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
 
 

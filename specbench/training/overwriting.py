@@ -2,16 +2,16 @@
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specbench.engine.weights import PROVENANCE
 from specbench.errors import SpecBenchError
-from specbench.files import read_json
+from specbench.files import differing, read_json
 
-UNDECIDED = {  # of a recipe: where, when and how fast, not what comes out
-    "": (
+UNDECIDED = {  # options that say where, when and how fast, not what comes out
+    "train": (
         "name",
         "out",
         "minutes",
@@ -23,11 +23,10 @@ UNDECIDED = {  # of a recipe: where, when and how fast, not what comes out
         "pack",
         "shard_target",
         "follow",
-        "text",
     ),
     "settings": ("checkpoint_minutes", "validate_minutes", "validation_answers"),
     "corpus": ("precision", "states", "shard", "rows", "reading"),
-    "drafter": ("name", "weights", "vocabulary", "growth"),
+    "drafter": ("name", "weights", "vocabulary"),
 }
 SHOWN = 4  # differences that a message names
 
@@ -68,19 +67,8 @@ def refuse_overwriting(path: Path, recipe: Mapping[str, Any] | None = None) -> N
 
 
 def made_by(drafter: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides about weights, of a drafter's configuration and `train`'s, as plain values."""
-    parts = {"drafter": drafter, **{name: recipe.get(name) or {} for name in ("settings", "corpus")}}
-    found: dict[str, Any] = {
-        name: {k: v for k, v in part.items() if k not in UNDECIDED[name]} for name, part in parts.items()
-    }
-    return found | {k: v for k, v in recipe.items() if k not in (*UNDECIDED[""], "settings", "corpus")}
-
-
-def differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Names of what is not alike in two trees of plain values."""
-    for name in sorted(before.keys() | now.keys()):
-        a, b = before.get(name), now.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differing(a, b, f"{place}{name}.")
-        elif a != b or (name in before) != (name in now):
-            yield f"{place}{name}"
+    """What decides about weights, of the options of a drafter and of `train`, as plain values."""
+    parts = {"drafter": drafter, "train": recipe, **{name: recipe.get(name) or {} for name in ("settings", "corpus")}}
+    found = {name: {k: v for k, v in part.items() if k not in UNDECIDED[name]} for name, part in parts.items()}
+    found["train"] = {k: v for k, v in found["train"].items() if k not in found}
+    return found

@@ -28,9 +28,10 @@ from specbench.engine.interface import Batch
 from specbench.engine.tensors import unpickled
 from specbench.errors import SpecBenchError, refusing
 from specbench.evaluation.budget import Budget
+from specbench.files import differing
 from specbench.training import parameters
 from specbench.training.features import Corpus, Row
-from specbench.training.overwriting import differing
+from specbench.training.overwriting import UNDECIDED
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings, describe, phase_at, rates
 
@@ -59,8 +60,7 @@ def check(drafter: Any, settings: TrainSettings) -> None:
 
 def _decisive(settings: TrainSettings) -> dict[str, Any]:
     """What decides about the weights: the rest may differ when a killed run goes on."""
-    free = ("checkpoint_minutes", "validate_minutes", "validation_answers")
-    return {k: v for k, v in asdict(settings).items() if k not in free}
+    return {k: v for k, v in asdict(settings).items() if k not in UNDECIDED["settings"]}
 
 
 def drawn(ids: Tensor, own: Tensor, count: int) -> Tensor:
