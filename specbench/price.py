@@ -27,7 +27,7 @@ from specbench.engine.target import Target
 from specbench.engine.tree import root_only
 from specbench.engine.verify import Lossless
 from specbench.errors import SpecBenchError
-from specbench.files import differing, read_json
+from specbench.files import read_json
 from specbench.records import identity
 
 CONTEXT = 192  # tokens behind which trees are timed
@@ -177,6 +177,12 @@ def write(path: Path, costs: Costs, conditions: Mapping[str, Any]) -> None:
 def read(path: Path, conditions: Mapping[str, Any]) -> Costs:
     """Raises `SpecBenchError` for a damaged file, and for one that was timed under other conditions, which it names."""
     kept: Kept = read_json(path, Kept)
-    if changed := list(differing(kept.made_for, json.loads(json.dumps(conditions)))):
-        raise SpecBenchError(f"{path} was timed with another {', '.join(changed)}; remove it, and it is timed again")
+    if differing := list(_differing(kept.made_for, json.loads(json.dumps(conditions)))):
+        raise SpecBenchError(f"{path} was timed with another {', '.join(differing)}; remove it, and it is timed again")
     return kept.costs
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            yield name

@@ -273,4 +273,4 @@ def test_the_shipped_list_is_that_of_the_shipped_corpus():
     best = counts.argsort(descending=True, stable=True)
     for count in (1024, 8192, said["ids"]):
         covered, most = (float(counts[ids[:count]].sum() / counts.sum()) for ids in (listed.ids, best))
-        assert covered > most - 0.001, f"the first {count} ids of the list are no longer the most frequent"
+        assert covered > most - 0.005, f"the first {count} ids of the list are no longer the most frequent"
