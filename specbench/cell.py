@@ -24,18 +24,22 @@ class Ran:
     """What a cell has now, and what it lacks still.
 
     Attributes:
-        arms: drafters in it, the baseline not counted. questions: that it should have.
+        arms: drafters in it, the baseline not counted. asked: digests of the questions that it should have.
         failed: generations that raised. unmeasured: arms of which something could not be measured.
         left: questions that lack a generation. seconds: that these are likely to take; None: nobody knows.
     """
 
     ledger: Ledger
     arms: int
-    questions: int
+    asked: Sequence[str]
     failed: int
     unmeasured: int
     left: int
     seconds: float | None
+
+    @property
+    def questions(self) -> int:
+        return len(self.asked)
 
     @property
     def progress(self) -> str:
@@ -83,7 +87,7 @@ def run(
             _trace(spec, target, chat, sides, questions)
     pace, missing = ledger.pace(), bench.missing(questions, ledger)
     seconds = None if pace is None else pace * missing
-    return Ran(ledger, len(sides) - 1, len(questions), len(ledger.failed()), unmeasured, left, seconds)
+    return Ran(ledger, len(sides) - 1, [q.digest for q in questions], len(ledger.failed()), unmeasured, left, seconds)
 
 
 def _to_itself(spec: RunSpec, bench: Bench) -> AbstractContextManager[Any]:

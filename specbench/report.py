@@ -19,7 +19,7 @@ from specbench.door import CONF, run_door, spoken
 from specbench.errors import SpecBenchError, visible
 from specbench.options import Name, Text
 from specbench.records.rows import by_error
-from specbench.reporting import cells, tables, trainings, translate
+from specbench.reporting import cells, console, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.claims import tally
 
@@ -29,6 +29,7 @@ class Options:
     """What `conf/report.yaml` may say; what each means stands there."""
 
     results: Text
+    show: bool
     format: Literal["terminal", "markdown", "spec-bench", "eagle", "hass"]
     studies: list[Name] | None
     training: Text | None
@@ -63,10 +64,10 @@ def main(config: DictConfig) -> None:
     report = Report(Sources(results, chosen=config.studies))
     for problem in report.problems:
         print(f"LEFT OUT {visible(problem)}")
-    tables.show(report.main)
+    if config.show:
+        console.show(report.view.timed(report.view.first) or report.main)
     for error, lost in by_error(report.failures).items():
         print(visible(f"FAILED {', '.join(lost)}: {error}"))
-    print(visible(report.answer))
     if report.verdicts:
         print("claims: " + ", ".join(f"{count} {kind}" for kind, count in tally(report.verdicts).items()))
     print(f"report: {report.write()}")

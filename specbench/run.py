@@ -19,8 +19,9 @@ from specbench.errors import SpecBenchError, visible
 from specbench.evaluation.budget import Budget
 from specbench.faults import told
 from specbench.metrics import BASELINE
-from specbench.records import blocks, identity
-from specbench.reporting import cells, tables
+from specbench.records import blocks
+from specbench.reporting import cells, console
+from specbench.reporting.groups import Asked, measured
 
 
 @command("run")
@@ -54,8 +55,11 @@ def _run(spec: RunSpec) -> None:
     own = arms.build(spec, target, made=made)
     sides = [own] if own.label == BASELINE else [arms.baseline(spec, target), own]
     ran = cell.run(spec, target, chat, sides, questions, budget=budget)
-    if spec.show:
-        tables.show(_entries(spec, sides))
+    if sweeping():
+        sweep.note(spec.results, Asked.of(ran.ledger, ran.asked))
+    elif spec.show:
+        shown = measured([Asked.of(ran.ledger, ran.asked)])
+        console.show(shown, spec.details, console.how_to_report(spec.results))
     if budget.seconds is not None and ran.left:
         print(f"{own.label}: {ran.progress}")
     if ran.failed:
@@ -65,13 +69,6 @@ def _run(spec: RunSpec) -> None:
     if ran.unmeasured:
         raise SpecBenchError(f"{ran.unmeasured} measurements failed, named above; run again to retry them")
     arms.require_lossless(ran.ledger.block.path)
-
-
-def _entries(spec: RunSpec, sides: list[arms.Arm]) -> list[cells.Entry]:
-    """What the cell holds of this run's own arms."""
-    own = {identity.arm_key(side.said) for side in sides}
-    found = cells.collect(blocks.below(spec.cell_folder))
-    return [entry for entry in found if entry.key in own]
 
 
 def _has_failed_rows(spec: RunSpec) -> bool:

@@ -28,7 +28,8 @@ from specbench.evaluation.study_runs import StudyCell
 from specbench.evaluation.study_training import Trained, train_missing
 from specbench.options import Name, Natural
 from specbench.records import blocks
-from specbench.reporting import cells, claims, tables
+from specbench.reporting import cells, claims, console
+from specbench.reporting.groups import Asked, measured
 from specbench.studies import Study
 
 
@@ -65,7 +66,7 @@ def main(config: Any) -> None:
     trained = train_missing(name, members, study, users, budget)
     torch.set_num_threads(asked["threads"] or torch.get_num_threads())
     found = _decode(name, study, prepared, trained, users, budget)
-    _show(name, study, [spec for spec, _ in found])
+    _show(name, study, found)
     _conclude(name, prepared, found, trained, budget)
 
 
@@ -108,13 +109,14 @@ def _decode(
     return found
 
 
-def _show(name: str, study: Study, done: Sequence[StudyCell]) -> None:
+def _show(name: str, study: Study, found: Sequence[tuple[StudyCell, cell.Ran]]) -> None:
     """The cells as tables, and what became of the study's claims."""
-    folders = dict.fromkeys(one.base.cell_folder for one in done)
+    base = found[0][0].base
+    if base.show:
+        entries = measured(Asked.of(ran.ledger, ran.asked) for _, ran in found)
+        console.show(entries, base.details, console.how_to_report(base.results.parent))
+    folders = dict.fromkeys(one.base.cell_folder for one, _ in found)
     entries = cells.collect([path for folder in folders for path in blocks.below(folder)])
-    entries = [e for e in entries if e.study == name]
-    if done[0].base.show:
-        tables.show(entries)
     for verdict in claims.judge_study(name, study, entries):
         print(visible(f"{verdict.verdict.upper()}: {verdict.claim['says']} ({verdict.claim['source']}). {verdict.said}"))
 

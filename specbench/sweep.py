@@ -3,10 +3,12 @@
 The numbers come from the results folder, not from memory, so that jobs on other machines (Slurm, Ray) count too.
 """
 
+import json
 import math
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from specbench.errors import visible
 from specbench.files import readable
 from specbench.records.rows import CellFailure, by_error
+from specbench.reporting import console
+from specbench.reporting.groups import Asked, measured
 
 failed: dict[str, list[str]] = {}  # cells by error, of the sweep that ended last in this process
 BEGUN, CELLS = "SPECBENCH_SWEEP_BEGUN", "SPECBENCH_SWEEP_CELLS"  # read by jobs, in this process or another
@@ -50,7 +54,8 @@ class Sweep(Callback):
         self.done, self.seconds = self.done + 1, self.seconds + time.time() - self.started
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Failures first, then how many cells there are."""
+        """The table of all cells, then what failed, then how many cells there are."""
+        _show(config)
         begun, cells = float(os.environ.pop(BEGUN)), int(os.environ.pop(CELLS))
         paths = [p for p in sorted(Path(config.results).rglob("*.failed.json")) if p.stat().st_mtime >= begun - 1]
         problems: list[str] = []
@@ -61,6 +66,29 @@ class Sweep(Callback):
         lost = sum(map(len, failed.values()))
         minutes = (time.time() - begun) / 60
         print(f"sweep: {cells - lost} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
+
+
+def note(results: Path, asked: Asked) -> None:
+    """Write down what a job of a sweep was asked for, in a line of a file that the sweep's end reads and removes."""
+    if os.environ.get(BEGUN):
+        with _notes(results).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(asked)) + "\n")
+
+
+def _notes(results: Path) -> Path:
+    return results / f".sweep-{os.environ[BEGUN]}.jsonl"
+
+
+def _show(config: DictConfig) -> None:
+    """One table of all that the sweep was asked for."""
+    results = Path(config.results)
+    path = _notes(results)
+    if not path.exists():
+        return
+    asked = [Asked(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    path.unlink()
+    if config.get("show"):
+        console.show(measured(asked), bool(config.get("details")), console.how_to_report(results))
 
 
 def count_cells(config: DictConfig) -> int:

@@ -26,7 +26,7 @@ from specbench.engine.verify import Lossless
 from specbench.evaluation.budget import Budget
 from specbench.records.blocks import below, read_block
 from specbench.records.rows import Measurement, Row
-from specbench.reporting import cells, tables
+from specbench.reporting import cells, console, tables
 from specbench.reporting.bundle import Report, Sources
 
 PROMPTS = [[3, 4, 5, 6], [7, 8, 9]]
@@ -411,7 +411,7 @@ def test_a_busy_machine_is_named_under_the_table_of_its_cell(tmp_path, capsys, m
                 cell.write(row)
     entries = cells.collect(below(tmp_path), tmp_path)
     assert {e.dataset: bool(e.busy) for e in entries} == {"calm": False, "disturbed": True}
-    tables.show(entries)
+    console.show(entries)
     monkeypatch.setattr("specbench.reporting.figures.draw_all", lambda *_: {})
     report = Report(Sources(tmp_path))
     report.write()

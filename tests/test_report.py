@@ -509,6 +509,6 @@ def test_replays_of_one_machine_stand_beside_speeds_of_another(tmp_path):
                 row.replayed = number == 1 and who == "a"
                 cell.write(row)
     made = report(tmp_path)
-    assert "times as fast" in made.answer or "surely faster" in made.answer or "No drafter pays" in made.answer
+    assert "times the speed of plain decoding" in made.answer
     assert made.view.timed(made.view.first) and not made.others
     assert [e for e in made.view.known(made.view.first) if e.replayed]

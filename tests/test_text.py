@@ -12,7 +12,6 @@ import subprocess
 import numpy as np
 import pytest
 from fixtures import SETTINGS, arm, block, random_row, settings
-from rich.console import Console
 from test_files import no_figures  # noqa: F401
 from test_report import measure
 
@@ -21,8 +20,9 @@ from specbench.errors import SpecBenchError, one_line, visible
 from specbench.metrics import RATES, Totals, contrast, interval, macro
 from specbench.records.blocks import NAME
 from specbench.records.rows import CellFailure, Failure, Row
-from specbench.reporting import bundle, cells, figures, tables, text
+from specbench.reporting import bundle, cells, console, figures, tables, text
 from specbench.reporting.bundle import Report, Sources
+from specbench.reporting.names import labelled
 
 HOSTILE = {
     "script": "<script>alert(1)</script>",
@@ -66,11 +66,9 @@ def test_what_a_door_complains_of_moves_no_cursor(capsys):
 
 @each
 def test_a_terminal_gets_the_name_itself(name):
-    console = Console(width=10000, force_terminal=True, color_system=None, file=io.StringIO())
-    console.print(tables._terminal(name, [name], [[name]]))
-    printed = console.file.getvalue()
-    assert not CONTROL.search(re.sub("\x1b\\[[0-9;]*m", "", printed).replace("\n", ""))
-    assert visible(name).strip() in printed
+    printed = console.table([None], [(name, lambda _: name)], 10000)
+    assert not any(CONTROL.search(line) for line in printed)
+    assert all(visible(name).rstrip() in line for line in printed)
 
 
 def plain(markdown: str) -> str:
@@ -186,7 +184,7 @@ def test_a_report_of_hostile_names_shows_them_and_runs_nothing(tmp_path, no_figu
     failure.write(CellFailure.path(tmp_path, "x", {}))
     found = Report(Sources(tmp_path))
     page, readme = found.write().read_text(), (tmp_path / "README.md").read_text()
-    tables.show(found.main, Console(width=400, file=io.StringIO()))
+    console.lines(found.main, 400)
     for content in (page, readme):
         assert not CONTROL.search(content.split('<script nonce="specbench">')[0])
         assert "<script>alert" not in content and "\\x1b[2J" in content
@@ -197,8 +195,9 @@ def test_a_report_of_hostile_names_shows_them_and_runs_nothing(tmp_path, no_figu
     for heading, rule, *lines in shown:
         columns = heading.count("|") - 1
         assert rule == "|---" * columns + "|" and all(line.count("|") - 1 == columns for line in lines), heading
-    written = list(csv.DictReader(io.StringIO((tmp_path / "tables" / "decoding.csv").read_text(), newline="")))
-    assert {visible(n) + " (1 FAILED)" for n in names} <= {line["drafter"] for line in written}
+    files = sorted((tmp_path / "tables").glob("decoding*.csv"))
+    written = [line for file in files for line in csv.DictReader(io.StringIO(file.read_text(), newline=""))]
+    assert {visible(n) + " · chain (1 FAILED)" for n in names} <= {line["drafter"] for line in written}
     assert not CONTROL.search((tmp_path / "tables" / "decoding.tex").read_text())
 
 
@@ -251,7 +250,7 @@ def test_without_cycles_every_number_is_absent():
 
 def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp_path, capsys, no_figures):  # noqa: F811
     fill(tmp_path, ["eagle2", "vanilla"])
-    before = [tables.cells(e) for e in cells.find(tmp_path).entries]
+    before = [tables.cells(e) for e in labelled(cells.find(tmp_path).entries)]
     absent = {
         "one-chain": 8,
         "failures-chain": 8,
@@ -271,7 +270,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
     for columns, lines in (pair for part in found.parts for pair in part["tables"].values()):
         assert all(len(x) == len(columns) and not any(re.search(r"\b(nan|inf)\b", c) for c in x) for x in lines)
     assert not re.search(r"\b(nan|inf)\b", re.sub(r"<script.*", "", found.write().read_text(), flags=re.S))
-    tables.show(found.main)
+    console.show(found.main)
     assert not re.search(r"\b(nan|inf)\b", capsys.readouterr().out)
     for draw in (
         figures.theory,

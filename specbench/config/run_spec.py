@@ -33,7 +33,8 @@ from specbench.records.blocks import cell_name
 from specbench.records.rows import CellFailure
 
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
-ASIDE = ("baseline", "results", "rerun", "show", "trace", "memory", "minutes")  # options that cannot change a row
+# Options that cannot change a row.
+ASIDE = ("baseline", "results", "rerun", "show", "details", "trace", "memory", "minutes")
 
 
 class GreedyOnly(SpecBenchError):
@@ -56,6 +57,7 @@ class RunOptions:
     results: Text
     rerun: Literal["missing", "failed", "all"]
     show: bool
+    details: bool
     trace: Natural
     memory: Natural
     minutes: Positive | None
@@ -88,6 +90,7 @@ class RunSpec:
     results: Path
     rerun: str
     show: bool
+    details: bool
     trace: int
     memory: int
     minutes: float | None

@@ -24,16 +24,19 @@ from specbench.reporting import (
     figures,
     freshness,
     insight_tables,
+    names,
     overview,
     published,
     sections,
     tables,
     text,
     trainings,
+    verdict,
 )
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Evidence
 from specbench.reporting.document import Section
+from specbench.reporting.groups import groups
 from specbench.reporting.overview import Overview, where
 from specbench.shapes import Trace
 from specbench.studies import Study
@@ -84,10 +87,11 @@ class Report:
         places = _places(main)
         self.main = list({id(e): e for group in places.values() for e in group}.values())
         mine = set(map(id, main))
-        self.rest = [e for e in self.entries if id(e) not in mine]
+        self.rest = names.labelled(e for e in self.entries if id(e) not in mine)
+        self.main = names.labelled(self.main)
         self.view, *self.others = [Overview(group) for group in places.values()] or [Overview([])]
-        self.parts = [_part(caption, group) for caption, group in cells.groups(self.main).items()]
-        self.answer = overview.answer(self.view.timed(self.view.first))
+        self.parts = [_part(caption, group) for caption, group in groups(self.main)]
+        self.answer = verdict.sentence(self.view.timed(self.view.first))
         self.insights = insight_tables.all_of(self.view.known(self.view.first), self.view.timed(self.view.first))
         self.training = tables.training_lines(self.main)
         self.weights = _weights(sources.weights, self.main, self.problems)

@@ -29,10 +29,17 @@ class Entry:
     busy: str | None = None  # of its blocks, where the machine had other work to do meanwhile
     baseline: Sequence[Row] = ()  # of the same questions, from the same blocks
     key: tuple[str, str] = ("", "")  # what determines its rows, see `identity.arm_key`
+    cell: tuple[str, ...] = ()  # what its blocks have in common with others that they are pooled with
+    label: str = ""  # what tables call it beside others, see `specbench.reporting.names`
 
     @property
     def name(self) -> str:
         return self.summary.drafter
+
+    @property
+    def title(self) -> str:
+        """What a table calls it."""
+        return self.label or self.name
 
     @property
     def model(self) -> str:
@@ -251,7 +258,7 @@ def _entry(
     path, collection = _newest(keys[0], sources).path, sources[0].collection
     return Entry(
         collection, summary, failed, mine, header, arm, len({label for label, _ in keys}), beside, path,
-        next(filter(None, disturbed), None), baseline, keys[0][1],
+        next(filter(None, disturbed), None), baseline, keys[0][1], sources[0].group,
     )  # fmt: skip
 
 
@@ -302,16 +309,6 @@ def pooled(entries: Sequence[Entry]) -> Entry:
     base = {(r.text or r.question, r.turn): r for e in [*same, first] for r in e.baseline}
     summary = summarise(first.header, first.arm, first.name, list(rows.values()), list(base.values()), first.measured)
     return replace(first, summary=summary, rows=list(rows.values()), baseline=list(base.values()))
-
-
-def groups(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Comparable entries under one caption: same collection, model, dataset, sampling, length, machine; one baseline."""
-    found: dict[str, list[Entry]] = {}
-    for e in entries:
-        group = found.setdefault(e.caption, [])
-        if e.name != BASELINE or not any(x.name == BASELINE for x in group):
-            group.append(e)
-    return found
 
 
 def below(root: Path, pattern: str) -> list[Path]:

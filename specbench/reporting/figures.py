@@ -79,7 +79,7 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
         for e in arms:
             up = e.summary.speed_up
             assert up is not None
-            axes.barh(place, up.value, 0.8, xerr=_errors(up), capsize=2.5, error_kw={"linewidth": 1}, **look.bar(e.name))
+            axes.barh(place, up.value, 0.8, xerr=_errors(up), capsize=2.5, error_kw={"linewidth": 1}, **look.bar(e.title))
             sure = "bold" if up.low > 1 else "normal"
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the line at 1 passes behind
             at = max(up.high, up.value) + 0.02 * right
@@ -87,7 +87,7 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
             ticks.append(place)
             place += 0.85 if len(arms) > 1 else 1.0
         place += 0.15 * (len(arms) > 1)
-    axes.set_yticks(ticks, [mathtext(e.name) for arms in families(found) for e in arms])
+    axes.set_yticks(ticks, [mathtext(e.title) for arms in families(found) for e in arms])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=1, linestyle="--", zorder=1.5)
     axes.text(1, axes.get_ylim()[1], "plain decoding", ha="center", va="bottom", fontsize="small")
@@ -103,7 +103,7 @@ def step_alphas(entries: Sequence[Entry]) -> Figure | None:
     if not found:
         return None
     figure, axes = _axes(height=_room(found))
-    for (e, depths), style in zip(found, _styles(e.name for e, _ in found), strict=True):
+    for (e, depths), style in zip(found, _styles(e.title for e, _ in found), strict=True):
         axes.plot(range(1, depths + 1), e.summary.alphas[:depths], markersize=5, linewidth=1.2, **style)
     axes.set(xlabel="draft step", ylabel="accepted, given the step before", ylim=(0, 1))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
@@ -117,7 +117,7 @@ def tau_against_speed_up(entries: Sequence[Entry]) -> Figure | None:
     if not found:
         return None
     figure, axes = _axes(height=_room(found))
-    for e, style in zip(found, _styles(e.name for e in found), strict=True):
+    for e, style in zip(found, _styles(e.title for e in found), strict=True):
         up, tau = e.summary.speed_up, e.summary.tau_interval
         assert up is not None and tau is not None
         axes.errorbar(
@@ -142,7 +142,7 @@ def time_split(entries: Sequence[Entry]) -> Figure | None:
     sums = [e.totals.pooled() for e in found]
     cycle = np.array([1000 * float(s["seconds"] / s["cycles"]) for s in sums])
     parts = {phase: cycle * [e.summary.split[phase] for e in found] for phase in PHASES}
-    return _stacked([e.name for e in found], parts, "milliseconds a cycle")
+    return _stacked([e.title for e in found], parts, "milliseconds a cycle")
 
 
 def head_share(entries: Sequence[Entry]) -> Figure | None:
@@ -153,7 +153,7 @@ def head_share(entries: Sequence[Entry]) -> Figure | None:
         return None
     middle = [sorted(values, key=lambda v: v["ms"])[len(values) // 2] for _, values in found]
     parts = {label: np.array([v["ms"] * v[part] for v in middle]) for part, label in labels.items()}
-    figure = _stacked([e.name for e, _ in found], parts, "milliseconds of drafting a cycle")
+    figure = _stacked([e.title for e, _ in found], parts, "milliseconds of drafting a cycle")
     whole = [repeated([v["ms"] for v in values]) for _, values in found]
     figure.axes[0].errorbar(
         [w.value for w in whole], range(len(whole)), xerr=_bars(whole), fmt="none", ecolor="black", capsize=2
@@ -330,7 +330,7 @@ def theory(entries: Sequence[Entry]) -> Figure | None:
             inside = curve < 0.97 * top
             axes.plot(alpha, curve, color="0.6", linewidth=1)
             axes.text(alpha[inside][-1], curve[inside][-1], f"$\\gamma$={gamma}", fontsize="small", ha="right", va="bottom")
-    for e, style in zip(chains, _styles(e.name for e in chains), strict=True):
+    for e, style in zip(chains, _styles(e.title for e in chains), strict=True):
         mean = interval(RATES["alpha"], e.totals)
         assert mean is not None
         left.plot(mean.value, e.summary.tau, **style | {"linestyle": ""})

@@ -260,7 +260,7 @@ def oracle_drafter(entries: Sequence[Entry]) -> OracleDrafter | None:
     states of accepted tokens. Seeds of an arm count as drafters of their own. None where fewer than two drafters answered
     any generation alike.
     """
-    arms = [(e.name, [r for r in e.rows if r.drafter == label]) for e in entries for label in _labels(e)]
+    arms = [(e.title, [r for r in e.rows if r.drafter == label]) for e in entries for label in _labels(e)]
     if len(arms) < 2 or any(e.temperature > 0 for e in entries):
         return None
     answered = [{(r.question, r.turn): r for r in rows} for _, rows in arms]

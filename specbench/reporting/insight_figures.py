@@ -31,20 +31,20 @@ BEHIND = "#d0d0d0"
 def category_bars(group: Sequence[Entry]) -> Figure | None:
     """tau by category, a panel each, the drafters in the same order in all of them. None where there is one category."""
     shown = drafters(group)
-    rates = {e.name: insight.by_category(e) for e in shown}
+    rates = {e.title: insight.by_category(e) for e in shown}
     categories = list(dict.fromkeys(c for found in rates.values() for c, rate in found.items() if rate.shown))
     if len(categories) < 2:
         return None
     figure, panels = _panels(categories)
     for panel, category in zip(panels, categories, strict=True):
         for place, e in enumerate(shown):
-            rate = rates[e.name].get(category, Rated(None, 0)).shown
+            rate = rates[e.title].get(category, Rated(None, 0)).shown
             if rate is not None:
-                _bar(panel, place, rate, e.name)
+                _bar(panel, place, rate, e.title)
         panel.set_xticks([])
         panel.grid(axis="y", alpha=0.3)
     figure.supylabel("tau", fontsize="medium")
-    _legend_below(figure, [e.name for e in shown])
+    _legend_below(figure, [e.title for e in shown])
     return figure
 
 
@@ -55,7 +55,7 @@ def acceptance_by_position(group: Sequence[Entry]) -> Figure | None:
     if not any(len([rate for _, rate in line if rate]) > 1 for line in points):
         return None
     positions = max(map(len, points))
-    figure, panels = _panels([e.name for e in shown])
+    figure, panels = _panels([e.title for e in shown])
     for panel, e in zip(panels, shown, strict=True):
         _curves(panel, e, shown, points)
         panel.set_xlim(0, tokens * positions)
@@ -72,11 +72,11 @@ def accepted_lengths(group: Sequence[Entry]) -> Figure | None:
     if not any(rate.shown for found in rates for rate in found):
         return None
     longest = max(map(len, rates))
-    figure, panels = _panels([e.name for e in shown])
+    figure, panels = _panels([e.title for e in shown])
     for panel, e, found in zip(panels, shown, rates, strict=True):
         for accepted, rate in enumerate(found):
             if rate.shown is not None:
-                _bar(panel, accepted, rate.shown, e.name)
+                _bar(panel, accepted, rate.shown, e.title)
         panel.set_xticks(range(longest), [length(n).replace(" or more", "+") for n in range(longest)])
         panel.set_xlim(-0.6, longest - 0.4)
         panel.grid(axis="y", alpha=0.3)
@@ -92,7 +92,7 @@ def reliability(group: Sequence[Entry]) -> Figure | None:
         return None
     shown = [e for e, _ in found]
     points = [[(mean, rate.shown) for mean, rate in c.curve] for _, c in found]
-    figure, panels = _panels([e.name for e in shown], square=True)
+    figure, panels = _panels([e.title for e in shown], square=True)
     for panel, (e, c) in zip(panels, found, strict=True):
         panel.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--", zorder=1)
         _curves(panel, e, shown, points)
@@ -121,10 +121,10 @@ def free_width_against_measured(group: Sequence[Entry]) -> Figure | None:
     axes.axhline(1, color="grey", linewidth=0.8, linestyle=":", zorder=1)
     handles = []
     for e, p in found:
-        style = {**look.line(e.name), "linestyle": "", "markersize": 6}
+        style = {**look.line(e.title), "linestyle": "", "markersize": 6}
         x, y = p.free_width, p.measured
         axes.errorbar(x.value, y.value, xerr=_errors(x), yerr=_errors(y), elinewidth=1, capsize=2, **style)
-        handles.append(Line2D([], [], label=_label(e.name), **style))
+        handles.append(Line2D([], [], label=_label(e.title), **style))
     axes.set(xlim=(0, most), ylim=(0, most))
     axes.set(xlabel="speed-up if a wide pass cost no more than a narrow one", ylabel="measured speed-up")
     axes.grid(alpha=0.3)
@@ -177,7 +177,7 @@ def _curves(panel: Axes, e: Entry, shown: Sequence[Entry], points: Sequence[list
         if other is not e:
             panel.plot(xs, values, color=BEHIND, linewidth=0.8, zorder=1)
             continue
-        style = look.line(e.name)
+        style = look.line(e.title)
         band = [rate.low for rate in rates], [rate.high for rate in rates]
         panel.fill_between(xs, *band, color=style["color"], alpha=0.25, linewidth=0, zorder=2)
         panel.plot(xs, values, markersize=4, linewidth=1.3, zorder=3, **style)

@@ -31,7 +31,7 @@ def drafters(group: Sequence[Entry]) -> list[Entry]:
 
 def categories(group: Sequence[Entry]) -> Table:
     """tau by category of question."""
-    found = {e.name: insight.by_category(e) for e in drafters(group)}
+    found = {e.title: insight.by_category(e) for e in drafters(group)}
     names = list(dict.fromkeys(name for rates in found.values() for name in rates))
     lines = [[name, *(cell(rates[c]) if c in rates else ABSENT for c in names)] for name, rates in found.items()]
     return ("drafter", *names), lines
@@ -49,7 +49,7 @@ def stretch(group: Sequence[Entry]) -> int:
 def positions(group: Sequence[Entry]) -> Table:
     """tau by where in the output a cycle begins."""
     tokens = stretch(group)
-    found = [(e.name, insight.by_position(e, tokens)) for e in drafters(group)]
+    found = [(e.title, insight.by_position(e, tokens)) for e in drafters(group)]
     most = max((len(rates) for _, rates in found), default=0)
     columns = ("drafter", *(f"from {at * tokens}" for at in range(most)))
     return columns, [[name, *map(cell, rates), *[ABSENT] * (most - len(rates))] for name, rates in found]
@@ -57,7 +57,7 @@ def positions(group: Sequence[Entry]) -> Table:
 
 def lengths(group: Sequence[Entry]) -> Table:
     """Shares of the cycles that accept 0, 1, 2, … tokens."""
-    found = [(e.name, insight.accepted_lengths(e)) for e in drafters(group)]
+    found = [(e.title, insight.accepted_lengths(e)) for e in drafters(group)]
     most = max((len(rates) for _, rates in found), default=0)
     columns = ("drafter", *(length(accepted) for accepted in range(most)))
     return columns, [[name, *map(cell, rates), *[ABSENT] * (most - len(rates))] for name, rates in found]
@@ -72,7 +72,7 @@ def waste(group: Sequence[Entry]) -> Table:
     """What the target verified in vain."""
     columns = ("drafter", "nodes a cycle", "nodes verified an accepted token [95%]", "nodes accepted [95%]")
     return columns, [
-        [e.name, f"{found.a_cycle.value:.1f}", shown(found.per_accepted), percent(found.share)]
+        [e.title, f"{found.a_cycle.value:.1f}", shown(found.per_accepted), percent(found.share)]
         for e, found in _each(group, insight.waste)
     ]
 
@@ -102,7 +102,7 @@ def oracle_depths(group: Sequence[Entry]) -> Table:
     for e, found in _each(group, insight.oracle_depth):
         estimates = [number("{:.2f}", x.value) for x in (found.by_parameters, found.oracle_by_parameters)]
         measured = [shown(found.speed_up), shown(found.oracle_speed_up)]
-        lines.append([e.name, shown(found.tau), percent(found.wasted), percent(found.ran_out), *estimates, *measured])
+        lines.append([e.title, shown(found.tau), percent(found.wasted), percent(found.ran_out), *estimates, *measured])
     return columns, lines
 
 
@@ -128,7 +128,7 @@ def calibration(group: Sequence[Entry]) -> Table:
     lines = []
     for e, found in _each(group, insight.calibration):
         points = [_point(rate) for _, rate in found.curve]
-        lines.append([e.name, f"{found.candidates:,}", _small(found.error), _small(found.excess), *points])
+        lines.append([e.title, f"{found.candidates:,}", _small(found.error), _small(found.excess), *points])
     return columns, lines
 
 
@@ -145,7 +145,7 @@ def _point(rate: Rated) -> str:
 def conventions(group: Sequence[Entry]) -> Table:
     """tau of the same cycles as different papers and programs count it."""
     columns = ("drafter", *insight.CONVENTIONS)
-    return columns, [[e.name, *map(shown, insight.conventions(e).values())] for e in drafters(group)]
+    return columns, [[e.title, *map(shown, insight.conventions(e).values())] for e in drafters(group)]
 
 
 def predictions(group: Sequence[Entry]) -> Table:
@@ -155,7 +155,7 @@ def predictions(group: Sequence[Entry]) -> Table:
         "if a wide pass cost no more than a narrow one [95%]", "expected by params [95%]",
     )  # fmt: skip
     return columns, [
-        [e.name, *map(shown, (found.measured, found.by_times, found.missed, found.free_width, found.by_parameters))]
+        [e.title, *map(shown, (found.measured, found.by_times, found.missed, found.free_width, found.by_parameters))]
         for e, found in _each(group, insight.expected)
     ]
 
@@ -176,7 +176,7 @@ def fitted(group: Sequence[Entry]) -> Table:
         cells = (number("{:.2f}", choice["tau"]), shown(e.summary.tau_interval), number("{:.2f}", choice["speedup"]))
         kept = number("{:.2f}", up.value / choice["speedup"]) if choice["speedup"] else ABSENT
         other = f"{_shape(second)}: {second['speedup']:.2f}" if second else ABSENT
-        lines.append([e.name, _shape(choice), *cells, shown(up), kept, other])
+        lines.append([e.title, _shape(choice), *cells, shown(up), kept, other])
     return columns, lines
 
 
@@ -189,7 +189,7 @@ def solved(group: Sequence[Entry]) -> Table:
             alone = sum(len(row.alone) for row in scored)
             own = f"{alone / (alone + sum(len(row.tokens) for row in scored)):.0%}"
             count = f"{sum(bool(row.solved) for row in scored)} of {len(scored)}"
-            lines.append([e.name, count, percent(interval(RATES["solved"], e.totals)), own])
+            lines.append([e.title, count, percent(interval(RATES["solved"], e.totals)), own])
     return ("drafter", "solved", "share [95%]", "of their tokens said alone, without the target"), lines
 
 

@@ -68,12 +68,12 @@ def _line(e: Entry, rows: Sequence[Row]) -> list[str]:
     trips = f"{sum(u.round_trips for u in used) / tokens:.2f}"
     parts = " / ".join(f"{1000 * seconds:.1f}" for seconds in (said.draft_s, said.server_s, said.line_s, said.trips_s))
     speeds = [f"{e.summary.speed:.1f}", f"{said.tokens_per_s:.1f}", shown(e.summary.speed_up)]
-    return [e.name, *speeds, parts, trips, *travelled]
+    return [e.title, *speeds, parts, trips, *travelled]
 
 
 def clients(group: Sequence[Entry]) -> tuple[tuple[str, ...], list[list[str]]]:
     """Tokens a second of a server by how many clients it has, all together and the slowest: medians over repetitions."""
-    taken = {e.name: e.measured["clients"] for e in group if e.measured.get("clients")}
+    taken = {e.title: e.measured["clients"] for e in group if e.measured.get("clients")}
     together = {name for found in taken.values() for values in found for name in values if name.startswith("together_")}
     counts = sorted(int(name.removeprefix("together_")) for name in together)
     columns = [f"{n} client{'s' * (n > 1)}, {what}" for what in ("all", "the slowest") for n in counts]

@@ -15,6 +15,8 @@ from specbench.metrics import BASELINE, RATES, Interval, contrast, free_width_sp
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import unlike
 from specbench.reporting.document import Cell, Table
+from specbench.reporting.groups import groups
+from specbench.reporting.names import labelled
 from specbench.reporting.tables import ABSENT, called, number, shown
 
 PHASES = ("draft", "target", "verify", "rest")
@@ -40,11 +42,11 @@ def where(e: Entry) -> tuple[str, str, str]:
 class Overview:
     """Entries of one target in one precision on one machine, by setting.
 
-    Of several cells about one thing the largest counts, of those the newest.
+    Of several groups about one thing the largest counts, of those the newest.
     """
 
     def __init__(self, entries: Iterable[Entry]):
-        self.entries = list(entries)
+        self.entries = labelled(entries)
         timed: Counter[Setting] = Counter()
         replayed: Counter[Setting] = Counter()
         for e in self.entries:
@@ -57,8 +59,10 @@ class Overview:
         return next(iter(self.settings), None)
 
     def timed(self, at: Setting | None) -> list[Entry]:
-        """A setting's drafters as decoded with the clock, fastest first."""
-        return ranking(self._best(e for e in self.entries if setting(e) == at and not e.replayed))
+        """The largest group of a setting's drafters as decoded with the clock, fastest first."""
+        found = groups(e for e in self.entries if setting(e) == at and not e.replayed)
+        largest: list[Entry] = max((group for _, group in found), key=_size, default=[])
+        return ranking(self._best(largest))
 
     def known(self, at: Setting | None) -> list[Entry]:
         """A setting's drafters, the baseline among them, as their acceptance is known best."""
@@ -73,10 +77,14 @@ class Overview:
     def _best(entries: Iterable[Entry]) -> list[Entry]:
         best: dict[str, Entry] = {}
         for e in entries:
-            rival = best.get(e.name)
+            rival = best.get(e.title)
             if rival is None or _weight(e) > _weight(rival):
-                best[e.name] = e
+                best[e.title] = e
         return list(best.values())
+
+
+def _size(group: Sequence[Entry]) -> tuple[int, str]:
+    return sum(e.summary.prompts for e in group), max(str(e.header.get("started", "")) for e in group)
 
 
 def _weight(e: Entry) -> tuple[bool, bool, int, str]:
@@ -119,32 +127,6 @@ def families(entries: Sequence[Entry]) -> list[list[Entry]]:
 # The answer -----------------------------------------------------------------------------------------------------------
 
 
-def answer(group: Sequence[Entry]) -> str:
-    """One sentence: which drafter is fastest, by how much, and whether that is real. group: fastest first."""
-    drafters = [e for e in group if e.name != BASELINE and e.summary.speed_up is not None]
-    if not drafters:
-        return "No speed-up was measured here."
-    best, up = drafters[0], drafters[0].summary.speed_up
-    gain = called(up, 1.0, "gain", "loss")
-    if gain == "loss":
-        return (
-            f"No drafter pays on this machine: the fastest, {best.name}, decodes at {shown(up)} times the speed of plain "
-            "decoding, a real loss."
-        )
-    if gain != "gain":
-        return (
-            f"No drafter is surely faster than plain decoding on this machine: {best.name} comes first with {shown(up)} "
-            "times its speed, which these prompts do not tell from no gain at all."
-        )
-    said = f"{best.name} is fastest on this machine: {shown(up)} times as fast as plain decoding, a real gain"
-    gap = against(best, drafters[1], "speed_up", ratio=True) if len(drafters) > 1 else None
-    if gap is None:
-        return f"{said}."
-    if called(gap, 1.0, "lead", "") == "lead":
-        return f"{said}, and {shown(gap)} times as fast as the next, {drafters[1].name}, a real lead."
-    return f"{said}; its lead over the next, {drafters[1].name}, is not ({shown(gap)} times as fast)."
-
-
 def against(a: Entry, b: Entry, metric: str, ratio: bool) -> Interval | None:
     """One drafter against another, if their rows were measured alike."""
     if unlike(a, b, FREE):
@@ -167,7 +149,7 @@ def numbers(group: Sequence[Entry]) -> Table:
     lines: list[list[str | Cell]] = []
     for e in group:
         s = e.summary
-        name = e.name + (f" ({e.failed} FAILED)" if e.failed else "")
+        name = e.title + (f" ({e.failed} FAILED)" if e.failed else "")
         up = Cell(shown(s.speed_up), _tone(s.speed_up, 1.0)) if e.name != BASELINE else "1"
         output = s.lossless if e.name != BASELINE else "the reference"
         lines.append([name, up, number("{:.1f}", s.speed), shown(s.tau_interval), number("{:.0f}", s.nodes), output])
@@ -176,19 +158,19 @@ def numbers(group: Sequence[Entry]) -> Table:
 
 def acceptance(view: Overview) -> Table:
     """tau by drafter and setting."""
-    chosen = {at: {e.name: e for e in view.accepting(at)} for at in view.settings}
+    chosen = {at: {e.title: e for e in view.accepting(at)} for at in view.settings}
     return _by_setting(view, chosen, lambda e: shown(e.summary.tau_interval), "tau by dataset (generations)")
 
 
 def speeds(view: Overview) -> Table:
     """Speed-up by drafter and setting."""
-    chosen = {at: {e.name: e for e in view.timed(at) if e.name != BASELINE} for at in view.settings}
+    chosen = {at: {e.title: e for e in view.timed(at) if e.name != BASELINE} for at in view.settings}
     return _by_setting(view, chosen, lambda e: shown(e.summary.speed_up), "speed-up by dataset (generations)")
 
 
 def _by_setting(view: Overview, chosen: Mapping[Setting, Mapping[str, Entry]], say: Any, caption: str) -> Table:
     """A line a drafter, most accepting first; a column a setting, with what its rows are, where they are all the same."""
-    names = dict.fromkeys(e.name for at in view.settings for e in view.accepting(at))
+    names = dict.fromkeys(e.title for at in view.settings for e in view.accepting(at))
     columns, kinds = [], {}
     for at, found in chosen.items():
         kind = {_kind(e) for e in found.values()}
@@ -222,14 +204,14 @@ def matrix(group: Sequence[Entry], metric: str) -> Table:
         else "tau of the line's drafter minus that of the column's"
     )
     lines: list[list[str | Cell]] = [
-        [a.name, *(_duel(a, b, metric, ratio) if a is not b else Cell("", "away") for b in group)]
+        [a.title, *(_duel(a, b, metric, ratio) if a is not b else Cell("", "away") for b in group)]
         for a in group
     ]  # fmt: skip
-    return Table(("", *(e.name for e in group)), lines, caption, "matrix")
+    return Table(("", *(e.title for e in group)), lines, caption, "matrix")
 
 
 def _duel(a: Entry, b: Entry, metric: str, ratio: bool) -> Cell:
-    pair = f"{a.name} against {b.name}"
+    pair = f"{a.title} against {b.title}"
     if differ := unlike(a, b, FREE):
         return Cell(ABSENT, "away", hint=f"{pair}: rows that differ in {', '.join(differ)} are not compared")
     effect = contrast(RATES[metric], a.totals, b.totals, ratio=ratio)
@@ -254,7 +236,7 @@ def versus(group: Sequence[Entry]) -> list[list[str]]:
         for b in drafters[i + 1 :]:
             speed, tau = against(a, b, "speed_up", ratio=True), against(a, b, "tau", ratio=False)
             calls = called(speed, 1.0, "yes", "no"), called(tau, 0.0, "yes", "no, less")
-            lines.append([a.name, b.name, shown(speed), shown(tau), *calls])
+            lines.append([a.title, b.title, shown(speed), shown(tau), *calls])
     return lines
 
 
@@ -286,7 +268,7 @@ def times(group: Sequence[Entry]) -> Table:
         expected = (s.expected, s.expected_by_parameters, wide) if e.name != BASELINE else (math.nan,) * 3
         lines.append(
             [
-                e.name,
+                e.title,
                 number("{:.0f}", s.nodes),
                 *parts,
                 number("{:.1f}", cycle),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from specbench.metrics import BASELINE
 from specbench.records.rows import by_error
-from specbench.reporting import claims, insight, insight_tables, links, overview, published, tables
-from specbench.reporting.cells import Entry, groups
+from specbench.reporting import claims, insight, insight_tables, links, overview, published, tables, verdict
+from specbench.reporting.cells import Entry
 from specbench.reporting.document import Block, Cell, Figures, Fold, Says, Section, Table, Tally
+from specbench.reporting.groups import groups
 from specbench.reporting.overview import Overview
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _others(others: Sequence[Overview]) -> list[Block]:
         group = view.timed(view.first) or view.accepting(view.first)
         if not group:
             continue
-        blocks += [Says(f"{group[0].caption}.", "note"), Says(overview.answer(group), "answer"), overview.numbers(group)]
+        blocks += [Says(f"{group[0].caption}.", "note"), Says(verdict.sentence(group), "answer"), overview.numbers(group)]
     return blocks
 
 
@@ -229,7 +230,7 @@ def published_alone(paper: published.PaperTable) -> Table:
 def _cells(report: "Report") -> list[Block]:
     """The decoding tables, those of a study behind one line."""
     by_study: dict[str, list[Block]] = {}
-    for caption, group in {**groups(report.main), **groups(report.rest)}.items():
+    for caption, group in [*groups(report.main), *groups(report.rest)]:
         name = group[0].study
         title = f"study {name}: {report.listed[name]['title']}" if name in report.listed else name or group[0].collection
         lines = [tables.cells(e) for e in _baseline_first(group)]

@@ -1,15 +1,13 @@
-"""Entries to tables, on a terminal or as Markdown: decoding, acceptance by step, memory, training."""
+"""Entries to tables of the report: decoding, acceptance by step, memory, training."""
 
 import json
 import math
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from specbench.metrics import BASELINE, RATES, Interval, interval
 from specbench.reporting import text
-from specbench.reporting.cells import Entry, groups
+from specbench.reporting.cells import Entry
+from specbench.reporting.groups import groups
 from specbench.reporting.insight import FEWEST
 
 ABSENT = "-"
@@ -43,7 +41,7 @@ def cells(entry: Entry) -> list[str]:
     """One table line, in the order of `COLUMNS`."""
     s = entry.summary
     return [
-        s.drafter + (f" ({entry.failed} FAILED)" if entry.failed else ""),
+        entry.title + (f" ({entry.failed} FAILED)" if entry.failed else ""),
         number("{:.1f}", s.speed),
         shown(s.speed_up),
         number(f"{shown(s.tau_interval)} ({{:.2f}})", s.tau_macro),
@@ -95,7 +93,7 @@ def alphas(entry: Entry) -> list[str]:
     """tau and per-step acceptance with their intervals, in the order of `ALPHAS`; steps that hardly occurred are absent."""
     depths = known_depths(entry)
     steps = [shown(interval(RATES[f"alpha{i}"], entry.totals)) if i < depths else ABSENT for i in range(6)]
-    return [entry.name, shown(entry.summary.tau_interval), *steps]
+    return [entry.title, shown(entry.summary.tau_interval), *steps]
 
 
 MEMORY = ("drafter", "target's weights", "drafter's weights", "KV caches", "everything else", "peak", "processes")
@@ -114,7 +112,7 @@ def memory_lines(group: Sequence[Entry]) -> list[list[str]]:
         middle = sorted(found, key=lambda values: values["peak"])[len(found) // 2]
         target, drafter = e.header["target"]["bytes"], 0 if e.name == BASELINE else e.arm["bytes"]
         parts = (target, drafter, middle["kv"], middle["peak"] - target - drafter - middle["kv"], middle["peak"])
-        lines.append([e.name, *(f"{part / 2**20:,.0f}" for part in parts), str(len(found))])
+        lines.append([e.title, *(f"{part / 2**20:,.0f}" for part in parts), str(len(found))])
     return lines
 
 
@@ -159,30 +157,10 @@ def disturbances(group: Sequence[Entry]) -> list[str]:
     return list(dict.fromkeys(e.busy for e in group if e.busy))
 
 
-def show(entries: list[Entry], console: Console | None = None) -> None:
-    """Print to the terminal."""
-    console = console or Console(width=190)
-    for caption, group in groups(entries).items():
-        console.print(_terminal(f"{caption}, {group[0].summary.prompts} generations", COLUMNS, map(cells, group)))
-        for said in disturbances(group):
-            console.print(text.terminal(said))
-    if training_lines(entries):
-        console.print(_terminal("training", TRAINING, training_lines(entries)))
-
-
-def _terminal(title: str, columns: Iterable[str], lines: Iterable[list[str]]) -> Table:
-    table = Table(title=text.terminal(title), title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(text.terminal(column), justify="left" if i == 0 else "right", overflow="fold")
-    for line in lines:
-        table.add_row(*map(text.terminal, line))
-    return table
-
-
 def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:
     """The decoding tables as Markdown, what could not be read on top."""
     parts = list(map(markdown_problem, problems))
-    for caption, group in groups(entries).items():
+    for caption, group in groups(entries):
         heading = text.markdown(f"{caption}, {group[0].summary.prompts} generations")
         parts.append(f"{heading}\n\n{markdown_table(COLUMNS, map(cells, group))}")
         parts += map(text.markdown, disturbances(group))

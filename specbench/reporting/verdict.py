@@ -1,0 +1,123 @@
+"""Which drafter of a group is fastest, said only as far as its rows bear it.
+
+A verdict needs at least `QUESTIONS` questions, a machine that did nothing else, and simultaneous intervals: speeds of all
+pairs of arms, plain decoding among them, are compared at once (max-t over paired bootstrap samples of questions), so that
+the best of many equal arms is not taken for a winner. Arms that no such interval tells from the fastest are named
+together. Simulated and lossy arms are never ranked with others. Without a verdict the reason is said.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specbench.metrics import BASELINE, Totals, resamples
+from specbench.reporting.cells import Entry
+from specbench.reporting.tables import shown
+
+QUESTIONS = 20  # for any verdict
+CONFIDENCE = 0.95
+NAMED = 4  # drafters in one sentence, at most
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a group says about speed.
+
+    Attributes:
+        best: entries that nothing tells from the fastest, fastest first; the baseline among them if no drafter is surely
+            faster than plain decoding. Empty without a verdict. reason: why there is none.
+    """
+
+    best: tuple[Entry, ...] = ()
+    reason: str = ""
+
+
+def ranked(group: Sequence[Entry]) -> list[Entry]:
+    """Drafters whose speeds may be held against each other, fastest first, without the baseline."""
+    fit = [e for e in group if e.name != BASELINE and e.summary.speed_up is not None and not unranked(e)]
+    return sorted(fit, key=lambda e: -e.summary.speed_up.value)  # type: ignore[union-attr]
+
+
+def unranked(e: Entry) -> bool:
+    """Is this no drafter that emits what the target would, on this machine's clock?"""
+    return e.lossy or bool(e.header.get("simulated")) or e.replayed
+
+
+def verdict(group: Sequence[Entry]) -> Verdict:
+    """Who is fastest of a group, see `cells.groups`."""
+    drafters = ranked(group)
+    if not drafters:
+        return Verdict(reason="no speed-up was measured here")
+    questions = min(len(e.totals.questions) for e in drafters)
+    if questions < QUESTIONS:
+        return Verdict(
+            reason=f"{questions} question{'s' * (questions > 1)}: too few for a verdict, which takes {QUESTIONS}"
+        )
+    if any(e.busy for e in group):
+        return Verdict(reason="the machine did other work meanwhile, so there is no verdict")
+    base = next(e for e in group if e.name == BASELINE)
+    beaten = _beaten(drafters)
+    order = [*drafters, base]
+    best = tuple(e for e, lost in zip(order, beaten, strict=True) if not lost)
+    return Verdict(tuple(sorted(best, key=lambda e: -_value(e))))
+
+
+def _value(e: Entry) -> float:
+    return 1.0 if e.name == BASELINE or e.summary.speed_up is None else e.summary.speed_up.value
+
+
+def _beaten(drafters: Sequence[Entry]) -> list[bool]:
+    """Is each of these, and plain decoding behind them, surely slower than another one?
+
+    Studentised: every bootstrap sample's leads are measured in standard errors of its own, so that few questions with
+    skewed seconds do not make a bound too narrow. The bound is the quantile of the largest of all pairs.
+    """
+    shared = sorted(set.intersection(*(set(e.totals.questions) for e in drafters)))
+    parts = [e.totals.among(shared) for e in drafters]
+    weights = np.concatenate([np.ones((1, len(shared))), resamples(len(shared))])  # [1 + S, Q], the rows themselves first
+    speeds = [_log_speed_up(part, weights) for part in parts]
+    value = np.stack([*(v for v, _ in speeds), np.zeros(len(weights))], 1)  # [1 + S, A]
+    own = np.stack([*(u for _, u in speeds), np.zeros(weights.shape)], 1)  # [1 + S, A, Q]
+    whole = np.isfinite(value).all(1)
+    value, own, weights = value[whole], own[whole], weights[whole]
+    lead = value[:, :, None] - value[:, None, :]  # [1 + S, A, A], of the line over the column
+    products = np.einsum("saq,sbq->sab", own * weights[:, None], own)
+    each = np.diagonal(products, axis1=1, axis2=2)
+    error = np.sqrt(np.maximum(each[:, :, None] + each[:, None, :] - 2 * products, 0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        largest = np.nan_to_num(np.abs(lead[1:] - lead[0]) / error[1:], posinf=0).max((1, 2))
+    bound = np.quantile(largest, CONFIDENCE) * error[0]
+    return [bool(lost) for lost in ((lead[0] > bound) & (lead[0] > 0)).any(0)]
+
+
+def _log_speed_up(part: Totals, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[S] of samples with so many of each question, and [S, Q]: how much each question moves it (delta method)."""
+    value, moved = np.zeros(len(weights)), np.zeros(weights.shape)
+    for name, sign in (("tokens", 1), ("seconds", -1), ("base_tokens", -1), ("base_seconds", 1)):
+        total = weights @ part.sums[name]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value += sign * np.log(total)
+            moved += sign * part.sums[name] / total[:, None]
+    return value, moved
+
+
+def sentence(group: Sequence[Entry]) -> str:
+    """The verdict in one sentence."""
+    found, drafters = verdict(group), ranked(group)
+    if not drafters:
+        return f"{found.reason[0].upper()}{found.reason[1:]}."
+    first = drafters[0]
+    top = f"{first.title} ran at {shown(first.summary.speed_up)} times the speed of plain decoding"
+    if found.reason:
+        return f"{top}, the most here. {found.reason[0].upper()}{found.reason[1:]}."
+    best = [e for e in found.best if e.name != BASELINE]
+    if not best:
+        return f"No drafter pays here: plain decoding is faster than every one of them; {top}."
+    if len(best) < len(found.best):
+        return f"No drafter is surely faster than plain decoding here: {top}."
+    if len(best) == 1:
+        return f"{first.title} is fastest: {shown(first.summary.speed_up)} times as fast as plain decoding."
+    listed = [f"{e.title} ({_value(e):.2f})" for e in best[:NAMED]]
+    more = f" and {len(best) - NAMED} more" if len(best) > NAMED else ""
+    return f"Fastest, and not told apart by these questions: {', '.join(listed)}{more} times as fast as plain decoding."
