@@ -20,7 +20,7 @@ from specbench.engine.fitted import Costs
 from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Rule
 from specbench.engine.weights import PROJECT
-from specbench.errors import SpecBenchError, one_line
+from specbench.errors import SpecBenchError, one_line, visible
 from specbench.link import Link
 from specbench.metrics import BASELINE
 from specbench.records import blocks, identity
@@ -62,6 +62,8 @@ def load(spec: RunSpec) -> tuple[Target, Chat]:
     wanted = f"{spec.model} {spec.link}"
     if wanted in _absent:
         raise SpecBenchError(_absent[wanted])
+    where = "" if spec.link.local else f" over link {spec.link.name}"
+    print(f"loading {visible(spec.model.name)}{where} ...", file=sys.stderr, flush=True)
     try:
         target, chat = spec.model.load(link=_served(spec))
     except SpecBenchError as error:

@@ -3,6 +3,7 @@
 Knows the engine, prompts and rows; no configuration and no concrete drafter.
 """
 
+import os
 import sys
 import time
 import zlib
@@ -30,7 +31,7 @@ from specbench.errors import SpecBenchError
 from specbench.evaluation.budget import Budget, Pace
 from specbench.faults import told
 from specbench.measure import Clock, Others
-from specbench.metrics import BASELINE
+from specbench.metrics import BASELINE, OTHERS
 from specbench.options import Count, Natural, Seed
 from specbench.progress import progress
 from specbench.records.blocks import Ledger, locked
@@ -86,7 +87,7 @@ class Bench:
     ):
         self.target, self.chat, self.contenders = target, chat, contenders
         self.sampler, self.settings, self.replay = sampler, settings, replay
-        self.clock, self.others = Clock(target.device), Others()
+        self.clock, self.others, self.warned = Clock(target.device), Others(), False
         self.remote = target if isinstance(target, RemoteTarget) else None
         if replay and target.dtype != torch.float32:
             kind = str(target.dtype).removeprefix("torch.")
@@ -96,10 +97,19 @@ class Bench:
         taps = [c.drafter.taps.resolve(target.layers) for c in contenders]
         self.taps = Taps(tuple({i for t in taps for i in t.hidden}), tuple({i for t in taps for i in t.kv}))
 
-    def run(self, questions: Sequence[Question], ledger: Ledger, budget: Budget | None = None) -> None:
+    def run(
+        self,
+        questions: Sequence[Question],
+        ledger: Ledger,
+        budget: Budget | None = None,
+        below: Callable[[], str] | None = None,
+    ) -> None:
         """Decode what the cell lacks: whole questions, as long as the budget lasts by the durations of those before.
 
         Questions that another process is at are left to the end, and found done by then or taken over.
+
+        Args:
+            below: what stands under the bar of a terminal, question by question.
         """
         budget = budget or Budget()
         anew = self._anew(questions, ledger, budget)
@@ -113,7 +123,7 @@ class Bench:
         names = [c.label for c in self.contenders]
         title = " ".join(names) if len(names) < 4 else f"{len(names)} drafters"
         pace = Pace()
-        with progress(title, len(questions), "questions") as reached, _remembering(anew):
+        with progress(title, len(questions), "questions", below) as reached, _remembering(anew):
             reached(len(questions) - len(todo))
             queue = [(place, question, False) for place, question in enumerate(todo)]
             for place, question, wait in queue:  # which grows by those that another process is at
@@ -198,7 +208,7 @@ class Bench:
             answer = self._turn(question, turn, prompt, wanted, ledger)
             if answer is None:
                 return  # without an answer there is no next turn to ask
-            history.append({"role": "assistant", "content": self._text(answer.tokens).strip()})
+            history.append({"role": "assistant", "content": self.text(answer.tokens).strip()})
 
     def _turn(
         self, question: Question, turn: int, prompt: list[int], wanted: Sequence[Contender], ledger: Ledger
@@ -234,11 +244,19 @@ class Bench:
     ) -> Row | Failure:
         """A row, decoded; of a question's last turn the answer is scored, if the question says how."""
         done = self._guarded(row, self._decoded, contender, prompt, reference)
+        self._warn(row)
         if isinstance(done, Row) and question.check is not None and row.turn + 1 == len(question.turns):
             done = self._guarded(row, self._score, question.check)
         return done
 
-    def _text(self, tokens: list[int]) -> str:
+    def _warn(self, row: Row) -> None:
+        """Say once that other processes disturb the clock."""
+        if not self.warned and row.link is None and (row.others or 0.0) > OTHERS * (os.cpu_count() or 1):
+            self.warned = True
+            taken = f"other processes take {row.others:.1f} cores"
+            print(f"the machine is busy: {taken}; speeds will not count", file=sys.stderr, flush=True)
+
+    def text(self, tokens: list[int]) -> str:
         """What a reader sees of an answer."""
         text: str = self.chat.tokenizer.decode([t for t in tokens if t not in self.target.stop_ids])
         return text
@@ -297,7 +315,7 @@ class Bench:
 
     def _score(self, row: Row, check: Check) -> None:
         """After its time was taken; a drafter's own continuation belongs to the answer."""
-        row.solved = check.passed(self._text(row.tokens + row.alone))
+        row.solved = check.passed(self.text(row.tokens + row.alone))
 
     def _alone(self, row: Row, drafter: Drafter, target: RemoteTarget, limits: Limits) -> None:
         """The link is broken: what the drafter says of the rest by itself."""

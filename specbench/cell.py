@@ -2,9 +2,10 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specbench import arms, measurements, trace
@@ -27,6 +28,7 @@ class Ran:
         arms: drafters in it, the baseline not counted. asked: digests of the questions that it should have.
         failed: generations that raised. unmeasured: arms of which something could not be measured.
         left: questions that lack a generation. seconds: that these are likely to take; None: nobody knows.
+        text: of an answer's ids.
     """
 
     ledger: Ledger
@@ -36,6 +38,7 @@ class Ran:
     unmeasured: int
     left: int
     seconds: float | None
+    text: Callable[[list[int]], str]
 
     @property
     def questions(self) -> int:
@@ -63,14 +66,17 @@ def run(
     study: str | None = None,
     measure: Mapping[str, int] | None = None,
     budget: Budget | None = None,
+    live: Callable[[Ledger, Sequence[str]], str] | None = None,
 ) -> Ran:
     """Decode and measure what the cell of these arms lacks, in a block of its own.
 
     Args:
         spec: what the arms have in common. sides: the baseline first.
         measure: repetitions by quantity; None: of peak memory, as the run says. budget: None for as long as it takes.
+        live: the table so far, of a cell's rows and the digests of the questions, for a terminal.
     """
     budget = budget or Budget()
+    asked = [question.digest for question in questions]
     described = arms.header(spec, target, chat, sides, questions, study)
     folder = spec.cell_folder
     if measure is None:
@@ -79,7 +85,7 @@ def run(
     with _to_itself(spec, bench):
         begin = time.monotonic()
         ledger = Ledger(folder, described, BASELINE, timed=not spec.replay, fresh=spec.rerun == "all")
-        bench.run(questions, ledger, budget)
+        bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, asked))
         unmeasured = measurements.take(measure, ledger, _setting(spec, target, chat, questions), sides, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
         if not left:
@@ -87,7 +93,7 @@ def run(
             _trace(spec, target, chat, sides, questions)
     pace, missing = ledger.pace(), bench.missing(questions, ledger)
     seconds = None if pace is None else pace * missing
-    return Ran(ledger, len(sides) - 1, [q.digest for q in questions], len(ledger.failed()), unmeasured, left, seconds)
+    return Ran(ledger, len(sides) - 1, asked, len(ledger.failed()), unmeasured, left, seconds, bench.text)
 
 
 def _to_itself(spec: RunSpec, bench: Bench) -> AbstractContextManager[Any]:

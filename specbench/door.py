@@ -96,12 +96,17 @@ def spelt_out(typed: list[str]) -> list[str]:
     """What words of a command line stand for, as overrides.
 
     `link=tcp://host:port`  an address is no file under `conf/link`
+    `drafter=[a,b]`         several drafters beside one baseline: the first one's options, and the names of all
     `model.path=DIR`        alone: a model of that folder's name, or its rows would stand under the default target's
     """
     words: list[str] = []
     for word in typed:
         found = re.match(r"link=(tcp://.*)$", word)
-        words += ["link=direct", f"link.to={found[1]}"] if found else [word]
+        several = re.match(r"drafter=\[([^\]]*)\]$", word)
+        if several:
+            words += [f"drafter={several[1].split(',')[0].strip()}", f"drafters=[{several[1]}]"]
+        else:
+            words += ["link=direct", f"link.to={found[1]}"] if found else [word]
     folders = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
     if folders and folders[-1] not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
         own = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(folders[-1].strip("'\"")).resolve().name).lstrip("-.")

@@ -154,6 +154,7 @@ def of(target: Target, drafter: Any, model: str, said: Mapping[str, Any]) -> Cos
     path = path_of(model, drafter.name, conditions)
     if path.is_file():
         return read(path, conditions)
+    print(f"timing cycles of {drafter.name} on this machine, to fit its tree (once) ...", file=sys.stderr, flush=True)
     others = measure.Others()
     others.start()
     costs = take(target, drafter)

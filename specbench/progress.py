@@ -5,21 +5,40 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 LINES_EVERY = 20.0  # seconds
 
 
+class _Bar(Progress):
+    """With lines below it."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.below)
+
+
 @contextmanager
-def progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the count reached so far. The first count is taken for what was there before."""
+def progress(what: str, total: int, unit: str, below: Callable[[], str] | None = None) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the count reached so far. The first count is taken for what was there before.
+
+    below: what stands under the bar of a terminal, asked for at every count, and goes with it.
+    """
     if sys.stderr.isatty():
         counts = TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit)
         columns = TextColumn("{task.description}", markup=False), BarColumn(), counts, TimeRemainingColumn()
-        with Progress(*columns, console=Console(stderr=True)) as bar:
+        with _Bar(*columns, console=Console(stderr=True), transient=below is not None) as bar:
             task = bar.add_task(what, total=total)
-            yield lambda count: bar.update(task, completed=count)
+
+            def reached(count: int) -> None:
+                bar.below = below() if below is not None else ""
+                bar.update(task, completed=count)
+
+            yield reached
         return
     begin = said = time.monotonic()
     first: int | None = None

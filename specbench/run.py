@@ -1,10 +1,12 @@
 """Door one: decode a dataset with a drafter beside the baseline, and print what came of it.
 
 python -m specbench.run drafter=eagle2 dataset=mtbench
+python -m specbench.run drafter=[suffix,eagle2] dataset=mtbench       # in one process, beside one baseline
 python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +16,13 @@ from specbench.assets import require_writable
 from specbench.config import run_spec
 from specbench.config.run_spec import RunOptions as Options
 from specbench.config.run_spec import RunSpec
-from specbench.door import command, run_door, sweeping
+from specbench.door import command, run_door, sweeping, typed_overrides
 from specbench.errors import SpecBenchError, visible
 from specbench.evaluation.budget import Budget
 from specbench.faults import told
 from specbench.metrics import BASELINE
 from specbench.records import blocks
-from specbench.reporting import cells, console
+from specbench.reporting import cells, console, outcome
 from specbench.reporting.groups import Asked, measured
 
 
@@ -33,7 +35,7 @@ def job(config: Any) -> None:
         require_writable(spec.folder)
         if spec.rerun == "failed" and not place.exists() and not _has_failed_rows(spec):
             return
-        _run(spec)
+        _run(spec, _others(config))
     except Exception as error:
         if not sweeping():
             raise
@@ -46,22 +48,18 @@ def job(config: Any) -> None:
         place.unlink(missing_ok=True)
 
 
-def _run(spec: RunSpec) -> None:
+def _run(spec: RunSpec, others: Sequence[RunSpec] = ()) -> None:
     budget = Budget.of_minutes(spec.minutes)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
-    made = arms.make(spec)
+    made = [(one, arms.make(one)) for one in (spec, *others)]
     questions = spec.dataset.load()
     target, chat = arms.load(spec)
-    own = arms.build(spec, target, made=made)
-    sides = [own] if own.label == BASELINE else [arms.baseline(spec, target), own]
-    ran = cell.run(spec, target, chat, sides, questions, budget=budget)
-    if sweeping():
-        sweep.note(spec.results, Asked.of(ran.ledger, ran.asked))
-    elif spec.show:
-        shown = measured([Asked.of(ran.ledger, ran.asked)])
-        console.show(shown, spec.details, console.how_to_report(spec.results))
+    own = [arms.build(one, target, made=parts) for one, parts in made]
+    sides = own if own[0].label == BASELINE else [arms.baseline(spec, target), *own]
+    ran = cell.run(spec, target, chat, sides, questions, budget=budget, live=console.live)
+    _show(spec, ran)
     if budget.seconds is not None and ran.left:
-        print(f"{own.label}: {ran.progress}")
+        print(f"{', '.join(side.label for side in own)}: {ran.progress}")
     if ran.failed:
         raise SpecBenchError(
             f"{ran.failed} generations failed; rows in {spec.cell_folder} say why; run again to retry them"
@@ -69,6 +67,26 @@ def _run(spec: RunSpec) -> None:
     if ran.unmeasured:
         raise SpecBenchError(f"{ran.unmeasured} measurements failed, named above; run again to retry them")
     arms.require_lossless(ran.ledger.block.path)
+
+
+def _show(spec: RunSpec, ran: cell.Ran) -> None:
+    """The table, now or at the sweep's end, and what is left for other programs."""
+    asked = Asked.of(ran.ledger, ran.asked)
+    found = measured([asked])
+    outcome.write(spec.cell_folder, found, ran.text)
+    if sweeping():
+        sweep.note(spec.results, asked)
+    elif spec.show:
+        console.show(found, spec.details, console.how_to_report(spec.results))
+
+
+def _others(config: Any) -> list[RunSpec]:
+    """The runs of `drafter=[a,b]` behind the first one's."""
+    names = list(config.get("drafters") or [])
+    if len(set(names)) < len(names):
+        raise SpecBenchError(f"drafter=[{','.join(names)}]: each drafter once; options of one may differ in a study")
+    words = [word for key, word in typed_overrides() if key not in ("drafter", "drafters")]
+    return [run_spec.from_config(run_spec.compose_run([f"drafter={name}", *words]), Options) for name in names[1:]]
 
 
 def _has_failed_rows(spec: RunSpec) -> bool:

@@ -28,7 +28,7 @@ from specbench.evaluation.study_runs import StudyCell
 from specbench.evaluation.study_training import Trained, train_missing
 from specbench.options import Name, Natural
 from specbench.records import blocks
-from specbench.reporting import cells, claims, console
+from specbench.reporting import cells, claims, console, outcome
 from specbench.reporting.groups import Asked, measured
 from specbench.studies import Study
 
@@ -73,7 +73,7 @@ def main(config: Any) -> None:
 def _users() -> list[str]:
     """What the command line says for all arms."""
     typed = typed_overrides()
-    if any(key == "drafter" for key, _ in typed):
+    if any(key in ("drafter", "drafters") for key, _ in typed):
         raise SpecBenchError("drafter: a study has its own arms; choose among them with arms=[NAME,…]")
     return [override for key, override in typed if key.split(".")[0] not in OURS]
 
@@ -96,11 +96,12 @@ def _decode(
         if one.base.model != loaded:  # of another precision
             del target
             target, chat, loaded = *arms.load(one.base), one.base.model
-        bound = (study_runs.bind(side, target) for side in one.sides if side.member.label not in absent)
+        there = [side for side in one.sides if side.member.label not in absent]
+        bound = (study_runs.bind(side, target, f"arm {n} of {len(there)}") for n, side in enumerate(there, 1))
         built = [arms.baseline(one.base, target), *(arm for arm in bound if arm is not None)]
         print(f"{where}: {one.title}", file=sys.stderr, flush=True)
         measure = study_runs.repetitions(study, one.base, users) if one.number == measured else {}
-        ran = cell.run(one.base, target, chat, built, questions, name, measure, budget)
+        ran = cell.run(one.base, target, chat, built, questions, name, measure, budget, console.live)
         if ran.failed:
             print(f"specbench: {ran.failed} generations failed; rows in {ran.ledger.folder} say why", file=sys.stderr)
         found.append((one, ran))
@@ -112,8 +113,11 @@ def _decode(
 def _show(name: str, study: Study, found: Sequence[tuple[StudyCell, cell.Ran]]) -> None:
     """The cells as tables, and what became of the study's claims."""
     base = found[0][0].base
+    entries = []
+    for one, ran in found:
+        entries += (mine := measured([Asked.of(ran.ledger, ran.asked)]))
+        outcome.write(one.base.cell_folder, mine, ran.text)
     if base.show:
-        entries = measured(Asked.of(ran.ledger, ran.asked) for _, ran in found)
         console.show(entries, base.details, console.how_to_report(base.results.parent))
     folders = dict.fromkeys(one.base.cell_folder for one, _ in found)
     entries = cells.collect([path for folder in folders for path in blocks.below(folder)])

@@ -28,13 +28,13 @@ from specbench.engine.weights import PROJECT
 from specbench.errors import SpecBenchError
 from specbench.link import Link
 from specbench.models import ModelSpec
-from specbench.options import Count, Natural, Positive, Text
+from specbench.options import Count, Name, Natural, Positive, Text
 from specbench.records.blocks import cell_name
 from specbench.records.rows import CellFailure
 
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
 # Options that cannot change a row.
-ASIDE = ("baseline", "results", "rerun", "show", "details", "trace", "memory", "minutes")
+ASIDE = ("baseline", "drafters", "results", "rerun", "show", "details", "trace", "memory", "minutes")
 
 
 class GreedyOnly(SpecBenchError):
@@ -53,6 +53,7 @@ class Data:
 class RunOptions:
     """What `conf/run.yaml` and its groups may say; what each means stands there."""
 
+    drafters: list[Name] | None
     threads: Annotated[int, Field(ge=1, le=4096)] | None
     results: Text
     rerun: Literal["missing", "failed", "all"]

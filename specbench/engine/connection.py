@@ -3,6 +3,7 @@
 Nobody waits for ever: an answer has a deadline, and a link that breaks is known at once.
 """
 
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from specbench.engine.sockets import TOKEN, connected
 from specbench.errors import SpecBenchError
 
 SENT: Mapping[str, Iterable[str]] = {"prompt": ["prompt"], "tree": ["tokens", "parents", "others"], "q": ["drawn"]}
+NOTICE_S = 4.0  # of waiting, before it is said
 RECEIVED: Mapping[str, Iterable[str]] = {
     "tokens": ["path", "drafted", "token"],
     "last": ["last"],
@@ -132,8 +134,12 @@ class Connection:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self.watch, zmq.POLLIN)
+        notice = time.perf_counter() + NOTICE_S
         while (left := deadline - time.perf_counter()) > 0:
-            ready = dict(poller.poll(int(1000 * left) + 1))
+            ready = dict(poller.poll(int(1000 * min(left, NOTICE_S)) + 1))
+            if not ready and time.perf_counter() > notice:
+                notice = deadline
+                print(f"waiting for {self.address}, {left:.0f} s at most", file=sys.stderr, flush=True)
             if socket in ready:
                 answer = wire.decode(socket.recv(), wire.REPLY)
                 if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a question that was given up

@@ -139,9 +139,10 @@ def prepare(
     return StudyCell(number, base, sides, wanted)
 
 
-def bind(side: Side, target: Target) -> Arm | None:
-    """A member bound to the target; None, and its failure written down, where that cannot be."""
+def bind(side: Side, target: Target, place: str) -> Arm | None:
+    """A member bound to the target; None, and its failure written down, where that cannot be. place: `arm 1 of 7`."""
     member = side.member
+    print(f"{place}: {member.label}", file=sys.stderr, flush=True)
     more = {} if member.seed is None else {"of": member.name, "seed": member.seed}
     try:
         arm = arms.build(side.spec, target, member.label, side.made, **more)

@@ -15,9 +15,10 @@ from rich.cells import cell_len, set_cell_size
 
 from specbench.errors import visible
 from specbench.metrics import BASELINE, PHASES
+from specbench.records.blocks import Ledger
 from specbench.reporting import names, verdict
 from specbench.reporting.cells import Entry
-from specbench.reporting.groups import groups
+from specbench.reporting.groups import Asked, groups, measured
 from specbench.reporting.tables import ABSENT, known_depths, number, shown
 
 WIDTH, WIDE = 80, 120  # columns of a terminal: what every table fits into, and where more is shown
@@ -30,6 +31,12 @@ Column = tuple[str, Callable[[Entry], str]]
 def show(entries: Sequence[Entry], details: bool = False, page: str | None = None) -> None:
     """Print the tables of some entries. page: where the report lies or how it is made, said at the end."""
     print("\n".join(lines(entries, terminal_width(), details, page)), flush=True)
+
+
+def live(ledger: Ledger, questions: Sequence[str]) -> str:
+    """The tables of a cell as far as it is measured."""
+    found = measured([Asked.of(ledger, questions)])
+    return "\n".join(line for line in lines(found, terminal_width()) if not line.startswith("=>"))
 
 
 def terminal_width() -> int:
