@@ -12,7 +12,8 @@ endif
 LIMIT ?= null
 TOKENS ?= 1024
 ifeq ($(MODEL),smollm2-135m)
-DRAFTERS ?= null# all arms of the study
+# those that copy, and every trained one with the tree that fits this machine; one with its paper's tree beside them
+DRAFTERS ?= suffix,prompt_lookup,vanilla_fitted,medusa_fitted,eagle2_fitted,hass_fitted,coral_fitted,beagle_fitted,moa_fitted,eagle2
 else ifeq ($(MODEL),gemma3-270m)
 DRAFTERS ?= none,vanilla,eagle2,prompt_lookup,eagle2_fitted
 BRIEF ?= vanilla,eagle2# trained a little before the benchmark, for none are shipped
@@ -22,7 +23,8 @@ HAVE := $(notdir $(patsubst %/model.safetensors,%,$(wildcard drafters/weights/$(
 HAVE += $(shell sed -n '/^published:/,/^[a-z]*:/s/^  \([a-z0-9_]*\):.*/\1/p' conf/model/$(MODEL).yaml 2>/dev/null)
 DRAFTERS ?= none,prompt_lookup,suffix,token_recycling$(subst $(space),,$(addprefix $(comma),$(sort $(HAVE))))
 endif
-ARMS := $(if $(filter null,$(DRAFTERS)),null,[$(DRAFTERS)])
+ARMS := $(if $(filter all null,$(DRAFTERS)),null,[$(DRAFTERS)])# DRAFTERS=all: every arm of the study
+MEMORY ?= 0# measure peak memory so many times, in processes of their own
 DATASETS ?= mtbench
 RESULTS ?= results/local
 TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
@@ -62,8 +64,8 @@ bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
 	$(if $(BRIEF),$(BIN)/python -m specbench.train model=$(MODEL) train=brief train.until=vocabulary)
 	@status=0; $(BIN)/python -m specbench.study study=bench cells=[0] model=$(MODEL) arms=$(ARMS) \
 		datasets=[$(DATASETS)] \
-		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) show=false trace=1 || status=$$?; \
-	$(BIN)/python -m specbench.report; exit $$status
+		data.limit=$(LIMIT) decode.max_new_tokens=$(TOKENS) memory=$(MEMORY) trace=1 || status=$$?; \
+	if [ -d results/local/bench/$(MODEL) ]; then $(BIN)/python -m specbench.report show=false; fi; exit $$status
 
 evidence: $(READY) ## measure what the plan of all studies lacks: MINUTES, KIND=replayed|trained|timed, STUDIES=a,b
 	$(BIN)/python -m specbench.evidence minutes=$(MINUTES) kind=$(KIND) studies=$(if $(STUDIES),[$(STUDIES)],null) \

@@ -121,8 +121,7 @@ def _show(name: str, study: Study, found: Sequence[tuple[StudyCell, cell.Ran]]) 
         console.show(entries, base.details, console.how_to_report(base.results.parent))
     folders = dict.fromkeys(one.base.cell_folder for one, _ in found)
     entries = cells.collect([path for folder in folders for path in blocks.below(folder)])
-    for verdict in claims.judge_study(name, study, entries):
-        print(visible(f"{verdict.verdict.upper()}: {verdict.claim['says']} ({verdict.claim['source']}). {verdict.said}"))
+    console.show_claims(claims.judge_study(name, study, entries), study["arms"])
 
 
 def _conclude(

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,8 @@ def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
     first = typed(home, "run", "drafter=eagle2", "data.limit=5", weight(home, "eagle2"))
     assert first.returncode == 0, first.stderr[-3000:]
     out = first.stdout
-    assert "eagle2" in out and "none" in out and "identical 10/10" in out
+    assert "eagle2" in out and "plain" in out and re.search(r"^eagle2 .* same$", out, re.M)
+    assert all(len(line) <= 80 for line in out.splitlines()), "wider than a terminal"
     header, rows = rows_of(home, "eagle2")
     assert header["hardware"]["cores"] and header["versions"]["torch"] and header["commit"]
     assert {(r.drafter, r.question, r.turn) for r in rows} == {
@@ -33,6 +35,34 @@ def test_run_writes_rows_prints_a_table_and_does_nothing_twice(home):
     assert rows_of(home, "eagle2")[1] == rows
     table = call(home, "report", f"results={home / 'results'}", "format=markdown")
     assert "| eagle2 |" in table.stdout, table.stderr
+
+
+def test_several_drafters_decode_beside_one_baseline_and_leave_files_for_other_programs(home):
+    results = home / "several"
+    out = run(home, "run", "drafter=[suffix,prompt_lookup]", "data.limit=2", f"results={results}", "details=true")
+    assert [line.split()[0] for line in out.splitlines()[2:5]] and {"suffix", "prompt_lookup", "plain"} <= set(out.split())
+    assert "accepted by step" in out
+    (path,) = results.rglob(NAME)
+    header, records = blocks.read_block(path)
+    assert list(header["arms"]) == ["none", "suffix", "prompt_lookup"]
+    (table,) = json.loads((path.parent / "summary.json").read_text())
+    assert {row["arm"]: row["generations"] for row in table["rows"]} == {"none": 4, "suffix": 4, "prompt_lookup": 4}
+    assert "too few for a verdict" in table["verdict"]
+    answers = [json.loads(line) for line in (path.parent / "answers.jsonl").read_text().splitlines()]
+    plain = {
+        (r.question, r.turn): r.tokens for r in records if getattr(r, "drafter", "") == "none" and hasattr(r, "tokens")
+    }
+    assert {(a["question"], a["turn"]): a["ids"] for a in answers} == plain and all(a["text"] for a in answers)
+    twice = run(home, "run", "drafter=[suffix,suffix]", ok=False)
+    assert twice.startswith("specbench: drafter=[suffix,suffix]: each drafter once")
+
+
+def test_a_sweep_ends_with_one_table(home):
+    results = home / "table"
+    done = call(home, "run", "-m", "drafter=suffix,prompt_lookup", "data.limit=2", f"results={results}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("speed-up [95%]") == 1 and done.stdout.count("\nplain ") == 1
+    assert {"suffix", "prompt_lookup"} <= set(done.stdout.split()) and not list(results.glob(".sweep*"))
 
 
 def test_a_refusal_and_a_report_can_be_typed_too(home):
@@ -390,4 +420,5 @@ def test_a_folder_alone_names_its_model(typed, added):
 
 
 def test_an_address_is_a_link_of_its_own():
+    assert spelt_out(["drafter=[a,b]"]) == ["drafter=a", "drafters=[a,b]"]
     assert spelt_out(["link=tcp://127.0.0.1:5555"]) == ["link=direct", "link.to=tcp://127.0.0.1:5555"]

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from rich.cells import cell_len, set_cell_size
@@ -18,12 +18,14 @@ from specbench.metrics import BASELINE, PHASES
 from specbench.records.blocks import Ledger
 from specbench.reporting import names, verdict
 from specbench.reporting.cells import Entry
+from specbench.reporting.claims import Verdict
 from specbench.reporting.groups import Asked, groups, measured
 from specbench.reporting.tables import ABSENT, known_depths, number, shown
 
 WIDTH, WIDE = 80, 120  # columns of a terminal: what every table fits into, and where more is shown
 GAP = "  "
 COLUMNS = ("drafter", "speed-up [95%]", "= tokens/pass", "/ cost", "drafted", "output")
+SAID = 300  # letters of what was found of a claim
 MORE = ("tok/s", "accepted by step")
 Column = tuple[str, Callable[[Entry], str]]
 
@@ -31,6 +33,16 @@ Column = tuple[str, Callable[[Entry], str]]
 def show(entries: Sequence[Entry], details: bool = False, page: str | None = None) -> None:
     """Print the tables of some entries. page: where the report lies or how it is made, said at the end."""
     print("\n".join(lines(entries, terminal_width(), details, page)), flush=True)
+
+
+def show_claims(verdicts: Iterable[Verdict], arms: Collection[str]) -> None:
+    """What became of a study's claims about these arms and plain decoding."""
+    for v in verdicts:
+        if any(t.get(side, BASELINE) not in (BASELINE, *arms) for t in v.claim["tests"] for side in ("of", "over")):
+            continue
+        said = v.said if len(v.said) <= SAID else v.said[: SAID - 1] + "…"
+        found = f"{v.verdict}: {v.claim['says']} ({v.claim['source']}). {said}"
+        print("\n".join(textwrap.wrap(visible(found), terminal_width(), subsequent_indent="  ")))
 
 
 def live(ledger: Ledger, questions: Sequence[str]) -> str:
