@@ -1,32 +1,98 @@
-"""What the README shows at its top, and that the files and commands it names exist."""
+"""What README and `docs/` say: files, targets, commands and the example drafter are tried as they stand."""
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, make, tiny
+from forked import FIXED, Door
+
+from specbench.door import composed, spelt_out
+from specbench.engine.decode import Limits, decode
+from specbench.engine.verify import Lossless
 
 README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 
 
-def test_the_first_thirty_lines_hold_claim_table_and_commands():
-    top = "\n".join(README.splitlines()[:30])
-    assert "| none |" in top and "make bench" in top and "make test" in top
+def commands(page: str) -> list[str]:
+    """Lines of code blocks that a shell takes, without their comments."""
+    lines = re.findall(r"^    ((?:specbench|make) [^\n]*)", page, re.M)
+    return list(dict.fromkeys(re.sub(r"\s+#.*", "", line) for line in lines))
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_the_readme_fits_one_screen_after_another():
+    assert len(README.splitlines()) <= 160
+    assert all(len(page.splitlines()) < 200 for page in PAGES.values())
+    top = "\n".join(README.splitlines()[:20])
+    assert "make bench" in top and "make test" in top and "![" in top
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in sorted(PAGES))])
 def test_linked_files_exist(name):
-    assert (ROOT / name).exists()
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
 
 
-def test_makefile_targets_in_the_readme_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"`?make ([a-z]+)", README)):
-        assert re.search(rf"^{target}:", makefile, re.M), target
+@pytest.mark.parametrize("command", [c for page in (README, *PAGES.values()) for c in commands(page) if c[:4] == "make"])
+def test_makefile_targets_exist(command):
+    done = subprocess.run([*shlex.split(command), "-n"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in commands(README) if c.startswith("specbench")])
+def test_commands_of_the_readme_run(command, home, tmp_path):
+    """On the shipped target and drafters, each with one question and a few tokens; FILE and DIR are made here."""
+    prompts = "\n".join(re.findall(r'^    (\{"(?:prompt|turns)".*\})$', README, re.M)) + "\n"
+    (tmp_path / "own.jsonl").write_text(prompts)
+    for name in ("mtbench", "gsm8k"):
+        shutil.copy(home / "mtbench.jsonl", tmp_path / f"{name}.jsonl")
+    _, entry, *words = shlex.split(command)
+    if entry == "list" or "--help" in words:
+        done = subprocess.run([sys.executable, "-m", "specbench", entry, *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and len(done.stdout.splitlines()) > 5, done.stderr
+        return
+    words = [w.replace("FILE.jsonl", str(tmp_path / "own.jsonl")).replace("DIR", str(home / "model")) for w in words]
+    words += ["data.limit=1", "decode.max_new_tokens=4", "memory=0", f"results={tmp_path / 'results'}"]
+    words += [f"data.root={tmp_path}"] * (not any(word.startswith("prompts=") for word in words))
+    done = Door(f"specbench.{entry}", words, ROOT, {**os.environ, **FIXED}, tmp_path).completed()
+    assert done.returncode == 0 and "tokens/pass" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", [c for page in PAGES.values() for c in commands(page) if c.startswith("specbench")])
+def test_options_of_the_pages_are_there(command):
+    _, entry, *words = shlex.split(command)
+    words = [word for word in spelt_out(words) if not word.startswith("-") and "study=" not in word]
+    if entry in ("list", "study"):
+        return
+    for word in words:
+        single = re.sub(r"=([\w,]+),\w+$", r"=\1", word)  # a sweep's first choice
+        assert composed(entry, [single.split(",")[0] if "[" not in single else single]) is not None, word
+
+
+def test_the_drafter_of_the_readme_is_lossless(tmp_path, monkeypatch):
+    """Its two files, whole, as a newcomer would write them."""
+    code, config = (re.search(rf"```{kind}\n(.*?)```", README, re.S)[1] for kind in ("python", "yaml"))
+    (tmp_path / "echo_of_the_readme.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    import echo_of_the_readme
+
+    assert "_target_: drafters.echo.Echo" in config and "name: echo" in config
+    target = tiny()
+    drafter = echo_of_the_readme.Echo("echo", 4)
+    drafter.bind(target)
+    prompt, limits = [3, 5, 3, 5, 7, 3], Limits(24, frozenset())
+    found = [list(decode(target, one, prompt, limits, Lossless())) for one in (make("none", target), drafter)]
+    tokens = [[events[0].token, *(t for step in events[1:] for t in step.tokens)] for events in found]
+    assert tokens[0] == tokens[1] and sum(step.drafted > 0 for step in found[1][1:]) > 0
 
 
 def test_no_path_or_host_of_a_workplace_is_committed():
-    import subprocess
-
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     forbidden = re.compile(r"(?<![\w.])/(work|root|home|tmp)/")
     for name in filter(None, files):
