@@ -64,10 +64,10 @@ def main(config: DictConfig) -> None:
     report = Report(Sources(results, chosen=config.studies))
     for problem in report.problems:
         print(f"LEFT OUT {visible(problem)}")
-    if config.show:
-        console.show(report.view.timed(report.view.first) or report.main)
     for error, lost in by_error(report.failures).items():
         print(visible(f"FAILED {', '.join(lost)}: {error}"))
+    if config.show:
+        console.show(report.view.timed(report.view.first) or report.main)
     if report.verdicts:
         print("claims: " + ", ".join(f"{count} {kind}" for kind, count in tally(report.verdicts).items()))
     print(f"report: {report.write()}")
