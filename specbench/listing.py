@@ -82,8 +82,8 @@ def _trained(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _weights(parts: Sequence[Mapping[str, Any]], model: str, published: Mapping[str, str]) -> str:
-    folders = [ROOT / part["weights"].replace("${model.name}", model) for part in parts]
-    if all((folder / "model.safetensors").is_file() for folder in folders):
+    folders = [str(part["weights"]).replace("${model.name}", model) for part in parts]
+    if all((ROOT / folder / "model.safetensors").is_file() for folder in folders):
         return "yes"
     return "on the hub" if parts[0]["name"] in published else "no"
 
@@ -96,20 +96,26 @@ def models() -> Rows:
     rows: Rows = [("model", "what", "size", "memory", "from", "here")]
     for found in _files("model"):
         size = _billions(found)
-        dtype = found.content["dtype"]
-        sizes = (2 * size, 4 * size) if dtype == "auto" else ((4 if dtype == "float32" else 2) * size,)
-        memory = "–".join(_number(gigabytes) for gigabytes in sizes) + " GB"
-        parameters = f"{_number(size)} B" if size >= 1 else f"{1000 * size:.0f} M"
-        rows.append((found.path.stem, found.sentence, parameters, memory, _source(found), _here(found, 2 * size)))
+        rows.append((found.path.stem, found.sentence, *_sizes(found, size), _source(found), _here(found, 2 * (size or 0))))
     return rows
 
 
-def _billions(found: File) -> float:
-    """As the file says, else as the model's name does."""
+def _billions(found: File) -> float | None:
+    """As the file says, else as the model's name does, if that does."""
     if (said := found.content.get("billions")) is not None:
         return float(said)
     named = re.search(r"-(\d+(?:\.\d+)?)([mb])$", found.path.stem)
-    return float(named[1]) / (1000 if named[2] == "m" else 1) if named else float("nan")
+    return float(named[1]) / (1000 if named[2] == "m" else 1) if named else None
+
+
+def _sizes(found: File, billions: float | None) -> tuple[str, str]:
+    """Parameters, and the memory that they take."""
+    if billions is None:
+        return "?", "?"
+    dtype = found.content.get("dtype", "auto")
+    sizes = (2 * billions, 4 * billions) if dtype == "auto" else ((4 if dtype == "float32" else 2) * billions,)
+    memory = "–".join(_number(gigabytes) for gigabytes in sizes) + " GB"
+    return (f"{_number(billions)} B" if billions >= 1 else f"{1000 * billions:.0f} M"), memory
 
 
 def _number(value: float) -> str:
@@ -184,7 +190,15 @@ def studies() -> Rows:
         name, content = found.path.stem, found.content
         measured = any(_any(Path(place) / name, "**/*.jsonl") for place in ("results", "results/local"))
         needs = ", ".join(_need(key, value) for key, value in content.get("needs", {}).items()) or "nothing"
-        rows.append((name, content["title"], "; ".join(content["source"]), needs, "yes" if measured else "no"))
+        rows.append(
+            (
+                name,
+                content.get("title", found.sentence),
+                "; ".join(content.get("source", [])),
+                needs,
+                "yes" if measured else "no",
+            )
+        )
     return rows
 
 

@@ -89,7 +89,7 @@ def _options(options: Iterable[catalog.Option]) -> list[str]:
 def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str]:
     found: dict[str, list[str]] = {}
     for key, group in groups.items():
-        title = f"{key}={chosen[key]}" if group.folder != "trial" else "trial@drafters.NAME=NAME"
+        title = f"{key}={chosen[key].replace('???', 'NAME')}" if group.folder != "trial" else "trial@drafters.NAME=NAME"
         found.setdefault(title, row(title, ", ".join(catalog.names(group.folder))))
     return [line for lines in found.values() for line in lines]
 
