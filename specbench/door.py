@@ -17,11 +17,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specbench import measure, schema
+from specbench import catalog, measure, schema, usage
 from specbench.errors import SpecBenchError, one_line, visible
 from specbench.faults import told
 
@@ -39,7 +39,7 @@ def spoken(job: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             sys.exit(_complain("interrupted; run the same command again to continue"))
         except Exception as error:
-            line = told(error)  # once: it may write a traceback down
+            line = _no_choice(error) or told(error)  # once: it may write a traceback down
             code = _complain(line)
             if not sweeping():
                 sys.exit(code)
@@ -76,11 +76,16 @@ def run_door(main: Callable[[], None], name: str | None = None) -> None:
     _lost.clear()
     sys.argv[1:] = spelt_out(sys.argv[1:])
     try:
+        if name is not None and usage.asked(sys.argv[1:]):
+            print(usage.of(name, sys.argv[1:]))
+            return
+        if name is not None:
+            catalog.require_optional(name, sys.argv[1:])
         main()
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; run the same command again to continue"))
     except HydraException as error:
-        sys.exit(_complain(_unknown(error, name) or told(error)))
+        sys.exit(_complain(_no_choice(error) or _unknown(error, name) or told(error)))
     except SpecBenchError as error:
         sys.exit(_complain(told(error)))
     except Exception as error:
@@ -149,14 +154,24 @@ def sweeping() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def _no_choice(error: BaseException) -> str | None:
+    """Of a file of options that there is not, or that was not named: which one may have been meant."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        folder, _, name = error.missing_cfg_file.rpartition("/")
+        return catalog.unknown(folder, name, error.options)
+    unnamed = re.match(r"You must specify '(\w+)'", str(error)) if isinstance(error, ConfigCompositionException) else None
+    return f"{unnamed[1]} is missing: name one with {unnamed[1]}=; {catalog.where(unnamed[1])}" if unnamed else None
+
+
 def _unknown(error: HydraException, name: str | None) -> str | None:
     """Of an override that names no option: which one may have been meant."""
     found = re.match(r"Could not override '([^']+)'", str(error))
     if found is None or name is None:
         return None
     GlobalHydra.instance().clear()
+    typed = [word for word in sys.argv[1:] if word.startswith("study=")]  # without one there is no configuration
     with initialize_config_dir(CONF, version_base="1.3"):
-        known: Any = OmegaConf.to_container(compose(name))
+        known: Any = OmegaConf.to_container(compose(name, [word.split(",")[0] for word in typed]))
     return f"{found[1]}: no such option{schema.nearest(found[1], dict.fromkeys(_keys(known)))}"
 
 

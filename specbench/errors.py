@@ -1,7 +1,8 @@
 """The one exception a user is meant to read. Knows nothing else in the project."""
 
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 # Of what a configuration library wraps, only the inside is worth reading.
@@ -28,6 +29,14 @@ def one_line(error: BaseException) -> str:
     if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
         error = cause
     return visible(" ".join(str(error).split()))
+
+
+def nearest(name: object, known: Collection[str]) -> str:
+    """What to say behind the name of an option that is none: the nearest one, or which there are."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; there are {', '.join(known)}" if 0 < len(known) <= 20 else ""
 
 
 LONGEST = 300  # characters of another library's reason

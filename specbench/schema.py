@@ -6,7 +6,6 @@ door's own dataclass. Types and ranges are those annotations (`specbench/options
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -21,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from specbench.errors import SpecBenchError, visible
+from specbench.errors import SpecBenchError, nearest, visible
 
 INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
 _RULES = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
@@ -192,14 +191,6 @@ def _plain(annotation: type) -> bool:
     except PydanticSchemaGenerationError:
         return False
     return True
-
-
-def nearest(name: Any, known: Mapping[str, Any]) -> str:
-    """What to say behind the name of an option that is none: the nearest one, or which there are."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; there are {', '.join(known)}" if 0 < len(known) <= 20 else ""
 
 
 def _join(place: str, name: Any) -> str:

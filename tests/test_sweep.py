@@ -34,7 +34,7 @@ def test_a_failed_cell_is_a_visible_row_and_comes_again(home, tmp_path):
     lines = done.stderr.splitlines()
     assert any(x.startswith("sweep: 2 cells") for x in lines) and any(x.startswith("cell 2/2") for x in lines)
     summary = [x for x in lines if x.startswith(("FAILED", "sweep: 1 of 2"))]
-    assert summary[0].startswith("FAILED vanilla on mtbench: no drafter weights") and len(summary) == 2
+    assert summary[0].startswith("FAILED vanilla on mtbench (tiny): no drafter weights") and len(summary) == 2
     (failure,) = results.rglob("*.failed.json")
     assert json.loads(failure.read_text())["drafter"] == "vanilla"
     before, _ = rows(results, "eagle2")

@@ -221,7 +221,7 @@ def test_a_sweeps_end_survives_damaged_failures_and_hostile_names(tmp_path, monk
     monkeypatch.setenv(sweep.CELLS, "3")
     sweep.Sweep().on_multirun_end(OmegaConf.create({"results": str(tmp_path)}))
     first, second, last = capsys.readouterr().err.splitlines()
-    assert first == "FAILED \\x1b[2J on d: boom\\u202e"
+    assert first == "FAILED \\x1b[2J on d (m): boom\\u202e"
     assert second.startswith(f"FAILED a cell: {tmp_path / 'b.failed.json'}: not JSON") and "sweep: 1 of 3" in last
     sweep.failed.clear()
 

@@ -187,7 +187,7 @@ def by_error(failures: Iterable[CellFailure]) -> dict[str, list[str]]:
     """The cells that each error cost, in order."""
     found: dict[str, list[str]] = {}
     for failure in failures:
-        found.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset}")
+        found.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset} ({failure.model})")
     return found
 
 
