@@ -2,9 +2,11 @@
 
 python -m specbench.run drafter=eagle2 dataset=mtbench
 python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
+python -m specbench.run drafter=suffix prompts=FILE.jsonl
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +16,12 @@ from specbench.assets import require_writable
 from specbench.config import run_spec
 from specbench.config.run_spec import RunOptions as Options
 from specbench.config.run_spec import RunSpec
+from specbench.datasets import Question
 from specbench.door import command, run_door, sweeping
 from specbench.errors import SpecBenchError, visible
 from specbench.evaluation.budget import Budget
 from specbench.faults import told
-from specbench.metrics import BASELINE
+from specbench.metrics import BASELINE, summarise
 from specbench.records import blocks, identity
 from specbench.reporting import cells, tables
 
@@ -55,7 +58,7 @@ def _run(spec: RunSpec) -> None:
     sides = [own] if own.label == BASELINE else [arms.baseline(spec, target), own]
     ran = cell.run(spec, target, chat, sides, questions, budget=budget)
     if spec.show:
-        tables.show(_entries(spec, sides))
+        tables.show(_entries(spec, sides, questions))
     if budget.seconds is not None and ran.left:
         print(f"{own.label}: {ran.progress}")
     if ran.failed:
@@ -67,11 +70,21 @@ def _run(spec: RunSpec) -> None:
     arms.require_lossless(ran.ledger.block.path)
 
 
-def _entries(spec: RunSpec, sides: list[arms.Arm]) -> list[cells.Entry]:
-    """What the cell holds of this run's own arms."""
+def _entries(spec: RunSpec, sides: list[arms.Arm], questions: list[Question]) -> list[cells.Entry]:
+    """What the cell holds of this run's own arms; of a file of prompts, which may be edited, of those in it now."""
     own = {identity.arm_key(side.said) for side in sides}
-    found = cells.collect(blocks.below(spec.cell_folder))
-    return [entry for entry in found if entry.key in own]
+    found = [entry for entry in cells.collect(blocks.below(spec.cell_folder)) if entry.key in own]
+    if spec.dataset.path is None:
+        return found
+    asked = {question.digest for question in questions}
+    return [_only(entry, asked) for entry in found]
+
+
+def _only(entry: cells.Entry, asked: set[str]) -> cells.Entry:
+    """The same of these questions, named by their digests."""
+    rows, base = ([row for row in side if row.text in asked] for side in (entry.rows, entry.baseline))
+    summary = summarise(entry.header, entry.arm, entry.name, rows, base, entry.measured)
+    return replace(entry, summary=summary, rows=rows, baseline=base)
 
 
 def _has_failed_rows(spec: RunSpec) -> bool:
