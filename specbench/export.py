@@ -70,14 +70,15 @@ def main(config: DictConfig) -> None:
 
 
 def serve_command(server: str, target: str, out: Path, drafter: Any) -> str:
-    """What starts a server with the exported drafter, at the depth and size of its tree here; vLLM drafts chains alone.
+    """What starts a server with the exported drafter, with the depth and size of its tree, or a chain as long as its heads.
 
     target: the model's folder or hub id.
     """
     growth = drafter.growth
     if server == "vllm":
         method = "medusa" if drafter.parallel else "eagle"
-        said = {"method": method, "model": str(out.resolve()), "num_speculative_tokens": growth.depth}
+        tokens = drafter.deepest or growth.depth
+        said = {"method": method, "model": str(out.resolve()), "num_speculative_tokens": tokens}
         return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(said)])
     tree = {"num-steps": growth.depth, "eagle-topk": growth.width, "num-draft-tokens": growth.nodes}
     said = {"algorithm": "EAGLE", "draft-model-path": out.resolve()} | tree

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from specbench import elsewhere
 from specbench.metrics import BASELINE, RATES, Interval, interval
 from specbench.reporting import text
 from specbench.reporting.cells import Entry, groups
@@ -155,8 +156,9 @@ def training_lines(entries: list[Entry]) -> list[list[str]]:
 
 
 def disturbances(group: Sequence[Entry]) -> list[str]:
-    """What stands under a table: which of its cells were timed on a busy machine."""
-    return list(dict.fromkeys(e.busy for e in group if e.busy))
+    """What stands under a table: which of its cells were timed on a busy machine, and which by another engine."""
+    found = [line for e in group for line in (e.busy, elsewhere.said(e.arm, e.rows, e.baseline))]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def show(entries: list[Entry], console: Console | None = None) -> None:
