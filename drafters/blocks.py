@@ -1,6 +1,6 @@
 """What trained drafters share: binding to a target, weights, growing a tree from `expand`, noise, attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -38,12 +38,14 @@ class TrainedDrafter(nn.Module):
         phased: options of the objective that may change from phase to phase of a training.
         deepest: levels that its trees can have at most; None for as many as one likes.
         parallel: one forward drafts all levels (heads); otherwise each level takes one.
+        formats: servers (`vllm`, `sglang`) that have a model of its kind, see `publish`.
     """
 
     compiled: tuple[str, ...] = ("network",)
     phased: tuple[str, ...] = ()
     deepest: int | None = None
     parallel = False
+    formats: tuple[str, ...] = ()
 
     taps = Taps()
     listed: vocabularies.Listed | None = None
@@ -136,15 +138,18 @@ class TrainedDrafter(nn.Module):
     def check(self, checkpoint: stored.Checkpoint, target: Target) -> None:
         """Refuse what names and shapes cannot tell apart but one look at the target's own text can."""
 
+    @classmethod
+    def unserved(cls, server: str, options: Mapping[str, Any]) -> str | None:
+        """Why a server has no place for this network, as its options make it; None: it has one."""
+        return None if server in cls.formats else f"{server} has no model of {cls.__name__}'s kind"
+
     def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and `config.json` of this drafter as a server (`vllm`, `sglang`) reads them.
+        """Tensors and `config.json` of this drafter as a server reads them, one of `formats`.
 
         Raises:
             SpecBenchError: the server has no place for this network, with the reason.
         """
-        raise SpecBenchError(
-            f"drafter={self.name} cannot be exported: {server} has no model of {type(self).__name__}'s kind"
-        )
+        raise SpecBenchError(f"drafter={self.name} cannot be exported: {self.unserved(server, vars(self))}")
 
     def compile_network(self, backend: str = "inductor") -> None:
         """Compile what runs at every level; lengths stay dynamic, since every level has its own."""

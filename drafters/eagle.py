@@ -35,7 +35,7 @@ embedding first (official code); noise is U(-noise, noise) as in the paper, what
 states, unless `balanced_start` makes up for it (not in the paper).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,7 @@ class Eagle(TrainedDrafter):
     """
 
     phased: tuple[str, ...] = ("regression", "classification", "noise")
+    formats = ("vllm", "sglang")
 
     def __init__(
         self,
@@ -156,16 +157,22 @@ class Eagle(TrainedDrafter):
                 f"{best.numel()} tokens agree the other way round; swap the halves of fc.weight"
             )
 
-    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The official layout without embedding and head, which servers take from the target."""
-        if self.inputs != "shifted":
-            raise SpecBenchError(f"drafter.inputs={self.inputs}: {server} serves (state, next token) pairs only")
-        tensors = {n.replace("layer.", "layers.0.", 1): t for n, t in trained(self).items()}
-        if server == "vllm" and "fc.bias" in tensors:
-            raise SpecBenchError(
+    @classmethod
+    def unserved(cls, server: str, options: Mapping[str, Any]) -> str | None:
+        if (inputs := options.get("inputs", "shifted")) != "shifted":
+            return f"drafter.inputs={inputs}: {server} serves (state, next token) pairs only"
+        if server == "vllm" and options.get("bias", True):
+            return (
                 "vLLM's EAGLE has no fc.bias and would drop it silently; train without one (+drafter.bias=false) or use "
                 "format=sglang"
             )
+        return super().unserved(server, options)
+
+    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The official layout without embedding and head, which servers take from the target."""
+        if reason := self.unserved(server, vars(self)):
+            raise SpecBenchError(reason)
+        tensors = {n.replace("layer.", "layers.0.", 1): t for n, t in trained(self).items()}
         if server == "sglang":
             tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
         config = served(llama_config(target, layers=1))

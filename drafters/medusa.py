@@ -64,6 +64,7 @@ class Medusa(TrainedDrafter):
 
     phased: tuple[str, ...] = ("decay",)
     parallel = True
+    formats = ("vllm",)
 
     def __init__(
         self,

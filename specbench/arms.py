@@ -17,6 +17,7 @@ from specbench.config.run_spec import RunSpec, state_compressors
 from specbench.datasets import Chat, Message, Question
 from specbench.door import sweeping
 from specbench.engine.fitted import Costs
+from specbench.engine.interface import Elsewhere
 from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Rule
 from specbench.engine.weights import PROJECT
@@ -122,7 +123,8 @@ def build(
         "weights": _provenance(getattr(drafter, "provenance", {})),
         "contents": getattr(drafter, "contents", {}),
     }
-    return Arm(Contender(label or drafter.name, drafter, rule), spec, said | fitted | more)
+    served = {"served": drafter.found} if isinstance(drafter, Elsewhere) else {}
+    return Arm(Contender(label or drafter.name, drafter, rule), spec, said | fitted | served | more)
 
 
 def _fit(drafter: Any, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from specbench import elsewhere
 from specbench.audit import audit
 from specbench.datasets import Chat, Message, Question
 from specbench.engine.alone import alone, joined
 from specbench.engine.cache import KVCache
 from specbench.engine.connection import LinkLost
 from specbench.engine.decode import Limits, Prefill, decode
-from specbench.engine.interface import Drafter, Taps
+from specbench.engine.interface import Drafter, Elsewhere, Taps
 from specbench.engine.known import Known
 from specbench.engine.remote import RemoteTarget
 from specbench.engine.sampling import Sampler
@@ -243,7 +244,8 @@ class Bench:
         self, row: Row, contender: Contender, prompt: list[int], reference: Row | None, question: Question
     ) -> Row | Failure:
         """A row, decoded; of a question's last turn the answer is scored, if the question says how."""
-        done = self._guarded(row, self._decoded, contender, prompt, reference)
+        make = self._answered if isinstance(contender.drafter, Elsewhere) else self._decoded
+        done = self._guarded(row, make, contender, prompt, reference)
         self._warn(row)
         if isinstance(done, Row) and question.check is not None and row.turn + 1 == len(question.turns):
             done = self._guarded(row, self._score, question.check)
@@ -306,6 +308,14 @@ class Bench:
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
 
+    def _answered(self, row: Row, contender: Contender, prompt: list[int], reference: Row | None) -> None:
+        """The same by another engine."""
+        generator = self._generator(row.question, row.turn, contender.rule)
+        seed = None if generator is None else generator.initial_seed()
+        limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
+        engine: Any = contender.drafter
+        elsewhere.fill(row, engine, self.target, self.chat, prompt, limits, self.sampler, seed, reference)
+
     def _generator(self, question: str, turn: int, rule: Rule) -> torch.Generator | None:
         """The random numbers of one generation, by run seed, question and turn alone; None where nothing is drawn."""
         if self.sampler.greedy and not rule.simulated:
@@ -351,6 +361,9 @@ class Bench:
         prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]  # any ids do; few always fit
         limits = Limits(16, self.target.stop_ids)
         for contender in list(self.contenders) * (0 if self.replay else self.settings.warmup):
+            if isinstance(contender.drafter, Elsewhere):
+                self._answered(Row(contender.label, "", "", 0, 0, [], 0.0, 0.0), contender, prompt, None)
+                continue
             for _ in decode(self.target, contender.drafter, prompt, limits, contender.rule, self.sampler):
                 pass
 

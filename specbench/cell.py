@@ -13,6 +13,7 @@ from specbench.arms import Arm
 from specbench.bench import Bench
 from specbench.config.run_spec import RunSpec
 from specbench.datasets import Chat, Question
+from specbench.engine.interface import Elsewhere
 from specbench.engine.target import Target
 from specbench.evaluation.budget import Budget
 from specbench.measurements import PROMPTS, TOKENS, Setting
@@ -114,7 +115,7 @@ def _trace(spec: RunSpec, target: Target, chat: Chat, sides: Sequence[Arm], ques
     """The first turns of some questions once more, untimed, with every draft tree kept for the report; a file an arm."""
     for side in (s for s in sides if s.label != BASELINE and spec.trace):
         path = trace.path_of(spec.cell_folder, side.label)
-        if path.exists():
+        if path.exists() or isinstance(side.contender.drafter, Elsewhere):
             continue
         traces = []
         for question in questions[: spec.trace]:

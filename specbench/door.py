@@ -26,6 +26,7 @@ from specbench.errors import SpecBenchError, one_line, visible
 from specbench.faults import told
 
 CONF = str(measure.ROOT / "conf")
+QUOTES = "'\""
 _lost: list[str] = []  # what jobs of this process's sweep said when they failed
 
 
@@ -102,21 +103,36 @@ def spelt_out(typed: list[str]) -> list[str]:
 
     `link=tcp://host:port`  an address is no file under `conf/link`
     `drafter=[a,b]`         several drafters beside one baseline: the first one's options, and the names of all
+    `prompts=FILE`          a data set of that file's prompts and name, see `conf/dataset/prompts.yaml`
     `model.path=DIR`        alone: a model of that folder's name, or its rows would stand under the default target's
     """
     words: list[str] = []
     for word in typed:
-        found = re.match(r"link=(tcp://.*)$", word)
+        name, _, value = word.partition("=")
         several = re.match(r"drafter=\[([^\]]*)\]$", word)
         if several:
             words += [f"drafter={several[1].split(',')[0].strip()}", f"drafters=[{several[1]}]"]
+        elif name == "prompts":
+            words += ["dataset=prompts", f"dataset.path={','.join(map(_quoted, value.split(',')))}"]
+        elif name == "link" and value.startswith("tcp://"):
+            words += ["link=direct", f"link.to={value}"]
         else:
-            words += ["link=direct", f"link.to={found[1]}"] if found else [word]
+            words.append(word)
     folders = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
     if folders and folders[-1] not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
-        own = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(folders[-1].strip("'\"")).resolve().name).lstrip("-.")
-        words.append(f"model.name={own[:100] or 'model'}")
+        words.append(f"model.name={called(Path(folders[-1].strip(QUOTES)).resolve().name, 'model')}")
     return words
+
+
+def _quoted(value: str) -> str:
+    """What Hydra's grammar takes as a text, whatever it holds."""
+    plain = value[:1] in ("", *QUOTES) or re.fullmatch(r"[A-Za-z0-9./_-]+", value)
+    return value if plain else "'" + value.replace("'", "\\'") + "'"
+
+
+def called(name: str, otherwise: str) -> str:
+    """A file's or folder's name as far as it can be a folder of rows, see `specbench.options.Name`."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.")[:100] or otherwise
 
 
 def composed(name: str, overrides: list[str]) -> DictConfig:
@@ -147,6 +163,7 @@ def trained_drafter(name: str, vocabulary: int | None = None, *, _parent_: Any) 
 
 
 OmegaConf.register_new_resolver("trained_drafter", trained_drafter)
+OmegaConf.register_new_resolver("stem", lambda path: called(Path(str(path or "prompts")).stem, "prompts"))
 
 
 def sweeping() -> bool:

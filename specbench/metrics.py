@@ -372,6 +372,8 @@ def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = F
         return "SIMULATED acceptance"
     if any(r.replayed for r in rows):
         return "replayed"
+    if any(r.served for r in rows):
+        return f"served: another engine's clock; {equal_answers(rows)}"
     if lossy:
         return "LOSSY verification rule"
     if sampled:
@@ -386,6 +388,12 @@ def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = F
     return f"identical {len(audits) - ties}/{len(audits)}" + (f", {ties} numerical ties" if ties else "")
 
 
+def equal_answers(rows: Sequence[Row]) -> str:
+    """How many of another engine's answers are the baseline's, token by token."""
+    found = [r.served.equal for r in rows if r.served and r.served.equal is not None]
+    return f"{sum(found)} of {len(found)} answers equal" if found else "answers not compared"
+
+
 def summarise(
     header: Header,
     arm: Arm,
@@ -394,7 +402,12 @@ def summarise(
     baseline: Sequence[Row],
     measured: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
 ) -> Summary:
-    """Everything the table shows about one drafter. header, arm: of its cell, for parameter counts and the rule."""
+    """Everything the table shows about one drafter. header, arm: of its cell, for parameter counts and the rule.
+
+    Seconds of another engine are held against nothing that was timed here.
+    """
+    if any(r.served for r in rows):
+        baseline = ()
     totals, both = Totals.of(rows, baseline), compared(rows, baseline)
     sampled = header["config"]["sampler"]["temperature"] > 0
     peaks = [values["peak"] for values in (measured or {}).get("memory", ()) if "peak" in values]

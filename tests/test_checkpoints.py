@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from conftest import configuration, make, settled, tiny
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 
-from specbench import arms, checkpoints
+from specbench import arms, checkpoints, export
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.sampling import Sampler
@@ -446,3 +447,26 @@ def test_what_a_server_cannot_hold_is_refused_with_the_reason(drafter, server):
     target = tiny()
     with pytest.raises(SpecBenchError, match=f"{server} has no model"):
         make(drafter, target).publish(server, target)
+
+
+def test_a_format_says_which_drafters_it_takes_as_they_are_configured():
+    assert export.taken("vllm") == ["medusa"], "EAGLE's heads have a bias here, which vLLM would drop"
+    assert export.taken("sglang") == ["coral", "eagle1", "eagle2", "eagle2-chain", "eagle2_small", "hass"]
+    for drafter in export.taken("sglang"):
+        assert make(drafter, target := tiny()).publish("sglang", target)
+
+
+def test_a_served_head_is_asked_for_the_tree_that_it_had_here(tmp_path):
+    said = shlex.split(
+        export.serve_command("sglang", "a b", tmp_path, make("eagle2", tiny(), "tree=chain", "tree.gamma=3"))
+    )
+    assert said[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "a b"]
+    assert said[5:9] == ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path)]
+    assert said[9:] == [
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+    ]
+    said = shlex.split(export.serve_command("vllm", "m", tmp_path, make("medusa", tiny())))
+    assert said[:4] == ["vllm", "serve", "m", "--speculative-config"]
+    assert json.loads(said[4]) == {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 5}
+    said = shlex.split(export.serve_command("vllm", "m", tmp_path, make("eagle2", tiny())))
+    assert json.loads(said[4]) == {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 6}

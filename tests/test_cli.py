@@ -77,8 +77,28 @@ def test_a_head_is_exported_to_a_new_folder_only(home, tmp_path):
     asked = "drafter=eagle2", weight(home, "eagle2"), "format=sglang", f"out={out}"
     done = typed(home, "export", *asked)
     assert done.returncode == 0 and f"tensors in {out}" in done.stdout, done.stderr
+    assert f"serve it with: python -m sglang.launch_server --model-path {home / 'model'} --speculative-alg" in done.stdout
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
     assert "is there already" in run(home, "export", *asked, ok=False)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "server", "said"),
+    [
+        (
+            "suffix",
+            "vllm",
+            "format=vllm: it has no weights to export (vllm takes medusa; sglang takes coral,",
+        ),
+        ("beagle", "sglang", "sglang has no model of Beagle's kind"),
+        ("medusa", "sglang", "sglang has no model of Medusa's kind"),
+        ("eagle2", "vllm", "train without one (+drafter.bias=false) or use format=sglang (vllm takes"),
+        ("eagle2_token", "sglang", "drafter.inputs=token: sglang serves (state, next token) pairs only"),
+    ],
+)
+def test_what_a_format_does_not_take_is_refused_before_anything_is_loaded(home, tmp_path, drafter, server, said):
+    asked = f"drafter={drafter}", f"format={server}", f"out={tmp_path / 'out'}", "model.path=/nowhere"
+    assert said in run(home, "export", *asked, ok=False)
 
 
 def test_a_sweep_reports_a_failed_cell_and_runs_the_others(home):

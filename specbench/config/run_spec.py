@@ -21,7 +21,7 @@ from specbench.bench import RunSettings
 from specbench.datasets import PromptSet
 from specbench.door import composed
 from specbench.engine.grow import Growth
-from specbench.engine.interface import Drafter
+from specbench.engine.interface import Drafter, Elsewhere
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Alphas, Rule
 from specbench.engine.weights import PROJECT
@@ -34,7 +34,7 @@ from specbench.records.rows import CellFailure
 
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
 # Options that cannot change a row.
-ASIDE = ("baseline", "drafters", "results", "rerun", "show", "details", "trace", "memory", "minutes")
+ASIDE = ("baseline", "drafters", "endpoint", "results", "rerun", "show", "details", "trace", "memory", "minutes")
 
 
 class GreedyOnly(SpecBenchError):
@@ -65,6 +65,7 @@ class RunOptions:
     replay: bool
     backend: Literal["eager", "compile"]
     checkpoint: Text | None
+    endpoint: Text | None
     alpha: Alphas | None
     data: Data
     decode: RunSettings
@@ -154,12 +155,25 @@ class RunSpec:
         drafter: Any = instantiate(self.drafter, **options)
         if self.sampler.temperature > 0 and getattr(drafter, "greedy_only", False):
             raise GreedyOnly(f"drafter={self.drafter['name']} is for greedy decoding; set sampler.temperature=0")
+        if isinstance(drafter, Elsewhere):
+            self._require_beside(drafter)
         if self.checkpoint is not None:
             trained = drafter if weights_node(self.drafter) is self.drafter else drafter.base
             if not hasattr(trained, "official"):
                 raise SpecBenchError(f"drafter={self.drafter['name']} takes no checkpoint; leave checkpoint out")
             trained.checkpoint = checkpoints.read(self.checkpoint)
         return drafter
+
+    def _require_beside(self, engine: Elsewhere) -> None:
+        """Refuse what another engine cannot be held against, and one that is not there, before any target is loaded."""
+        for refused, said in (
+            (self.replay, "replay=true: its drafts are not seen, so there is nothing to replay; set replay=false"),
+            (not self.link.local, f"link={self.link.name}: it is a server by itself; set link=local"),
+            (self.model.weights == "random", "model.weights=random: it serves a real model; choose one that is here, too"),
+        ):
+            if refused:
+                raise SpecBenchError(f"drafter={engine.name} with {said}")
+        engine.look()
 
 
 # From a configuration -------------------------------------------------------------------------------------------------

@@ -31,6 +31,15 @@ class Limits:
                 return kept[: i + 1], True
         return kept, already + len(kept) >= self.max_new_tokens
 
+    def within(self, prompt: int, room: int) -> "Limits":
+        """The same for a prompt of so many tokens in a context. Raises `SpecBenchError` if it leaves no room there."""
+        room = min(room, self.max_context)
+        if not prompt:
+            raise SpecBenchError("the prompt is empty; give it at least one token")
+        if prompt >= room:
+            raise SpecBenchError(f"the prompt has {prompt} tokens, the context {room}; shorten it or raise max_context")
+        return Limits(min(self.max_new_tokens, room - prompt), self.stop_ids)
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -62,12 +71,7 @@ def decode(
             that asks what a known answer cannot tell.
     """
     begin = clock()
-    room = min(limits.max_context, target.max_context)
-    if not prompt:
-        raise SpecBenchError("the prompt is empty; give it at least one token")
-    if len(prompt) >= room:
-        raise SpecBenchError(f"the prompt has {len(prompt)} tokens, the context {room}; shorten it or raise max_context")
-    limits = Limits(min(limits.max_new_tokens, room - len(prompt)), limits.stop_ids)
+    limits = limits.within(len(prompt), target.max_context)
     review = getattr(drafter, "review", None)  # see `interface.Reviewer`
     if review is not None and target.known:
         raise SpecBenchError(

@@ -272,6 +272,24 @@ class Condenser(Protocol):
         """What is left of N tokens' states, each [N, …]."""
 
 
+@runtime_checkable
+class Elsewhere(Protocol):
+    """An engine that answers by itself, for comparison: the loop is not run, and nobody here sees its drafts.
+
+    Attributes:
+        found: what it says of its model.
+    """
+
+    name: str
+    found: dict[str, Any]
+
+    def look(self) -> None:
+        """Is it there? Raises `SpecBenchError` if not."""
+
+    def answer(self, prompt: list[int], text: str, limits: Any, sampler: Any, seed: int | None) -> Any:
+        """What it says behind a prompt, as ids and as text: an `endpoint.Answer`."""
+
+
 class Rememberer(Protocol):
     """A drafter that can carry what it has seen from prompt to prompt, so that the order of prompts matters.
 

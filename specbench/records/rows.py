@@ -44,6 +44,20 @@ class LinkUse:
 
 
 @dataclass
+class Served:
+    """Of an answer of another engine: see `specbench.elsewhere`.
+
+    Attributes:
+        counted: its tokens are this tokenizer's of its text, since the server does not say its ids.
+        equal: is it the baseline's? None: not compared. at: the first token that is another one.
+    """
+
+    counted: bool
+    equal: bool | None = None
+    at: Natural | None = None
+
+
+@dataclass
 class Row:
     """One generation: a drafter (or the baseline, `none`) on one turn of one question.
 
@@ -75,6 +89,7 @@ class Row:
     replayed: bool = False
     confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.known`
     link: LinkUse | None = None  # of a target on a server
+    served: Served | None = None  # another engine's answer, by its own clock; it has no cycles
     alone: list[Natural] = field(
         default_factory=list
     )  # what the drafter went on with, cut off, behind `tokens`; unverified
@@ -205,7 +220,9 @@ def contradiction(row: Any, arms: Iterable[str]) -> str | None:
         return "nodes, drafted, accepted and ranks have one entry a cycle, so as many each"
     if row.passes and len(row.passes) != len(row.accepted):
         return "passes has one entry a cycle, or none at all where draft passes were not counted"
-    if len(row.tokens) - 1 != sum(row.accepted) + len(row.accepted):
+    if row.served is not None and (row.accepted or row.audit is not None):
+        return "another engine's answer has no cycles and no audit"
+    if row.served is None and len(row.tokens) - 1 != sum(row.accepted) + len(row.accepted):
         return f"{len(row.tokens)} tokens are not the prefill's one, the accepted ones and a bonus a cycle"
     if row.audit is not None and row.audit.get("verdict") not in VERDICTS:
         return f"an audit's verdict is one of {', '.join(VERDICTS)}"

@@ -85,6 +85,11 @@ class Entry:
         return self.arm["lossy"]
 
     @property
+    def served(self) -> bool:
+        """Answers of another engine?"""
+        return any(row.served is not None for row in self.rows)
+
+    @property
     def weights(self) -> Mapping[str, Any]:
         """Provenance; empty where the drafter brings no weights of ours."""
         return self.arm["weights"]

@@ -20,7 +20,7 @@ from specbench.reporting import names, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Verdict
 from specbench.reporting.groups import Asked, groups, measured
-from specbench.reporting.tables import ABSENT, known_depths, number, shown
+from specbench.reporting.tables import ABSENT, disturbances, known_depths, number, shown
 
 WIDTH, WIDE = 80, 120  # columns of a terminal: what every table fits into, and where more is shown
 GAP = "  "
@@ -85,7 +85,7 @@ def _group(group: Sequence[Entry], width: int, details: bool) -> list[str]:
     if folded:
         found += _wrapped(f"{folded} older set{'s' * (folded > 1)} of rows, superseded by the above, not shown.", width)
     failed = [f"{e.title}: {e.failed} generations FAILED" for e in ordered if e.failed]
-    for line in (*failed, *dict.fromkeys(e.busy for e in ordered if e.busy)):
+    for line in (*failed, *disturbances(ordered)):
         found += _wrapped(line, width)
     if len(ordered) > 1 and not ordered[0].replayed:
         said = [verdict.sentence(ordered), *reasons(ordered), *advice(ordered)]
@@ -108,7 +108,7 @@ def in_order(group: Iterable[Entry]) -> list[Entry]:
     def key(e: Entry) -> tuple[bool, float, float]:
         up = 1.0 if e.name == BASELINE else e.summary.speed_up.value if e.summary.speed_up else -1.0
         tau = e.summary.tau if math.isfinite(e.summary.tau) else 0.0
-        return e.lossy or bool(e.header.get("simulated")), -up if not e.replayed else 0.0, -tau
+        return e.name != BASELINE and not e.replayed and verdict.unranked(e), -up if not e.replayed else 0.0, -tau
 
     return sorted(group, key=key)
 
@@ -193,6 +193,8 @@ def output(e: Entry) -> str:
         return ABSENT
     if e.header.get("simulated"):
         return "SIMULATED"
+    if e.served:
+        return "SERVED"
     if e.lossy:
         return "LOSSY"
     if e.replayed or e.temperature > 0:

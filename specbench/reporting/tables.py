@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 
+from specbench import elsewhere
 from specbench.metrics import BASELINE, RATES, Interval, interval
 from specbench.reporting import text
 from specbench.reporting.cells import Entry
@@ -153,8 +154,9 @@ def training_lines(entries: list[Entry]) -> list[list[str]]:
 
 
 def disturbances(group: Sequence[Entry]) -> list[str]:
-    """What stands under a table: which of its cells were timed on a busy machine."""
-    return list(dict.fromkeys(e.busy for e in group if e.busy))
+    """What stands under a table: which of its cells were timed on a busy machine, and which by another engine."""
+    found = [line for e in group for line in (e.busy, elsewhere.said(e.arm, e.rows, e.baseline))]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:

@@ -40,8 +40,8 @@ def ranked(group: Sequence[Entry]) -> list[Entry]:
 
 
 def unranked(e: Entry) -> bool:
-    """Is this no drafter that emits what the target would, on this machine's clock?"""
-    return e.lossy or bool(e.header.get("simulated")) or e.replayed
+    """Is this no drafter that emits what the target would, by this engine's clock?"""
+    return e.lossy or e.served or e.replayed or bool(e.header.get("simulated"))
 
 
 def verdict(group: Sequence[Entry]) -> Verdict:

@@ -1,0 +1,106 @@
+"""Another engine's answers beside this one's: an OpenAI-compatible server, such as vLLM or SGLang with an exported drafter.
+
+It drafts nothing here: the loop is not run, and its seconds are those of its own machine, see `specbench.elsewhere`.
+"""
+
+import hashlib
+import json
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from specbench.engine.decode import Limits
+from specbench.engine.endpoint import Answer, Endpoint
+from specbench.engine.interface import DraftTree, Taps, TargetStates
+from specbench.engine.sampling import Sampler
+from specbench.errors import SpecBenchError
+from specbench.options import Name, Positive, Text
+
+TOLD = ("id", "root", "owned_by", "max_model_len")  # of what a server says of its model
+
+
+class Served:
+    """An endpoint as an arm.
+
+    Args:
+        endpoint: its address.
+        model: as the server calls it; None: the only one that it has.
+        engine: what runs there, in your words; rows of another one are other rows.
+        prompts: sent as ids, or as text to servers that take no ids.
+        patience_s: see `Endpoint`.
+
+    Attributes:
+        found: what the server says of its model. contents: a digest of it, by which rows are known beside the options.
+    """
+
+    nodes, passes, active_parameters = 1, 0, 0
+    taps = Taps(last=False)
+
+    def __init__(
+        self,
+        name: Name,
+        endpoint: Text | None,
+        model: Text | None = None,
+        engine: Text | None = None,
+        prompts: Literal["ids", "text"] = "ids",
+        patience_s: Positive = 60.0,
+    ):
+        if endpoint is None:
+            raise SpecBenchError(f"drafter={name} needs endpoint=http://HOST:PORT of a server that runs")
+        self.name, self.model, self.engine, self.prompts = name, model, engine, prompts
+        self.endpoint = Endpoint(endpoint, patience_s)
+        self.found: dict[str, Any] = {}
+        self.contents: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Ask the server for its models. Raises `SpecBenchError` if it has not the one that is meant."""
+        served = {model["id"]: model for model in self.endpoint.models()}
+        if self.model is None and len(served) != 1:
+            raise SpecBenchError(f"endpoint={self.endpoint.url}: it serves {_listed(served)}; choose with drafter.model=")
+        name = next(iter(served)) if self.model is None else self.model
+        if name not in served:
+            raise SpecBenchError(f"drafter.model={name}: {self.endpoint.url} serves {_listed(served)}")
+        self.found = {key: served[name][key] for key in TOLD if isinstance(served[name].get(key), (str, int))}
+        digest = hashlib.sha256(json.dumps(self.found, sort_keys=True).encode()).hexdigest()
+        self.contents = {"served": digest}
+
+    def answer(self, prompt: list[int], text: str, limits: Limits, sampler: Sampler, seed: int | None) -> Answer:
+        """What the server says behind a prompt, by the target's own distribution: no default of the server's changes it."""
+        request: dict[str, Any] = {
+            "model": self.found["id"],
+            "prompt": prompt if self.prompts == "ids" else text,
+            "max_tokens": limits.max_new_tokens,
+            "temperature": sampler.temperature,
+            "top_p": sampler.top_p,
+            "top_k": sampler.top_k or -1,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "ignore_eos": False,
+            "stop_token_ids": list(limits.stop_ids),
+            "return_token_ids": True,
+        }
+        if self.prompts == "text":
+            request["add_special_tokens"] = False  # they stand in it
+        return self.endpoint.complete(request if seed is None else {**request, "seed": seed})
+
+    def bind(self, target: Any) -> None:
+        if not self.found:
+            self.look()
+
+    def reset(self, capacity: int) -> None:
+        pass
+
+    def propose(self, root: int, sampler: Any, generator: torch.Generator | None) -> DraftTree:
+        return self._refuse()
+
+    def observe(self, states: TargetStates, bonus: int) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise SpecBenchError(f"drafter={self.name} is another engine, which drafts nothing here; use specbench.run")
+
+
+def _listed(served: Any) -> str:
+    names = ", ".join(sorted(served)[:5])
+    return names if served else "no model"
