@@ -304,7 +304,7 @@ def asked_of(home, url, results, *more):
 def test_a_run_puts_a_row_beside_the_baseline_and_nobody_is_faster(home, tmp_path, stub, url):
     stub.stream = faithful(tiny())
     out = run(home, *asked_of(home, url, tmp_path, "memory=1", "trace=1", "drafter.engine='stub, eagle2'"))
-    assert "served: another" in out and "4 of 4 answers equal" in out.replace("\n", " ")
+    assert "SERVED" in out and "4 of 4 answers equal" in out.replace("\n", " ")
     assert f"answers of tiny at {url}" in " ".join(out.split()) and "stub, eagle2" in out
     header, rows = records_of(tmp_path, "served")
     mine = [r for r in rows if getattr(r, "served", None)]
@@ -360,7 +360,7 @@ def test_a_study_takes_it_as_an_arm(home, tmp_path, stub, url):
     stub.stream = faithful(tiny())
     words = "study=retrieval", "arms=[suffix,served]", "cells=[0]", "datasets=[mtbench]", f"endpoint={url}"
     out = run(home, "study", *words, "data.limit=1", f"results={tmp_path}")
-    assert "served: another" in out
+    assert "SERVED" in out
 
 
 def test_a_generation_that_fails_is_a_failure_in_its_own_row(home, tmp_path, stub, url):
