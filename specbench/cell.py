@@ -87,7 +87,8 @@ def run(
         begin = time.monotonic()
         ledger = Ledger(folder, described, BASELINE, timed=not spec.replay, fresh=spec.rerun == "all")
         bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, asked))
-        unmeasured = measurements.take(measure, ledger, _setting(spec, target, chat, questions), sides, budget)
+        here = [side for side in sides if not isinstance(side.contender.drafter, Elsewhere)]
+        unmeasured = measurements.take(measure, ledger, _setting(spec, target, chat, questions), here, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
         if not left:
             print(f"{folder}: complete ({time.monotonic() - begin:.0f} s; rerun=all measures again)", file=sys.stderr)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from specbench import apart, arms, costs
 from specbench.arms import Arm
-from specbench.engine.interface import Drafter, Elsewhere
+from specbench.engine.interface import Drafter
 from specbench.engine.remote import RemoteTarget
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError, visible
@@ -122,7 +122,7 @@ def take(repetitions: Mapping[str, int], ledger: Ledger, setting: Setting, sides
 
     repetitions: how many times over, by quantity.
     """
-    sides = [side for side in _once_an_arm(sides) if not isinstance(side.contender.drafter, Elsewhere)]
+    sides = _once_an_arm(sides)
     lost = 0
     for what, times in repetitions.items():
         quantity = QUANTITIES[what]
