@@ -50,7 +50,7 @@ def _run(spec: RunSpec) -> None:
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     made = arms.make(spec)
     questions = spec.dataset.load()
-    target, chat = arms.load(spec)
+    target, chat = arms.load(spec, [made[0]])
     own = arms.build(spec, target, made=made)
     sides = [own] if own.label == BASELINE else [arms.baseline(spec, target), own]
     ran = cell.run(spec, target, chat, sides, questions, budget=budget)

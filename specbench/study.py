@@ -84,7 +84,10 @@ def _decode(
     measured = studies.measuring_cell(study)
     absent = trained.failed | trained.unfinished
     found: list[tuple[StudyCell, cell.Ran]] = []
-    target, chat, loaded = *arms.load(prepared[0].base), prepared[0].base.model
+    target, chat, loaded = (
+        *arms.load(prepared[0].base, study_runs.largest(prepared, prepared[0], absent)),
+        prepared[0].base.model,
+    )
     for place, one in enumerate(prepared, 1):
         where = f"{name}, cell {place} of {len(prepared)}"
         try:
@@ -94,7 +97,7 @@ def _decode(
             continue
         if one.base.model != loaded:  # of another precision
             del target
-            target, chat, loaded = *arms.load(one.base), one.base.model
+            target, chat, loaded = *arms.load(one.base, study_runs.largest(prepared, one, absent)), one.base.model
         bound = (study_runs.bind(side, target) for side in one.sides if side.member.label not in absent)
         built = [arms.baseline(one.base, target), *(arm for arm in bound if arm is not None)]
         print(f"{where}: {one.title}", file=sys.stderr, flush=True)
@@ -103,6 +106,7 @@ def _decode(
         if ran.failed:
             print(f"specbench: {ran.failed} generations failed; rows in {ran.ledger.folder} say why", file=sys.stderr)
         found.append((one, ran))
+        del built  # before those of the next cell are bound
     if not found:
         raise SpecBenchError(f"study {name}: no cell has its prompts, see above")
     return found
