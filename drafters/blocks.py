@@ -1,5 +1,6 @@
 """What trained drafters share: binding to a target, weights, growing a tree from `expand`, noise, attention."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -10,8 +11,9 @@ from transformers import LlamaConfig
 from drafters.layers import ATTENTION
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
+from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
-from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, Taps
+from specbench.engine.interface import Batch, DraftTree, NoShortcut, Outline, Sampler, Taps
 from specbench.engine.products import hasten
 from specbench.engine.target import CausalLM, Target
 from specbench.errors import SpecBenchError
@@ -119,6 +121,21 @@ class TrainedDrafter(nn.Module):
         head = vocabularies.Head(model, self.listed.ids)
         self.target_logits = head
         self.active_parameters -= head.saved
+
+    def outline(self, target: Target) -> Outline:
+        """Its network, built on the meta device, and the most that caches of so many layers take. See `Outlined`."""
+        own = copy.deepcopy(self)
+        if own.checkpoint is not None:
+            own.fit(own.checkpoint)
+        with torch.device("meta"):
+            own.build(target)
+        shared = {id(p) for p in target.model.parameters()}
+        numbers = sum(p.numel() for p in own.parameters() if id(p) not in shared)
+        listed = (own.vocabulary or 0) * own.head.in_features
+        layers = sum(len(cache.index) for cache in vars(own).values() if isinstance(cache, KVCache))
+        heads: int = target.config.num_attention_heads
+        width = heads * (getattr(target.config, "head_dim", None) or target.hidden_size // heads)
+        return Outline(numbers + listed, 2 * layers * width, numbers)
 
     def build(self, target: Target) -> None:
         """Create the network. What is shared with the target stays frozen and is not saved."""

@@ -106,7 +106,8 @@ class Eagle(TrainedDrafter):
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.rotary = LlamaRotaryEmbedding(config)
         self.cache = KVCache(1, 0)
-        if self.balanced_start and parts == 2 and self.weights is None and self.checkpoint is None:
+        known = self.weights is not None or self.checkpoint is not None or target.device.type == "meta"
+        if self.balanced_start and parts == 2 and not known:
             self._balance(target)
 
     def _balance(self, target: Target) -> None:

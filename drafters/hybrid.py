@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from specbench.engine.interface import DraftTree, Sampler, State, Taps, TargetStates
+from specbench.engine.interface import DraftTree, Outline, Sampler, State, Taps, TargetStates
 from specbench.engine.target import Target
 from specbench.options import Count, Name
 
@@ -83,6 +83,10 @@ class Hybrid(nn.Module):
 
     def remember(self, on: bool) -> None:
         self.retrieval.remember(on)
+
+    def outline(self, target: Target) -> Outline:
+        found: Outline = self.base.outline(target)
+        return found
 
     def bind(self, target: Target) -> None:
         self.retrieval.bind(target)

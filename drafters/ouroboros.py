@@ -28,7 +28,7 @@ from drafters.lookahead import Level, Pool, Window
 from drafters.retrieval import Remembering
 from drafters.vanilla import Vanilla
 from specbench.engine.grow import named
-from specbench.engine.interface import DraftTree, Sampler, State, Taps, TargetStates
+from specbench.engine.interface import DraftTree, Outline, Sampler, State, Taps, TargetStates
 from specbench.engine.sampling import argmax
 from specbench.engine.target import Target
 from specbench.engine.tree import Trie
@@ -71,6 +71,9 @@ class Ouroboros(nn.Module, Remembering):
         self.window = Window(window, level, guesses)
         self.guesses, self.seed = guesses, seed
         self.nodes, self.passes = 1 + gamma + suffixes * (level - 1), gamma
+
+    def outline(self, target: Target) -> Outline:
+        return self.base.outline(target)
 
     def bind(self, target: Target) -> None:
         self.base.bind(target)

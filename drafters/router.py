@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from drafters.blocks import TrainedDrafter, chooser
 from specbench.engine.grow import Growth
-from specbench.engine.interface import Batch, NoShortcut, TargetStates
+from specbench.engine.interface import Batch, NoShortcut, Outline, TargetStates
 from specbench.engine.products import products
 from specbench.engine.target import Target
 from specbench.errors import SpecBenchError
@@ -64,6 +64,10 @@ class Routed(TrainedDrafter):
             )
         self.base, self.groups, self.active = base, groups, active
         self.taps, self.deepest = base.taps, base.deepest
+
+    def outline(self, target: Target) -> Outline:
+        base: Outline = self.base.outline(target)
+        return base._replace(own=base.own + self.groups * (target.hidden_size + 1))
 
     def build(self, target: Target) -> None:
         self.base.bind(target)

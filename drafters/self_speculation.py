@@ -37,7 +37,8 @@ import torch
 from torch import Tensor
 
 from specbench.engine import weights
-from specbench.engine.interface import DraftTree, Sampler, Sublayers, Taps, TargetStates
+from specbench.engine.interface import DraftTree, Outline, Sampler, Sublayers, Taps, TargetStates
+from specbench.engine.memory import cached_numbers
 from specbench.engine.sampling import argmax, draw
 from specbench.engine.target import Target
 from specbench.engine.tree import build
@@ -96,6 +97,10 @@ class _Partial(ABC):
         self.nodes, self.passes = most + 1, most
         self.provenance: dict[str, Any] = {}
         self.contents: dict[str, str] = {}
+
+    def outline(self, target: Target) -> Outline:
+        """A cache of its own, of all layers at most."""
+        return Outline(0, cached_numbers(target))
 
     def bind(self, target: Target) -> None:
         """Raises `SpecBenchError` for a set that was searched for another target."""

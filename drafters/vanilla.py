@@ -33,8 +33,8 @@ from drafters.layers import behind
 from drafters.teacher import Teacher
 from specbench.engine.cache import KVCache
 from specbench.engine.grow import Growth
-from specbench.engine.interface import Batch, Taps, TargetStates
-from specbench.engine.pretrained import contents_of, local, read_model, read_tokenizer
+from specbench.engine.interface import Batch, Outline, Taps, TargetStates
+from specbench.engine.pretrained import contents_of, local, random_model, read_config, read_model, read_tokenizer
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.weights import Checkpoint
 from specbench.errors import SpecBenchError
@@ -77,6 +77,12 @@ class Vanilla(TrainedDrafter):
         self.path, self.layers, self.intermediate_size = path, layers, intermediate_size
         self.start_from, self.norm_from = start_from, norm_from
         self.regression, self.classification = regression, classification
+
+    def outline(self, target: Target) -> Outline:
+        """A model of its own begins with an embedding and a head, which the target's replace."""
+        found = super().outline(target)
+        ends = 0 if self.path is not None else 2 * target.vocab_size * target.hidden_size
+        return found._replace(building=found.building + ends)
 
     def build(self, target: Target) -> None:
         self.vocab_size = target.vocab_size
@@ -135,6 +141,8 @@ class Vanilla(TrainedDrafter):
         return {}, set(checkpoint.tensors)  # Transformers has loaded them
 
     def _pretrained(self, path: str, target: Target) -> nn.Module:
+        if target.device.type == "meta":  # of a model that is still to be fetched nothing is known
+            return random_model(read_config(Path(path).expanduser()), target.dtype, target.device)
         folder = local(path)
         model, ours = read_model(folder, target.dtype), read_tokenizer(folder).get_vocab()
         theirs = read_tokenizer(Path(target.path)).get_vocab() if target.path else ours

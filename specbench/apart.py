@@ -56,8 +56,9 @@ def memory(spec: RunSpec, prompt: list[int], tokens: int) -> dict[str, float]:
     Returns:
         loaded, peak: of the allocator on a GPU, else of the process. driver: as the GPU's driver sees it. kv: of caches.
     """
-    target = _loaded(spec)
-    contender = arms.build(spec, target).contender
+    made = arms.make(spec)
+    target = _loaded(spec, made[0])
+    contender = arms.build(spec, target, made=made).contender
     gc.collect()
     peak = measure.PeakMemory(target.device)
     peak.start()
@@ -71,13 +72,13 @@ def memory(spec: RunSpec, prompt: list[int], tokens: int) -> dict[str, float]:
 
 def training(spec: RunSpec) -> dict[str, float]:
     """What a training step of a run's drafter takes, from its initial weights; see `costs.training`."""
-    target = _loaded(spec)
     drafter = replace(spec, checkpoint=None).make_drafter(weights=None)
+    target = _loaded(spec, drafter)
     drafter.vocabulary = None  # a loss reads the whole head
     drafter.bind(target)
     return costs.training(target, drafter)
 
 
-def _loaded(spec: RunSpec) -> Target:
+def _loaded(spec: RunSpec, drafter: Any) -> Target:
     torch.set_num_threads(spec.threads or torch.get_num_threads())
-    return arms.load(spec)[0]
+    return arms.load(spec, [drafter])[0]

@@ -18,6 +18,7 @@ from specbench.datasets import Chat, Message, Question
 from specbench.door import sweeping
 from specbench.engine.fitted import Costs
 from specbench.engine.interface import Elsewhere
+from specbench.engine.memory import NoRoom
 from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Rule
 from specbench.engine.weights import PROJECT
@@ -56,8 +57,11 @@ class Arm:
 _absent: dict[str, str] = {}  # targets that this process could not load, and why
 
 
-def load(spec: RunSpec) -> tuple[Target, Chat]:
-    """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell."""
+def load(spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
+    """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell.
+
+    beside: drafters that will be bound to it at the same time; one with which it does not fit need not be the next one.
+    """
     if spec.backend == "compile" and pick_device(spec.model.device).type == "cpu":
         raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
     wanted = f"{spec.model} {spec.link}"
@@ -66,7 +70,9 @@ def load(spec: RunSpec) -> tuple[Target, Chat]:
     where = "" if spec.link.local else f" over link {spec.link.name}"
     print(f"loading {visible(spec.model.name)}{where} ...", file=sys.stderr, flush=True)
     try:
-        target, chat = spec.model.load(link=_served(spec))
+        target, chat = spec.model.load(link=_served(spec), beside=beside)
+    except NoRoom:
+        raise
     except SpecBenchError as error:
         if sweeping():
             print(f"specbench: {one_line(error)}", file=sys.stderr)

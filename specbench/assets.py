@@ -149,6 +149,17 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     return archives[0]
 
 
+def folder_in_hub_cache(hub_id: str, revision: str | None, file: str) -> Path | None:
+    """A model's snapshot in the hub's own cache, if this file of it is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(hub_id, file, revision=revision)
+    except ValueError:  # no id of the hub's
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
     """A model's snapshot (configuration, tokenizer, weights) from the hub's own cache or the hub itself.
 

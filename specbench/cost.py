@@ -46,7 +46,7 @@ def main(config: Any) -> None:
             f"tree=: costs are for trees that are fitted to them (fitted, fitted_static, rate), not "
             f"{spec.tree['_target_'].rpartition('.')[2]}"
         )
-    target, _ = arms.load(spec)
+    target, _ = arms.load(spec, [made[0]])
     passes = {
         context: costs.target_pass(target, costs.text(target, context)) for context in _fitting(asked["contexts"], target)
     }

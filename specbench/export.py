@@ -54,8 +54,8 @@ def main(config: DictConfig) -> None:
     if out.exists():
         raise SpecBenchError(f"out={out} is there already; choose another folder or remove it")
     spec: ModelSpec = instantiate(config.model)
-    target, _ = spec.load()
     drafter: Any = instantiate(config.drafter)
+    target, _ = spec.load(beside=[drafter])
     drafter.bind(target)
     tensors, settings = drafter.publish(config.format, target)
     with atomic_path(out) as folder:

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+CGROUPS = Path("/sys/fs/cgroup")
+LIMIT, OLD_LIMIT = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 class Clock:
@@ -108,20 +111,46 @@ def _driver_bytes(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device, everywhere: bool = False) -> int:
-    """Bytes that a device can still give, the kernel's file cache included; `everywhere`: all GPUs that torch sees."""
+    """Bytes that a device can still give; `everywhere`: all GPUs that torch sees.
+
+    On a CPU what is available, the kernel's file cache included, to this machine and to each control group around this
+    process (a container, a batch job).
+    """
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count()) if everywhere else [device]
         return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") + _file_cache()
+    return max(0, min([_available(), *_left_in_groups(CGROUPS, Path("/proc/self/cgroup"))]))
 
 
-def _file_cache() -> int:
-    """Bytes that the kernel would give back from its file cache; 0 where it does not say."""
+def _available() -> int:
+    """Bytes that the kernel can give without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Cached:"))
-    except (OSError, StopIteration):
-        return 0
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _left_in_groups(root: Path, own: Path) -> Iterator[int]:
+    """Bytes that control groups still allow, version 2 or 1. root: where they lie. own: which ones this process is in."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, kinds, place = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top, (limit, used) = (root / "memory", OLD_LIMIT) if kinds else (root, LIMIT)
+        group = top / place.lstrip("/")
+        for folder in (one for one in (group, *group.parents) if one.is_relative_to(top)):
+            try:
+                sizes = [int((folder / name).read_text()) for name in (limit, used)]
+                said = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no limit, or a group of the host that a container does not see
+                continue
+            files = sum(int(said.get(f"{'total_' * bool(kinds)}{part}_file", 0)) for part in ("inactive", "active"))
+            yield sizes[0] - sizes[1] + files
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -1,20 +1,29 @@
 """A target model as a configuration names it: where it comes from and how it runs. Knows no drafter."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import StringConstraints
+from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from specbench import measure
-from specbench.assets import Wheel, Wheels, cache_root, cached, file_from_wheel, folder_from_hub
+from specbench.assets import (
+    Wheel,
+    Wheels,
+    cache_root,
+    cached,
+    file_from_wheel,
+    folder_from_hub,
+    folder_in_hub_cache,
+)
 from specbench.datasets import Chat, Pieces
-from specbench.engine import vocabulary
-from specbench.engine.pretrained import read_config, read_gguf, read_tokenizer, shaped
+from specbench.engine import memory, products, vocabulary
+from specbench.engine.pretrained import CONFIG, read_config, read_gguf, read_tokenizer, shaped
 from specbench.engine.target import Target, pick_device, pick_dtype
 from specbench.engine.weights import PROJECT
 from specbench.errors import SpecBenchError
@@ -36,7 +45,7 @@ class ModelSpec:
         max_context: rows the cache may take, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
         template: a Jinja chat template for tokenizers that bring none (the papers' prompt formats).
-        billions: of parameters, so that a run that cannot fit says so before anything is fetched.
+        billions: of parameters, so that what cannot fit says so before its configuration is here; then that decides.
         weights: `trained`, or `random`: only the shape, for time and memory of a target that is not here.
         shape: the model's configuration, so that `random` needs nothing fetched; None takes that of its folder.
         published: by drafter, the checkpoint (hub id or folder) to take where no weights were trained here.
@@ -61,24 +70,33 @@ class ModelSpec:
     weights: Literal["trained", "random"] = "trained"
     shape: dict[str, Any] | None = None
 
-    def load(self, processes: int = 1, link: Link | None = None) -> tuple[Target, Chat]:
-        """The model, over some processes, and its chat format. Raises `SpecBenchError` for anything missing or unusable.
+    def load(self, processes: int = 1, link: Link | None = None, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
+        """The model, over some processes, and its chat format.
 
-        link: to the server that holds the target, with its address; None: it is loaded here.
+        Args:
+            link: to the server that holds the target, with its address; None: it is loaded here.
+            beside: drafters that will be bound to it at the same time, for which there must be room, too.
+
+        Raises:
+            SpecBenchError: anything missing or unusable. `NoRoom`: it cannot fit.
         """
         device = pick_device(self.device)
         dtype = pick_dtype(self.dtype, device)
+        room = Room(self, device, dtype, processes, beside)
+        known = self._known()
         if link is None:
-            self._check_memory(device, dtype, processes)
+            room.require(known)
         elif self.weights == "random":
             raise SpecBenchError("model.weights=random: there is nothing that a server could verify; set link=local")
         transformers_logging.disable_progress_bar()
         if self.weights == "random":
-            return self._random(device, dtype)
+            return self._random(device, dtype, None if known is not None else room)
         if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
             print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
         if link is None:
+            if known is None:
+                room.require(read_config(folder))
             target = Target.load(folder, dtype, device, processes, self.device_map)
         else:
             target = link.connect(folder, dtype, device)
@@ -95,27 +113,88 @@ class ModelSpec:
             tokenizer.chat_template = self.template
         return target, Chat(tokenizer, self.system)
 
-    def _random(self, device: torch.device, dtype: torch.dtype) -> tuple[Target, Chat]:
+    def _random(self, device: torch.device, dtype: torch.dtype, room: "Room | None") -> tuple[Target, Chat]:
+        """room: that is still to be asked for."""
         if self.shape is not None:
             config = shaped(self.shape, "model.shape")
         else:
             config = read_config(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
+        if room is not None:
+            room.require(config)
         target = Target.random(config, dtype, device)
         target.max_context = min(target.max_context, self.max_context)
         return target, Chat(Pieces(target.vocab_size), self.system)
 
-    def _check_memory(self, device: torch.device, dtype: torch.dtype, processes: int) -> None:
-        """Refuse weights that cannot fit, before they are fetched or loaded."""
-        if self.billions is None:
+    def _known(self) -> PreTrainedConfig | None:
+        """The model's configuration, if nothing need be fetched for it."""
+        if self.shape is not None and self.weights == "random":
+            return shaped(self.shape, "model.shape")
+        folder = _folder_here(self.name, self.path, self.hub, self.revision, self.wheel)
+        if folder is not None and (folder / CONFIG).is_file():
+            return read_config(folder)
+        return None if self.shape is None or self.path is not None else shaped(self.shape, "model.shape")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a target asks of a device's memory, with the drafters `beside` it."""
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    processes: int
+    beside: Sequence[Any]
+
+    def require(self, config: PreTrainedConfig | None) -> None:
+        """Refuse what cannot fit, before it is fetched or loaded; without a configuration, by `billions` alone.
+
+        What is left may be used for copies of weights.
+        """
+        wanted, free = self._estimate(config), self._free()
+        if wanted is None:
             return
-        needed = self.billions * 1e9 * dtype.itemsize / processes
-        free = measure.free_memory(device, everywhere=self.device_map is not None)
-        if needed > free:
-            raise SpecBenchError(
-                f"{self.name} takes {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} and {device} has "
-                f"{free / 1e9:.1f} GB free; choose a smaller model= or model.dtype, "
-                "model.device_map=auto over several GPUs, or a larger machine"
+        if wanted.needed > free:
+            raise memory.NoRoom(self._refusal(wanted, free))
+        if wanted.needed + wanted.copies > free:
+            print(
+                f"{self.spec.name}: {self.device} has no room for all {wanted.copies / 1e9:.1f} GB of copies that make "
+                "products fast; some are left out",
+                file=sys.stderr,
             )
+        products.spare = lambda: self._free() - wanted.later
+
+    def _estimate(self, config: PreTrainedConfig | None) -> memory.Estimate | None:
+        spec = self.spec
+        found = None
+        if config is not None:
+            lean = spec.forward == "lean"
+            found = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, lean, self.processes)
+        if found is None and spec.billions is not None:
+            return memory.Estimate(int(spec.billions * 1e9 * self.dtype.itemsize / self.processes))
+        return found
+
+    def _free(self) -> int:
+        return measure.free_memory(self.device, everywhere=self.spec.device_map is not None)
+
+    def _refusal(self, wanted: memory.Estimate, free: int) -> str:
+        smaller = ["model.dtype=bfloat16"] * (self.dtype.itemsize > 2) + [
+            f"model.max_context below {self.spec.max_context}"
+        ]
+        spread = ["model.device_map=auto over several GPUs"] * (self.device.type == "cuda" and self.spec.device_map is None)
+        return (
+            f"{self.spec.name} needs about {wanted.needed / 1e9:.1f} GB in {str(self.dtype).removeprefix('torch.')} "
+            f"({wanted}) and {self.device} has {free / 1e9:.1f} GB free; choose a smaller model=, "
+            f"{', '.join([*smaller, *spread])}, or a larger machine"
+        )
+
+
+def _folder_here(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Any) -> Path | None:
+    """Where `model_folder` would find the model, if nothing need be fetched."""
+    if path is not None:
+        return Path(path).expanduser()
+    if wheel is not None and (cache_root() / "models" / name).exists():
+        return cache_root() / "models" / name
+    return None if hub is None else folder_in_hub_cache(hub, revision, CONFIG)
 
 
 def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | Wheels | None) -> Path:

@@ -54,7 +54,7 @@ def _run(spec: RunSpec, others: Sequence[RunSpec] = ()) -> None:
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     made = [(one, arms.make(one)) for one in (spec, *others)]
     questions = spec.dataset.load()
-    target, chat = arms.load(spec)
+    target, chat = arms.load(spec, [drafter for _, (drafter, _) in made])
     own = [arms.build(one, target, made=parts) for one, parts in made]
     sides = own if own[0].label == BASELINE else [arms.baseline(spec, target), *own]
     ran = cell.run(spec, target, chat, sides, questions, budget=budget, live=console.live)

@@ -32,7 +32,7 @@ def server(
 
     condensers: drafters, not yet bound, that condense states before they travel.
     """
-    target, _ = model.load()
+    target, _ = model.load(beside=condensers)
     if model.forward == "lean":
         target.hasten()
     context = target.max_context

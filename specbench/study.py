@@ -85,7 +85,10 @@ def _decode(
     measured = studies.measuring_cell(study)
     absent = trained.failed | trained.unfinished
     found: list[tuple[StudyCell, cell.Ran]] = []
-    target, chat, loaded = *arms.load(prepared[0].base), prepared[0].base.model
+    target, chat, loaded = (
+        *arms.load(prepared[0].base, study_runs.largest(prepared, prepared[0], absent)),
+        prepared[0].base.model,
+    )
     for place, one in enumerate(prepared, 1):
         where = f"{name}, cell {place} of {len(prepared)}"
         try:
@@ -95,7 +98,7 @@ def _decode(
             continue
         if one.base.model != loaded:  # of another precision
             del target
-            target, chat, loaded = *arms.load(one.base), one.base.model
+            target, chat, loaded = *arms.load(one.base, study_runs.largest(prepared, one, absent)), one.base.model
         there = [side for side in one.sides if side.member.label not in absent]
         bound = (study_runs.bind(side, target, f"arm {n} of {len(there)}") for n, side in enumerate(there, 1))
         built = [arms.baseline(one.base, target), *(arm for arm in bound if arm is not None)]
@@ -105,6 +108,7 @@ def _decode(
         if ran.failed:
             print(f"specbench: {ran.failed} generations failed; rows in {ran.ledger.folder} say why", file=sys.stderr)
         found.append((one, ran))
+        del built  # before those of the next cell are bound
     if not found:
         raise SpecBenchError(f"study {name}: no cell has its prompts, see above")
     return found

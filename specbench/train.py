@@ -103,7 +103,8 @@ def main(config: DictConfig) -> None:
     if spec.dtype == "auto" and pick_device(spec.device).type == "cpu":
         spec = replace(spec, dtype="float32")  # wide products in bfloat16 are slower on most processors, and less exact
     processes = PartialState(cpu=pick_device(spec.device).type == "cpu")
-    target, chat = spec.load(processes.num_processes if config.train.shard_target else 1)
+    beside = [instantiate(config.drafter)] * (config.train.until in ("weights", "acceptance", "search"))
+    target, chat = spec.load(processes.num_processes if config.train.shard_target else 1, beside=beside)
     packed = weights.PROJECT / config.train.packed
     chats = instantiate(config.train.text).load()
     text = Writer(instantiate(config.train.corpus), target, chat, chats, cache_root() / "corpora", packed)

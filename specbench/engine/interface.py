@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,6 +130,18 @@ class DraftTree:
     def __len__(self) -> int:
         """Nodes of the target pass, the root included."""
         return self.tokens.shape[0]
+
+
+class Outline(NamedTuple):
+    """How many numbers a drafter holds of its own.
+
+    Attributes:
+        own: parameters, in the target's dtype. row: that it caches of one position. building: in float32, for a moment.
+    """
+
+    own: int
+    row: int = 0
+    building: int = 0
 
 
 class NoShortcut(Exception):
@@ -288,6 +300,13 @@ class Elsewhere(Protocol):
 
     def answer(self, prompt: list[int], text: str, limits: Any, sampler: Any, seed: int | None) -> Any:
         """What it says behind a prompt, as ids and as text: an `endpoint.Answer`."""
+
+
+class Outlined(Protocol):
+    """A drafter that says what it will hold before it is bound. Those that do not hold next to nothing."""
+
+    def outline(self, target: Any) -> Outline:
+        """Beside this target, which has shapes alone (`memory.Shape`); changes nothing."""
 
 
 class Rememberer(Protocol):

@@ -3,12 +3,13 @@
 `F.linear` in float32 is MKL's, which reads weights as they lie and is slow for the 2 to 64 rows of a tree. What is
 faster, and for how many rows, depends on processor, threads and shape: it is timed for every shape, once a process.
 A product is exact to float32 rounding either way. Where autograd, autocast or another device is at work, and on
-processors that oneDNN does not serve, everything stays as it was.
+processors that oneDNN does not serve, everything stays as it was; so it does where there is no room for the copies.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ TURNS = 3  # of which the fastest counts
 Found = dict[tuple[object, ...], tuple[bool, ...]]  # by shape, type and threads: for which of `ROWS` packed is faster
 
 found: Found = {}  # in this process, or handed to it by the one that started it
+spare: Callable[[], float] = partial(float, "inf")  # bytes that copies may take now; who loads a target knows
 
 
 class Packed:
@@ -52,13 +54,17 @@ def pack(weight: Tensor) -> Tensor:
 def packable(weight: Tensor) -> bool:
     """Can oneDNN multiply with these weights here?"""
     cpu, plain = weight.device.type == "cpu", weight.dtype in (torch.float32, torch.bfloat16)
-    return cpu and plain and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not (cpu and plain and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @torch.no_grad()
 def products(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Product]:
     """The products of layers of one shape, packed where that pays. layers: (weight [E, D], bias [E] or None)."""
     if not layers or not all(packable(weight) for weight, _ in layers):
+        return [_plain(weight, bias) for weight, bias in layers]
+    if sum(weight.nbytes for weight, _ in layers) > spare():
         return [_plain(weight, bias) for weight, bias in layers]
     first = layers[0][0]
     packs = [pack(weight) for weight, _ in layers]

@@ -147,6 +147,10 @@ class Checkpoint:
     config: Mapping[str, Any]
     digest: Mapping[str, str]
 
+    def __deepcopy__(self, memo: Any) -> "Checkpoint":
+        """Nothing here changes, and tensors are large."""
+        return self
+
     def contents(self) -> dict[str, str]:
         """SHA-256 of what was read, by name: the tensors and the configuration."""
         config = Path(self.folder) / "config.json"

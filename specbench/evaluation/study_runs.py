@@ -1,7 +1,8 @@
 """From a study to runs: which arms and seeds, which cells, each with the run that every arm decodes there."""
 
+import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,13 +140,24 @@ def prepare(
     return StudyCell(number, base, sides, wanted)
 
 
+def largest(cells: Sequence[StudyCell], loaded: StudyCell, absent: Collection[str]) -> list[Any]:
+    """The drafters of the cell that has most of them, of those that share a cell's target. absent: labels left out."""
+    alike = [
+        [s.made[0] for s in c.sides if s.member.label not in absent] for c in cells if c.base.model == loaded.base.model
+    ]
+    return max(alike, key=len)
+
+
 def bind(side: Side, target: Target, place: str) -> Arm | None:
-    """A member bound to the target; None, and its failure written down, where that cannot be. place: `arm 1 of 7`."""
+    """A member bound to the target; None, and its failure written down, where that cannot be. place: `arm 1 of 7`.
+
+    What is bound is a copy, so that it goes with its cell.
+    """
     member = side.member
     print(f"{place}: {member.label}", file=sys.stderr, flush=True)
     more = {} if member.seed is None else {"of": member.name, "seed": member.seed}
     try:
-        arm = arms.build(side.spec, target, member.label, side.made, **more)
+        arm = arms.build(side.spec, target, member.label, copy.deepcopy(side.made), **more)
     except Exception as error:
         side.failure.error = told(error)
         _fail(side.failure, side.path)
