@@ -167,8 +167,8 @@ class Room:
         spec = self.spec
         found = None
         if config is not None:
-            lean = spec.forward == "lean"
-            found = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, lean, self.processes)
+            how = spec.forward == "lean", self.processes, spec.weights == "trained"
+            found = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how)
         if found is None and spec.billions is not None:
             return memory.Estimate(int(spec.billions * 1e9 * self.dtype.itemsize / self.processes))
         return found

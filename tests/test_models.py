@@ -47,7 +47,7 @@ def test_a_target_says_what_it_weighs_and_where_it_comes_from(model):
 def test_what_cannot_fit_is_said_before_anything_is_fetched(model, monkeypatch):
     monkeypatch.setattr("specbench.measure.free_memory", lambda device, everywhere=False: 10**9)
     monkeypatch.setattr("specbench.models.model_folder", lambda *a: pytest.fail("fetched"))
-    with pytest.raises(SpecBenchError, match=rf"{model} takes \d+\.\d GB in .* has 1\.0 GB free"):
+    with pytest.raises(SpecBenchError, match=rf"{model} needs about \d+\.\d GB in .* has 1\.0 GB free"):
         spec(model).load()
 
 

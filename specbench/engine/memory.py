@@ -92,10 +92,11 @@ def estimate(
     beside: Sequence[Any] = (),
     lean: bool = True,
     processes: int = 1,
+    read: bool = True,
 ) -> Estimate | None:
     """What a target of this configuration takes, with the drafters `beside` it, not yet bound, and with their caches.
 
-    lean: its products may be made fast. processes: among which its weights are spread.
+    lean: its products may be made fast. processes: among which its weights are spread. read: from files, not at random.
 
     Returns:
         None if no target can be made of the configuration, which says why when it is loaded.
@@ -112,14 +113,14 @@ def estimate(
         drafters[name] = drafters.get(name, 0) + (outline.own + outline.row * rows) * dtype.itemsize
     weights = [p.numel() for p in shape.model.parameters()]
     here = device.type == "cpu"  # where files are read and drafters built
-    converted = max(weights) * FLOAT if dtype.itemsize < FLOAT else 0  # one tensor at a time, see `tensors.finite`
+    converted = max(weights) * FLOAT if read and dtype.itemsize < FLOAT else 0  # one tensor at a time, see `tensors.finite`
     return Estimate(
         weights=sum(weights) * dtype.itemsize // processes,
         loading=max([converted, *(outline.building * FLOAT for _, outline in outlines)]) * here,
         cache=cached_numbers(shape) * rows * dtype.itemsize,
         passes=_passes(shape, rows, dtype),
         drafters=drafters,
-        copies=_packed(shape) * dtype.itemsize if lean and packable(torch.empty(0, dtype=dtype, device=device)) else 0,
+        copies=_packed(shape) * dtype.itemsize if lean and here and packable(torch.empty(0, dtype=dtype)) else 0,
     )
 
 
