@@ -21,7 +21,7 @@ from specbench.config.run_spec import RunOptions
 from specbench.door import command, run_door
 from specbench.errors import SpecBenchError
 from specbench.options import Count, Text
-from specbench.reporting.figures import cost_of_cycles
+from specbench.reporting.study_figures import cost_of_cycles
 from specbench.reporting.tables import markdown_table
 
 

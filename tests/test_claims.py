@@ -332,10 +332,16 @@ def test_questions_that_both_sides_have_must_be_the_same_text(tmp_path, texts, s
 
 def test_readers_are_told_effects_in_words(known):
     tau = {"metric": "tau", "of": "good", "is": "more"}
+    speed, memory = {"metric": "speed_up", "of": "good"}, {"measured": "memory.peak", "of": "good"}
     said = {
-        "tau of good over poor: +2.00 [+2.00, +2.00]": {**tau, "over": "poor"},
-        "speed-up of good over 1.5: x1.34 [1.34, 1.34]": {"metric": "speed_up", "of": "good", "than": 1.5, "is": "more"},
-        "memory: peak of good over poor: x0.90 [": {"measured": "memory.peak", "of": "good", "over": "poor", "is": "less"},
+        "tau of good over poor: +2.00 [+2.00, +2.00], claimed more": {**tau, "over": "poor"},
+        "tau of good over poor: +2.00 [+2.00, +2.00], claimed at least 0.5": {**tau, "over": "poor", "by": 0.5},
+        "tau of good: 4.00 [3.96, 4.04], claimed at least 2.5": {**tau, "than": 2.5},
+        "tau of good: 4.00 [3.96, 4.04], claimed 1.9 to 2.1": {"metric": "tau", "of": "good", "than": 2, "within": 0.1},
+        "speed-up of good: 2.01 [2.01, 2.01], claimed at least 1.5": {**speed, "than": 1.5, "is": "more"},
+        "speed-up of good: 2.01 [2.01, 2.01], claimed at most 1.5": {**speed, "than": 1.5, "is": "less"},
+        "speed-up of good: 2.01 [2.01, 2.01], claimed 1.8 to 2.2": {**speed, "than": 2.0, "within": 0.1},
+        "memory: peak of good over poor: 0.90 [": {**memory, "over": "poor", "is": "less"},
         "tau of good at coding over all others: +0.00 [": {**tau, "at": {"category": "coding"}, "over_at": {}},
         "tau of good at T=1 over greedy: no rows of good": {**tau, "at": {"temperature": 1}, "over_at": {}},
         "tau of good over at b: no rows of good": {**tau, "over_at": {"dataset": "b"}},

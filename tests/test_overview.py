@@ -1,5 +1,7 @@
 """What a report says first: the answer, what is accepted, who beats whom; each only of rows that were measured alike."""
 
+import itertools
+
 import numpy as np
 import pytest
 from fixtures import block, random_row, settings
@@ -7,9 +9,9 @@ from fixtures import block, random_row, settings
 from specbench import trace
 from specbench.metrics import RATES, contrast
 from specbench.records.rows import Row
-from specbench.reporting import cells, document, figures, look, overview, sections, tables
+from specbench.reporting import cells, console, document, figures, look, overview, sections, study_figures, tables
 from specbench.reporting.bundle import Report, Sources
-from specbench.reporting.claims import Verdict
+from specbench.reporting.claims import Evidence, Verdict
 from specbench.reporting.overview import Overview, Setting
 from specbench.trace import BINS
 
@@ -160,31 +162,73 @@ def test_alphas_of_steps_that_hardly_occurred_are_hidden(tmp_path):
     figures.plt.close(figure)
 
 
+def two_trees(folder):
+    """A drafter with its paper's tree and with one of its own, and one without a tree."""
+    trees = {"eagle2": {"_target_": "specbench.engine.grow.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}}
+    trees |= {"eagle2_rate": {"_target_": "specbench.engine.grow.Rate", "nodes": 9}}
+    said = {name: {"name": "eagle2", "growth": growth} for name, growth in trees.items()}
+    bench(folder, {"eagle2": 0.5, "suffix": 1.0, "eagle2_rate": 1.5} | {f"d{i}": 0.4 - i / 50 for i in range(6)}, said=said)
+
+
 def test_bars_are_sorted_and_a_drafters_trees_stand_together(tmp_path):
-    own = {"_target_": "drafters.eagle.Eagle", "weights": "drafters/weights/m/eagle2"}
-    trees = {
-        "eagle2": own | {"growth": {"nodes": 60}},
-        "eagle2_small": own | {"growth": {"nodes": 3}},
-        "hass": own | {"weights": "drafters/weights/m/hass", "growth": {"nodes": 60}},
-    }
-    bench(tmp_path, {"eagle2": 0.5, "hass": 1.0, "eagle2_small": 1.5}, said=trees)
+    two_trees(tmp_path)
     found = view(tmp_path).timed(Setting("mtbench", 0.0))
-    arms = [[e.name for e in family] for family in overview.families([e for e in found if e.name != "none"])]
-    assert arms == [["eagle2_small", "eagle2"], ["hass"]]
     figure = figures.speed_up_bars(found)
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["eagle2_small", "eagle2", "hass"]
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels[:3] == ["eagle2 · rate", "eagle2 · paper", "suffix"]
     places = figure.axes[0].get_yticks()
     assert places[1] - places[0] < places[2] - places[1], "trees of one drafter stand closer"
+    colours = [bar.get_facecolor() for bar in figure.axes[0].patches]
+    assert colours[0] == colours[2] != colours[1], "a paper's tree is told apart"
     figures.plt.close(figure)
 
 
-def test_an_arm_named_after_a_drafter_has_its_colour_and_looks_like_no_other():
-    names = ["vanilla", "medusa", "eagle1", "eagle2", "hass", "coral", "coral_router", "eagle2_router", "beagle", "moa"]
-    fitted = [f"{name}_fitted" for name in names]
-    assert [look.style(name)["color"] for name in names] == [look.style(name)["color"] for name in fitted]
-    looks = [look.style(name) for name in [*names, *fitted]]
-    assert len({(s["color"], s["marker"]) for s in looks}) == len(looks), "told apart as points"
-    assert len({(s["color"], s["hatch"]) for s in looks}) == len(looks), "told apart as bars"
+def test_acceptance_is_shown_of_the_fastest_with_their_papers_trees(tmp_path):
+    two_trees(tmp_path)
+    found = view(tmp_path)
+    assert [e.title for e in overview.chosen(found)][:2] == ["eagle2 · paper", "suffix"]
+    assert len(overview.chosen(found)) == len(overview.top(found)) == overview.TOP
+    assert [e.title for e in overview.top(found)][:2] == ["eagle2 · rate", "suffix"]
+
+
+def test_the_first_table_is_the_consoles(tmp_path):
+    two_trees(tmp_path)
+    found = view(tmp_path).timed(Setting("mtbench", 0.0))
+    shown = overview.numbers(found)
+    assert tuple(shown.columns) == console.COLUMNS
+    printed = console.table(console.in_order(found), console.main_columns(wide=False), 200)[1:]
+    lines = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in shown.lines]
+    assert ["".join(line).replace(" ", "") for line in lines] == [line.replace(" ", "") for line in printed]
+    assert [line[1].tone for line in shown.lines[:4] if not isinstance(line[1], str)] == ["good", "", "bad"]
+
+
+@pytest.mark.parametrize("count", [1, 6, 26])
+def test_names_in_a_scatter_hide_neither_each_other_nor_a_point(tmp_path, count):
+    """Many of them at one place, as drafters of one recipe are."""
+    bench(tmp_path, {f"drafter_{i}": 1.5 + i / 1000 if i % 2 else 0.5 + i / 10 for i in range(count)})
+    found = view(tmp_path).timed(Setting("mtbench", 0.0))
+    figure = figures.cost_against_tau(found)
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    said = [text for text in axes.texts if not text.get_text().endswith("x")]
+    assert {text.get_text() for text in said} == {e.title for e in found}
+    boxes = [text.get_window_extent() for text in said]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    points = {e.title: axes.transData.transform((console.cost(e), e.summary.tau)) for e in found}
+    assert not any(box.contains(*point) for box in boxes for point in points.values())
+    lines = {text.get_text(): text.xy for text in axes.texts if text.get_text().endswith("x")}
+    assert lines, "no line of equal speed-up"
+    for name, (cost, tau) in lines.items():
+        assert tau / cost == pytest.approx(float(name[:-1]))
+    figures.plt.close(figure)
+
+
+def test_an_arm_named_after_a_drafter_has_its_colour_and_its_trees_their_dashes():
+    shipped = ["vanilla", "medusa", "eagle1", "eagle2", "hass", "coral", "coral_router", "beagle", "moa"]
+    assert [look.style(n)["color"] for n in shipped] == [look.style(f"{n}_small")["color"] for n in shipped]
+    assert all(look.style(n)["marker"] != look.style(f"{n}_small")["marker"] for n in shipped)
+    assert look.style("vanilla SD · fitted") == look.style("vanilla") and look.style("plain") == look.style("none")
+    assert [look.line(f"eagle2{tree}")["linestyle"] for tree in ("", " · paper", " · rate")] == ["-", "-", "--"]
 
 
 def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):
@@ -193,23 +237,11 @@ def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):
     target = {"dtype": "float32", "parameters": 100, "vocabulary": 40}
     for replay, cell in [(True, "replay-1"), (False, "decode-1")]:
         bench(tmp_path, dict.fromkeys(said, 1.5), study="vocabulary", replay=replay, cell=cell, said=said, target=target)
-        figure = figures.draft_vocabularies(cells.find(tmp_path).entries)
+        figure = study_figures.draft_vocabularies(cells.find(tmp_path).entries)
         assert len(figure.axes) == 1 + (not replay), "a panel without rows"
     for axes in figure.axes:
         assert [sorted(c.lines[0].get_xdata()) for c in axes.containers] == [[10, 20, 40], [10]]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "r"]
-    figures.plt.close(figure)
-
-
-def test_a_heat_maps_scale_spans_the_intervals(tmp_path):
-    grid = {f"r{n}-{g}": {"groups": n, "active": g} for n in (8, 16) for g in (1, 2)}
-    bench(tmp_path, dict.fromkeys(grid, 1.5), said=grid, noise=0.2)
-    found = cells.find(tmp_path).entries
-    ups = [e.summary.speed_up for e in found if e.name != "none"]
-    figure = figures.router_grid(found)
-    image = figure.axes[0].images[0]
-    assert image.get_clim() == pytest.approx((min(u.low for u in ups), max(u.high for u in ups)))
-    assert all("[" in text.get_text() for text in figure.axes[0].texts) and len(figure.axes[0].texts) == 4
     figures.plt.close(figure)
 
 
@@ -220,10 +252,9 @@ def test_no_legend_lies_over_data(tmp_path):
     for figure in (
         figures.speed_up_bars(found),
         figures.step_alphas(found),
-        figures.tau_against_speed_up(found),
-        figures.time_split(found),
-        figures.theory(found),
-        figures.learning_curves(weights),
+        figures.cost_against_tau(found),
+        study_figures.theory(found),
+        study_figures.learning_curves(weights),
     ):
         figure.canvas.draw()
         boxes = [legend.get_window_extent() for legend in figure.legends]
@@ -232,22 +263,56 @@ def test_no_legend_lies_over_data(tmp_path):
         figures.plt.close(figure)
 
 
-def test_the_ledger_shows_what_was_judged_and_folds_the_rest(tmp_path):
-    kinds = {"reproduced": 2, "not reproduced": 1, "not testable here": 3, "not run": 1}
+GOAL, PAPERS = "this project's goal", "y"
+
+
+def ledger(folder, kinds, study="s", **goals):
+    """The section of claims that became so; `live` says whether the study has rows."""
+    found = Report(Sources(folder))
+    found.own, entries = goals.get("own", False), found.entries if goals.get("live", True) else []
+    found.known[study] = Evidence({"arms": {"a": {}}}, entries)
+    found.verdicts = [
+        Verdict(study, {"says": "x", "source": source, "published": "z"}, (), kind, "one; two")
+        for (kind, source), n in kinds.items() for _ in range(n)
+    ]  # fmt: skip
+    return sections._ledger(found)
+
+
+def test_the_ledger_parts_papers_claims_from_goals_and_folds_what_was_not_judged(tmp_path):
+    kinds = {("reproduced", PAPERS): 2, ("not reproduced", GOAL): 1, ("not testable here", PAPERS): 3, ("not run", GOAL): 1}
     bench(tmp_path, {"a": 2.0})
+    tally, judged, needy, unrun = ledger(tmp_path, kinds)
+    assert [(c.text, c.tone) for c in tally.counts] == [("2 reproduced", "good"), ("1 not reproduced", "bad")]
+    _, papers, goals = judged.blocks
+    assert judged.open and judged.file == "claims.md"
+    assert (papers.caption, len(papers.lines)) == ("The papers' claims", 2)
+    assert (goals.caption, len(goals.lines)) == ("This project's goals", 1)
+    assert papers.lines[0][2:] == ["y (z)", document.Cell("", parts=("one", "two"))]
+    assert (needy.title, len(needy.blocks[0].lines)) == ("3 claims not testable here", 3)
+    assert unrun.title == "1 claims not run" and not unrun.open
+    blocks = ledger(tmp_path, kinds)
+    said = document.markdown([document.Section("c", "C", "C", blocks)], {})
+    assert "3 judged: **2 reproduced**, **1 not reproduced**." in said and "](claims.md)" in said and "| x |" not in said
+    assert "| **reproduced** | x | y (z) | one; two |" in document.files(blocks, {})["claims.md"]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_claims_without_rows_are_one_line(tmp_path, own):
+    bench(tmp_path, {"a": 2.0})
+    (line,) = ledger(tmp_path, {("not run", PAPERS): 40, ("not testable here", PAPERS): 9}, own=own, live=False)
+    assert line.text.startswith("49 claims")
+
+
+def test_ones_own_page_is_short(tmp_path):
+    """The answer and what explains it; own runs at once; no list of studies, papers or claims that nobody ran."""
+    bench(tmp_path, {"a": 2.0, "b": 1.5})
+    bench(tmp_path, {"a": 2.0, "b": 1.5}, temperature=1.0, cell="decode-2", seed=1)
     found = Report(Sources(tmp_path))
-    claim = {"says": "x", "source": "y", "published": "z"}
-    found.verdicts = [Verdict("s", claim, (), kind, "one; two") for kind, n in kinds.items() for _ in range(n)]
-    tally, *_, decided, needy, unrun = sections._ledger(found)
-    assert [(c.text, c.tone) for c in tally.counts] == [
-        ("2 reproduced", "good"),
-        ("1 not reproduced", "bad"),
-        ("3 not testable here", "away"),
-        ("1 not run", "away"),
-    ]
-    assert [line[0].text for line in decided.lines] == ["reproduced"] * 2 + ["not reproduced"]
-    assert decided.lines[0][4].parts == ("one", "two")
-    assert (needy.title, len(needy.blocks[0].lines)) == ("3 not testable here", 3) and unrun.title == "1 not run"
-    assert "7 claims: **2 reproduced**, **1 not reproduced**, 3 not testable here" in document.markdown(
-        [document.Section("c", "C", "C", sections._ledger(found))], {}
-    )
+    parts = {part.anchor: part for part in sections.sections(found)}
+    assert list(parts) == ["answer", "cost", "accepted", "duels", "runs", "claims"]
+    (other,) = parts["runs"].blocks
+    assert other.open and "T=1" in other.title
+    (line,) = parts["claims"].blocks
+    assert isinstance(line, document.Says)
+    found.write()
+    assert len((tmp_path / "README.md").read_text().splitlines()) < 80

@@ -1,6 +1,7 @@
 """The papers' numbers: what the files hold, and which measured number stands beside which published one."""
 
 import csv
+import shutil
 
 import pytest
 from conftest import ROOT
@@ -67,14 +68,14 @@ def test_damaged_published_numbers_are_named(tmp_path, content, said):
 # What stands beside them ---------------------------------------------------------------------------------------------
 
 
-def paper(folder, *lines):
+def paper(folder, *lines, target="llama3-8b", table="Table 1"):
     """A published table of lines (row, column, dataset, temperature, metric, value)."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "x.csv").open("w", newline="") as file:
+    with (folder / f"{table}.csv").open("w", newline="") as file:
         out = csv.writer(file)
         out.writerow(published.FIELDS)
         for row, column, dataset, temperature, metric, value in lines:
-            about = ["x", "Table 1", row, column, "A100", "llama3-8b", "any", "", dataset, temperature, metric, value]
+            about = ["x", table, row, column, "A100", target, "any", "", dataset, temperature, metric, value]
             out.writerow([*about, "", "bonus included" if metric == "tau" else "", ""])
     return published.load(folder)
 
@@ -192,6 +193,8 @@ def test_the_report_pairs_measured_and_published_and_lists_the_rest(tmp_path, mo
     monkeypatch.setattr("specbench.reporting.bundle.figures.draw_all", lambda *_: {})
     bench(tmp_path / "r" / "s", {"a": 2.0, "b": 1.5}, study="s")
     paper(tmp_path / "p", ("EAGLE", "tau", "mtbench", "0", "tau", "4.1"))
+    paper(tmp_path / "p", ("EAGLE", "tau", "mtbench", "0", "tau", "4.9"), table="Table 2")
+    paper(tmp_path / "same", ("EAGLE", "tau", "mtbench", "0", "tau", "4.1"), target="m")
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "s.yaml").write_text(
         "title: Trees\nsource: [here]\ncells: [[dataset=mtbench]]\narms: {a: {run: [drafter=eagle2]}}\n"
@@ -204,14 +207,16 @@ def test_the_report_pairs_measured_and_published_and_lists_the_rest(tmp_path, mo
     found = Report(Sources(tmp_path / "r", published=tmp_path / "p", studies=tmp_path / "studies"))
     page, readme = found.write().read_text(), (tmp_path / "r" / "README.md").read_text()
     tau = f"{found.papers[0].cells['EAGLE']['tau'].measured:.2f}"
-    assert (
-        f"| EAGLE | {tau} / 4.1 |" in readme
-        and f"| EAGLE | {tau} / 4.1 |" in (tmp_path / "r" / "tables" / "x-table-1.md").read_text()
-    )
-    assert f'<span class="own">{tau}</span> <span class="beside">4.1</span>' in page
-    for text in (page, readme):
-        assert "published: llama3-8b on A100; measured here: m on toaster" in text
-        assert "not testable here: needs a GPU" in text and "1 of 1 arms, 12 generations" in text
+    file = (tmp_path / "r" / "tables" / "x-table-1.md").read_text()
+    assert f"| EAGLE | {tau} / another target |" in file and "| EAGLE | 4.1 |" in file, "all that was published is there"
+    assert "](tables/x-table-1.md)" in readme and "](papers.md)" in readme and "4.1" not in readme
+    assert "- [x, Table 2](tables/x-table-2.md)" in (tmp_path / "r" / "papers.md").read_text()
+    assert f'>{tau} <span class="beside">/ another target</span></td>' in page and "tables/x-table-2.md" in page
+    assert "published: llama3-8b on A100; measured here: m on toaster" in page
+    same = Report(Sources(tmp_path / "r", published=tmp_path / "same", studies=tmp_path / "studies")).write().read_text()
+    assert f'>{tau} <span class="beside">/ 4.1</span></td>' in same, "of the same target both are shown"
     (tmp_path / "studies" / "s.yaml").unlink()
+    shutil.rmtree(tmp_path / "r" / "tables")
     Report(Sources(tmp_path / "r", published=tmp_path / "p", studies=tmp_path / "studies")).write()
-    assert "- [x, Table 1](tables/x-table-1.md)" in (tmp_path / "r" / "README.md").read_text()
+    assert not (tmp_path / "r" / "tables" / "x-table-1.md").exists(), "nothing of any paper was measured"
+    assert "Papers" not in (tmp_path / "r" / "README.md").read_text()

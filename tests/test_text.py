@@ -20,7 +20,7 @@ from specbench.errors import SpecBenchError, one_line, visible
 from specbench.metrics import RATES, Totals, contrast, interval, macro
 from specbench.records.blocks import NAME
 from specbench.records.rows import CellFailure, Failure, Row
-from specbench.reporting import bundle, cells, console, figures, tables, text
+from specbench.reporting import bundle, cells, console, figures, study_figures, tables, text
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.names import labelled
 
@@ -163,18 +163,17 @@ def test_figures_with_hostile_names_are_drawn(tmp_path):
     for figure in (
         figures.speed_up_bars(found.main),
         figures.step_alphas(found.main),
-        figures.tau_against_speed_up(found.main),
-        figures.time_split(found.main),
-        figures.theory(found.entries),
-        figures.head_share(costs),
-        figures.training_memory(costs),
-        figures.learning_curves(weights),
+        figures.cost_against_tau(found.main),
+        study_figures.theory(found.entries),
+        study_figures.head_share(costs),
+        study_figures.training_memory(costs),
+        study_figures.learning_curves(weights),
     ):
         assert figure is not None
         figure.savefig(tmp_path / "x.svg")
         figures.plt.close(figure)
         assert (tmp_path / "x.svg").stat().st_size > 2000
-    assert [style["label"] for style in figures._styles(["_a", "$b$"])] == [" _a", "\\$b\\$"]
+    assert [style["label"] for style in study_figures._styles(["_a", "$b$"])] == [" _a", "\\$b\\$"]
 
 
 def test_a_report_of_hostile_names_shows_them_and_runs_nothing(tmp_path, no_figures, capsys):  # noqa: F811
@@ -190,7 +189,8 @@ def test_a_report_of_hostile_names_shows_them_and_runs_nothing(tmp_path, no_figu
         assert "<script>alert" not in content and "\\x1b[2J" in content
     assert page.count("<script") == 1 and "&amp;lt;script" not in page, "escaped twice"
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    shown = [part.split("\n") for part in readme.split("\n\n") if part.startswith("| ")]
+    pages = [path.read_text() for path in tmp_path.rglob("*.md")]
+    shown = [part.strip("\n").split("\n") for text in pages for part in text.split("\n\n") if part.startswith("| ")]
     assert len(shown) > 8, "tables are missing, or broken up"
     for heading, rule, *lines in shown:
         columns = heading.count("|") - 1
@@ -272,13 +272,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
     assert not re.search(r"\b(nan|inf)\b", re.sub(r"<script.*", "", found.write().read_text(), flags=re.S))
     console.show(found.main)
     assert not re.search(r"\b(nan|inf)\b", capsys.readouterr().out)
-    for draw in (
-        figures.theory,
-        figures.time_split,
-        figures.step_alphas,
-        figures.speed_up_bars,
-        figures.tau_against_speed_up,
-    ):
+    for draw in (study_figures.theory, figures.step_alphas, figures.speed_up_bars, figures.cost_against_tau):
         figures.plt.close(draw(found.main))
 
 
@@ -289,7 +283,7 @@ def test_a_folder_of_nothing_but_cells_without_cycles_is_reported(tmp_path, no_f
     found = Report(Sources(tmp_path))
     assert found.answer == "No speed-up was measured here."
     for entries in ([e] for e in found.main):
-        assert figures.time_split(entries) is None and figures.step_alphas(entries) is None
+        assert figures.cost_against_tau(entries) is None and figures.step_alphas(entries) is None
     assert found.write().exists()
 
 

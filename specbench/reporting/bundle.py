@@ -42,6 +42,7 @@ from specbench.shapes import Trace
 from specbench.studies import Study
 
 BENCH = "bench"  # the study that the answer is about
+MOST = 2  # traces of a drafter on the page
 
 CONVENTIONS = (
     "tau counts the bonus, not the prefill, and is pooled over cycles; in brackets its mean over generations. Speed-ups "
@@ -71,6 +72,7 @@ class Report:
     Attributes:
         main: what the answer is about, its target first: the study `bench`, or plain runs where there is no such study.
         rest: everything else. view: of main, one target in one precision on one machine; others: the others.
+        own: is there nothing of any study but the one that the answer is about?
         verdicts, papers: of all studies, on the target of the view alone.
         problems: one line on each file that cannot be read, and is left out. read: digest of the files, see `freshness`.
 
@@ -97,6 +99,7 @@ class Report:
         self.weights = _weights(sources.weights, self.main, self.problems)
         self.traces = self._traces()
         self.listed = chosen(sources.studies, sources.chosen, self.problems)
+        self.own = not any(e.study for e in self.rest)
         target = next(iter(places))[0] if places else None
         judged = [e for e in self.entries if e.model == target]
         self.judged = _judged(target, self.entries)
@@ -129,9 +132,13 @@ class Report:
         (root / "tables").mkdir(parents=True, exist_ok=True)
         for name, frame in self._frames().items():
             _write_table(root / "tables" / name, frame)
-        for paper in self.papers:
-            _write_paper(root / "tables" / paper.slug, paper)
         parts = sections.sections(self)
+        written = document.files([block for part in parts for block in part.blocks], drawn)
+        for paper in self.papers if any(paper.measured for paper in self.papers) else ():
+            _write(root / "tables" / paper.slug, paper.frame(), index=True)
+            written[f"tables/{paper.slug}.md"] = document.whole(paper.title, sections.paper_file(paper), drawn)
+        for name, body in written.items():
+            (root / name).write_text(body, encoding="utf-8")
         (root / "README.md").write_text(self.markdown(parts, drawn), encoding="utf-8")
         path = root / "report.html"
         path.write_text(self.html(parts, drawn), encoding="utf-8")
@@ -162,7 +169,7 @@ class Report:
         """The self-contained page."""
         loader = jinja2.FileSystemLoader(Path(__file__).parent)
         environment = jinja2.Environment(loader=loader, autoescape=True, finalize=text.html)
-        environment.filters |= {"fine": _fine, "narrow": _narrow}
+        environment.filters |= {"fine": _fine}
         folder = self.sources.results / "figures"
         images = {
             name: {"title": title, "data": base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()}
@@ -174,29 +181,33 @@ class Report:
             sections=parts,
             images=images,
             traces=_embedded(self.traces),
+            after=sections.AFTER,
         )
 
     def _traces(self) -> list[dict[str, Any]]:
-        """Of all targets' drafters; for one that the main cells have no trace of, from any other cell of its target.
+        """Of few drafters, those that the page shows the acceptance of before others; the main cells' before any other's.
 
         One that has no cycle has nothing to show.
         """
         wanted = {(e.model, e.name) for e in self.main}
         others = [e for e in self.rest if (e.model, e.name) in wanted]
         of = {_trace(e): e for e in [*reversed(others), *reversed(self.main)] if _trace(e).exists()}  # the main cells' last
-        here = set(map(_trace, self.main))
-        found: list[dict[str, Any]] = []
-        shown: set[tuple[str, str]] = set()
-        paths = [*sorted(of.keys() & here), *sorted(of.keys() - here)]
-        for path, traces in readable(paths, lambda p: read_json(p, list[Trace]), self.problems):
+        here, first = set(map(_trace, self.main)), [(e.model, e.name) for e in overview.chosen(self.view)]
+
+        def place(path: Path) -> tuple[int, bool, Path]:
+            key = of[path].model, of[path].name
+            return first.index(key) if key in first else len(first), path not in here, path
+
+        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for path, traces in readable(sorted(of, key=place), lambda p: read_json(p, list[Trace]), self.problems):
             entry = of[path]
-            if path not in here and (entry.model, entry.name) in shown:
-                continue
-            for part in (t for t in traces if t["cycles"]):
-                title = f"{part['drafter']}: question {part['question']} ({entry.dataset}, {entry.model})"
-                found.append({**part, "title": text.visible(title)})
-                shown.add((entry.model, entry.name))
-        return found
+            shown = [
+                {**t, "title": text.visible(f"{entry.title}: question {t['question']} ({entry.dataset}, {entry.model})")}
+                for t in traces if t["cycles"]
+            ]  # fmt: skip
+            if shown and (path in here or (entry.model, entry.name) not in found):
+                found.setdefault((entry.model, entry.name), []).extend(shown)
+        return [trace for traces in list(found.values())[: overview.TOP] for trace in traces[:MOST]]
 
 
 def _trace(entry: Entry) -> Path:
@@ -262,17 +273,12 @@ def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:
     return {"caption": f"{caption}, {group[0].summary.prompts} generations", "tables": named}
 
 
-INTERVAL = re.compile(r" (\[[-+\d., ]+\])(?=$|\s)")
+INTERVAL = re.compile(r" (\[[-+\d., ]+\])(?=$|[\s,])")
 
 
 def _fine(value: str) -> Markup:
     """A text whose intervals are set smaller, and may stand on a line of their own."""
     return Markup(INTERVAL.sub(r" <small>\1</small>", str(text.html(value))))
-
-
-def _narrow(name: str) -> Markup:
-    """A name over a column, which may be broken behind its underscores."""
-    return Markup(str(text.html(name)).replace("_", "_<wbr>"))
 
 
 def _embedded(traces: list[dict[str, Any]]) -> Any:
@@ -300,19 +306,12 @@ def chosen(folder: Path, names: Sequence[str] | None = None, problems: list[str]
 
 def _write_table(path: Path, frame: pd.DataFrame) -> None:
     """One table three times."""
-    _write(path, tables.markdown_table(list(frame.columns), frame.astype(str).values.tolist()), frame, index=False)
-
-
-def _write_paper(path: Path, paper: published.PaperTable) -> None:
-    """A paper's table; Markdown pairs measured and published in a cell, CSV and LaTeX have two columns."""
-    body = document.table(sections.paired(paper) if paper.measured else sections.published_alone(paper))
-    notes = [f"- {text.markdown(note)}" for note in (*paper.notes, *(f"tau: {c}" for c in paper.conventions))]
-    head = f"# {text.markdown(paper.title)}\n\n{text.markdown(paper.targets)}"
-    _write(path, f"{head}\n\n{body}\n\n" + "\n".join(notes), paper.frame(), index=True)
-
-
-def _write(path: Path, body: str, frame: pd.DataFrame, index: bool) -> None:
-    # not `with_suffix`: a name may hold a dot
+    body = tables.markdown_table(list(frame.columns), frame.astype(str).values.tolist())
     Path(f"{path}.md").write_text(body.rstrip() + "\n", encoding="utf-8")
+    _write(path, frame, index=False)
+
+
+def _write(path: Path, frame: pd.DataFrame, index: bool) -> None:
+    # not `with_suffix`: a name may hold a dot
     Path(f"{path}.csv").write_text(text.csv_table(frame, index), encoding="utf-8")
     Path(f"{path}.tex").write_text(text.latex_table(frame, index), encoding="utf-8")

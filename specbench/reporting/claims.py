@@ -293,26 +293,53 @@ def words(metric: str) -> str:
     return METRIC_WORDS.get(metric, metric.replace(".", ": ").replace("_", " "))
 
 
+def is_goal(v: Verdict) -> bool:
+    """Is it what this project set itself, and no paper's claim?"""
+    return "this project" in v.claim["source"]
+
+
 def _said(test: Mapping[str, Any], effect: Interval | None, why: str) -> str:
-    """An effect for readers: `tau of hass over eagle2: +0.05 [0.00, 0.11]`."""
-    metric = test.get("metric") or test["measured"]
-    name = f"{words(metric)} of {test['of']}{_where(test.get('at'))}"
+    """A value against what was claimed of it: `speed-up of hass over eagle2: 1.03 [0.99, 1.07] times, claimed more`."""
+    name = f"{words(test.get('metric') or test['measured'])} of {test['of']}{_where(test.get('at'))}"
     if test.get("over", test["of"]) != test["of"]:
         name += f" over {test['over']}"
     if "over_at" in test:
         other = "all others" if "category" in test.get("at", {}) else "greedy"
         name += f" over{_where(test['over_at']) or f' {other}'}"
-    if "than" in test:
-        name += f" over {test['than']:g}"
     if test.get("over_metric"):
         name += f" over {words(test['over_metric'])}"
     if effect is None:
         return f"{name}: {why}"
+    return f"{name}: {_found(test, effect)}, claimed {_threshold(test)}"
+
+
+def _found(test: Mapping[str, Any], effect: Interval) -> str:
+    """The value itself where a number is claimed, else the effect."""
+    sign, unit = ("+", "") if _subtracted(test) else ("", " times")
+    if "than" in test:
+        sign, unit = "", ""
+        by = test["than"]
+        effect = Interval(*((x + by) if _subtracted(test) else x * by for x in (effect.value, effect.low, effect.high)))
     if math.isinf(effect.high):
-        return f"{name}: {effect.value:.2f} (fewer than {QUESTIONS} questions make no interval)"
-    if _subtracted(test):
-        return f"{name}: {effect.value:+.2f} [{effect.low:+.2f}, {effect.high:+.2f}]"
-    return f"{name}: x{effect.value:.2f} [{effect.low:.2f}, {effect.high:.2f}]"
+        return f"{effect.value:{sign}.2f}{unit} (fewer than {QUESTIONS} questions make no interval)"
+    return f"{effect.value:{sign}.2f} [{effect.low:{sign}.2f}, {effect.high:{sign}.2f}]{unit}"
+
+
+def _threshold(test: Mapping[str, Any]) -> str:
+    """What a test expects, in the terms of `_found`."""
+    subtracted, than = _subtracted(test), test.get("than")
+    neutral = 0.0 if subtracted else 1.0
+    unit = "" if subtracted or than else " times"
+
+    def at(shift: float) -> str:
+        found = neutral + shift if than is None else than + shift if subtracted else than * (1 + shift)
+        return f"{found:g}"
+
+    if "within" in test:
+        return f"{at(-test['within'])} to {at(test['within'])}{unit}"
+    if than is None and not test.get("by"):
+        return str(test["is"])
+    return f"at {'least' if test['is'] == 'more' else 'most'} {at(test.get('by', 0.0))}{unit}"
 
 
 def _where(at: Mapping[str, Any] | None) -> str:

@@ -4,6 +4,7 @@
 hold names of others, which each medium escapes where it writes them.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -66,8 +67,25 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Row:
+    """Blocks side by side, where a page is wide enough."""
+
+    blocks: Sequence["Block"]
+    kind: str = "row"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A file below the report's folder, which the page names and does not hold."""
+
+    title: str
+    file: str
+    kind: str = "link"
+
+
+@dataclass(frozen=True)
 class Fold:
-    """Blocks behind a line. file: where Markdown finds them instead, below the report's folder."""
+    """Blocks behind a line. file: where Markdown has them, below the report's folder. open: the page shows them at once."""
 
     title: str
     blocks: Sequence["Block"]
@@ -76,7 +94,7 @@ class Fold:
     kind: str = "fold"
 
 
-Block = Says | Table | Figures | Tally | Fold
+Block = Says | Table | Figures | Tally | Row | Link | Fold
 
 
 @dataclass(frozen=True)
@@ -90,31 +108,51 @@ class Section:
 
 
 def markdown(sections: Iterable[Section], drawn: Mapping[str, str]) -> str:
-    """All sections. drawn: name -> what it shows, of the figures beside the report."""
-    parts = []
-    for section in sections:
-        parts += [f"## {section.title}", "", *_blocks(section.blocks, drawn)]
-    return "\n".join(parts).rstrip() + "\n"
+    """All sections, without what has files of its own. drawn: name -> what it shows, of the figures beside the report."""
+    parts = [line for s in sections for line in ("", f"## {s.title}", "", *_blocks(s.blocks, drawn))]
+    return _text(parts)
 
 
-def _blocks(blocks: Iterable[Block], drawn: Mapping[str, str]) -> list[str]:
+def files(blocks: Iterable[Block], drawn: Mapping[str, str]) -> dict[str, str]:
+    """What folds have files of their own: path below the report's folder -> Markdown."""
+    found = {}
+    for block in blocks:
+        if isinstance(block, Fold) and block.file:
+            found[block.file] = whole(block.title, block.blocks, drawn, "../" * block.file.count("/"))
+        if isinstance(block, Fold | Row):
+            found |= files(block.blocks, drawn)
+    return found
+
+
+def whole(title: str, blocks: Iterable[Block], drawn: Mapping[str, str], up: str = "../") -> str:
+    """A file of its own. up: the way from it to the report's folder."""
+    return _text([f"# {text.markdown(title)}", "", *_blocks(blocks, drawn, up)])
+
+
+def _text(lines: Iterable[str]) -> str:
+    return re.sub("\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def _blocks(blocks: Iterable[Block], drawn: Mapping[str, str], up: str = "") -> list[str]:
     lines: list[str] = []
     for block in blocks:
         if isinstance(block, Says):
             lead = f"**{block.lead}** " if block.lead else ""
             strong = "**" if block.role == "answer" else ""
-            lines += [f"{lead}{strong}{text.markdown(block.text)}{strong}", ""]
+            lines += ["", f"{lead}{strong}{text.markdown(block.text)}{strong}", ""]
         elif isinstance(block, Table):
-            lines += [f"*{text.markdown(block.caption)}*", ""] if block.caption else []
-            lines += [table(block), ""]
+            lines += ["", f"*{text.markdown(block.caption)}*"] if block.caption else []
+            lines += ["", table(block), ""]
         elif isinstance(block, Figures):
-            lines += [f"![{drawn[name]}](figures/{name}.png)\n" for name in block.names if name in drawn]
+            lines += [f"\n![{drawn[name]}]({up}figures/{name}.png)\n" for name in block.names if name in drawn]
         elif isinstance(block, Tally):
             lines += [f"{text.markdown(block.lead)}: {', '.join(map(_cell, block.counts))}.", ""]
+        elif isinstance(block, Row):
+            lines += _blocks(block.blocks, drawn, up)
         elif block.file:
-            lines += [f"- [{text.markdown(block.title)}]({block.file})"]
-        else:
-            lines += [f"<details><summary>{text.html(block.title)}</summary>", "", *_blocks(block.blocks, drawn)]
+            lines += [f"- [{text.markdown(block.title)}]({up}{block.file})"]
+        elif isinstance(block, Fold):
+            lines += ["", f"<details><summary>{text.html(block.title)}</summary>", "", *_blocks(block.blocks, drawn, up)]
             lines += ["</details>", ""]
     return lines
 

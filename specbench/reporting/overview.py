@@ -4,7 +4,6 @@ Speeds come from rows that were decoded with the clock, acceptances from replaye
 hold more questions. Two drafters are compared only if their rows were measured alike (`specbench.reporting.claims.unlike`).
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,14 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbench.metrics import BASELINE, RATES, Interval, contrast, free_width_speed_up, pooled
+from specbench.reporting import console, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import unlike
 from specbench.reporting.document import Cell, Table
 from specbench.reporting.groups import groups
-from specbench.reporting.names import labelled
+from specbench.reporting.names import PAPER, SEPARATOR, labelled, tree_name
 from specbench.reporting.tables import ABSENT, called, number, shown
 
 PHASES = ("draft", "target", "verify", "rest")
+TOP = 6  # drafters in a figure or a matrix that is not of all
 FREE = ("tree",)  # a benchmark is about drafters with their trees
 
 
@@ -104,24 +105,25 @@ def ranking(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=speed, reverse=True)
 
 
-def family(e: Entry) -> str:
-    """Arms of one family draft with the same weights, and differ in their trees."""
-    said = {key: e.arm.get(key) for key in ("checkpoint", "verify")} | _without_tree(e.arm["drafter"])
-    known = {key: value for key, value in said.items() if value is not None}
-    return json.dumps(known, sort_keys=True) if "weights" in known else e.name
-
-
-def _without_tree(drafter: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in drafter.items() if key not in ("name", "growth")}
-    return kept | ({"base": _without_tree(kept["base"])} if isinstance(kept.get("base"), Mapping) else {})
-
-
 def families(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Drafters, the one with the fastest arm first, each with its arms side by side. entries: fastest first."""
+    """Drafters, the one with the fastest arm first, each with its trees side by side. entries: fastest first."""
     found: dict[str, list[Entry]] = {}
     for e in entries:
-        found.setdefault(family(e), []).append(e)
+        found.setdefault(e.title.partition(SEPARATOR)[0], []).append(e)
     return list(found.values())
+
+
+def top(view: Overview) -> list[Entry]:
+    """The fastest drafters that may be ranked; without a clock those that accept most."""
+    return (verdict.ranked(view.timed(view.first)) or view.accepting(view.first))[:TOP]
+
+
+def chosen(view: Overview) -> list[Entry]:
+    """Whose acceptance is shown: the drafters highest in the ranking, each with its paper's tree where it has several."""
+    accepting = {e.title: e for e in view.accepting(view.first)}
+    found = families([*verdict.ranked(view.timed(view.first)), *accepting.values()])
+    best = [next((e for e in arms if tree_name(e) == PAPER), arms[0]).title for arms in found]
+    return [accepting[title] for title in best if title in accepting][:TOP]
 
 
 # The answer -----------------------------------------------------------------------------------------------------------
@@ -141,19 +143,17 @@ def apart(group: Sequence[Entry]) -> list[str]:
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
-NUMBERS = ("drafter", "speed-up [95%]", "tok/s", "tau [95%]", "draft nodes", "output")
-
 
 def numbers(group: Sequence[Entry]) -> Table:
-    """What stands behind the first chart. group: fastest first."""
-    lines: list[list[str | Cell]] = []
-    for e in group:
-        s = e.summary
-        name = e.title + (f" ({e.failed} FAILED)" if e.failed else "")
-        up = Cell(shown(s.speed_up), _tone(s.speed_up, 1.0)) if e.name != BASELINE else "1"
-        output = s.lossless if e.name != BASELINE else "the reference"
-        lines.append([name, up, number("{:.1f}", s.speed), shown(s.tau_interval), number("{:.0f}", s.nodes), output])
-    return Table(NUMBERS, lines)
+    """The table that a run ends with, see `console`; speed-ups coloured where their intervals exclude 1."""
+    ordered = console.in_order(group)
+    columns = console.replayed_columns() if ordered[0].replayed else console.main_columns(wide=False)
+    lines: list[list[str | Cell]] = [[make(e) for _, make in columns] for e in ordered]
+    for e, line in zip(ordered, lines, strict=True):
+        line[0] = e.title + (f" ({e.failed} FAILED)" if e.failed else "")
+        if not e.replayed and e.name != BASELINE:
+            line[1] = Cell(str(line[1]), _tone(e.summary.speed_up, 1.0))
+    return Table([title for title, _ in columns], lines)
 
 
 def acceptance(view: Overview) -> Table:

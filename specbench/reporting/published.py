@@ -2,13 +2,12 @@
 
 A published cell names paper, table, row, column, and what it is about: target, drafter, variant, dataset, temperature,
 metric. A study says which of its arms a row, or `row | column`, is about (`Study.shows`); nothing is matched by names. The
-arm's number for the cell's dataset, temperature and metric then stands beside the published one, though it is another
-target's: the heading names both. What was not measured stays empty.
+arm's number for the cell's dataset, temperature and metric then stands beside the published one, if that is of the same
+target; of another one's the report says that alone. What was not measured stays empty.
 """
 
 import csv
 import io
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing_extensions import TypedDict
 from specbench.errors import SpecBenchError
 from specbench.files import hold, read_text, readable
 from specbench.metrics import RATES, interval
+from specbench.reporting import text
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import TIMED, Evidence
 
@@ -100,15 +100,17 @@ MEASURED = {  # metrics of the papers' tables -> ours; the rest is not measured 
     **{f"{i}-alpha": f"alpha{i}" for i in range(5)},
 }
 MEMORY = "memory_gb"  # GB in the papers' tables are GiB
+ELSEWHERE = "another target"  # stands for a number that was published of one
 MEAN = "mean"  # as a dataset: of the others of its row
 
 
 class Pair(NamedTuple):
-    """A cell: measured here or None, as published or "", and what was measured."""
+    """A cell: measured here or None, as published or "", what was measured, and whether both are of the same target."""
 
     measured: float | None
     published: str
     said: str = ""
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class PaperTable:
     @property
     def slug(self) -> str:
         """Its name as a file."""
-        return re.sub(r"[^a-z0-9.]+", "-", f"{self.paper}-{self.table}{'-' + self.study if self.again else ''}".lower())
+        return text.slug(f"{self.paper}-{self.table}{'-' + self.study if self.again else ''}")
 
     @property
     def title(self) -> str:
@@ -200,7 +202,8 @@ def _table(
     cells: dict[str, dict[str, Pair]] = {}
     for cell in part.itertuples():
         value, said = beside.find(cell) if beside else (None, "")
-        cells.setdefault(str(cell.row), {})[str(cell.column)] = Pair(value, str(cell.value), said)
+        alike = beside is not None and cell.target in beside.targets
+        cells.setdefault(str(cell.row), {})[str(cell.column)] = Pair(value, str(cell.value), said, alike)
     conventions = tuple(sorted(set(part["tau_convention"]) - {""}))
     notes = tuple(f"{row}, {column}: {note}" for row, column, note in _noted(part))
     ours = beside is not None and any(p.measured is not None for row in cells.values() for p in row.values())
@@ -234,6 +237,7 @@ class _Beside:
 
     def __init__(self, part: pd.DataFrame, rows: Mapping[str, str], evidence: Evidence):
         self.part, self.rows, self.evidence = part, rows, evidence
+        self.targets = {e.model for e in evidence.entries}
 
     def arm(self, cell: Any) -> str | None:
         return self.rows.get(f"{cell.row} | {cell.column}", self.rows.get(str(cell.row)))

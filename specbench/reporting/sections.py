@@ -1,6 +1,6 @@
-"""The report's order, for a reader who has a minute: the answer, what is accepted, who beats whom, where time goes.
+"""The report's order, for a reader who has a minute: the answer, what it costs, what is accepted, who beats whom.
 
-Then, for one who has longer: the claims, the papers' tables, every cell.
+Then, for one who has longer: other runs, the claims, the papers' tables, the studies. What has no rows is one line.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING
 
 from specbench.metrics import BASELINE
 from specbench.records.rows import by_error
-from specbench.reporting import claims, insight, insight_tables, links, overview, published, tables, verdict
+from specbench.reporting import claims, console, insight, insight_tables, links, overview, published, tables, text, verdict
 from specbench.reporting.cells import Entry
-from specbench.reporting.document import Block, Cell, Figures, Fold, Says, Section, Table, Tally
-from specbench.reporting.groups import groups
-from specbench.reporting.overview import Overview
+from specbench.reporting.document import Block, Cell, Figures, Fold, Link, Row, Says, Section, Table, Tally
+from specbench.reporting.groups import Captioned, groups
 
 if TYPE_CHECKING:
     from specbench.reporting.bundle import Report
+
+AFTER = "answer"  # the section that the page's traces stand behind
 
 
 def sections(report: "Report") -> list[Section]:
     """All that both media show; traces are the page's alone."""
     found = [
         Section("answer", "Answer", "Which drafter is fastest", [*_lost(report), *_answer(report)]),
-        Section("accepted", "Acceptance", "How much is accepted", _accepted(report.view)),
-        Section("duels", "Differences", "Who beats whom", _duels(report.view)),
-        Section("time", "Time", "Where the time goes, and the memory", _time(report.view)),
-        Section("why", "Why", "What lies behind acceptance", _why(report)),
-        Section("others", "Other targets", "Other targets and machines", _others(report.others)),
-        Section("claims", "Claims", "Which published claims hold here", _ledger(report)),
-        Section("papers", "Papers", "The papers' tables, measured beside published", _papers(report)),
-        Section("cells", "Everything", "Every drafter of every cell", _cells(report)),
+        Section("cost", "Cost", "What a drafter costs and what it yields", _cost(report)),
+        Section("accepted", "Acceptance", "How much is accepted", _accepted(report)),
+        Section("duels", "Duels", "Who beats whom", _duels(report)),
+        Section("runs", "Other runs", "Other prompts, targets and machines", _runs(report)),
+        Section("claims", "Claims", "Which claims hold here", _ledger(report)),
+        Section("papers", "Papers", "The papers' tables, measured here", _papers(report)),
+        Section("studies", "Studies", "Every drafter of every study", _studies(report)),
     ]
     return [section for section in found if section.blocks]
 
@@ -46,208 +46,225 @@ def _answer(report: "Report") -> list[Block]:
     group = view.timed(view.first)
     if not group:
         return [Says(report.answer, "answer")]
-    most = max(e.summary.prompts for e in group)
-    said = f"{group[0].caption}, {most} generations a drafter. 95% intervals, coloured (bold) where they exclude 1."
-    blocks: list[Block] = [Says(report.answer, "answer"), Says(said, "note")]
+    blocks: list[Block] = [Says(report.answer, "answer"), Says(console.caption(group, machine=True), "note")]
     blocks += [Says(busy, lead="CAUTION") for busy in tables.disturbances(group)]
+    if said := [*console.reasons(group), *console.advice(group)]:
+        blocks.append(Says(" ".join(said)))
     if differ := overview.apart(group):
         blocks.append(Says(f"These rows differ in {', '.join(differ)}: such drafters are not compared below.", "note"))
-    return [*blocks, Figures(("speed_up",), wide=True), overview.numbers(group)]
+    return [*blocks, Row([Figures(("speed_up",)), overview.numbers(group)])]
 
 
-def _accepted(view: Overview) -> list[Block]:
-    accepting = view.accepting(view.first)
-    if not accepting:
-        return []
-    said = (
-        "tau: tokens that one pass of the target yields, the bonus included. Replayed rows follow the baseline's answers "
-        "without target passes: they accept what decoding accepts, hold more questions and no speeds."
-    )
-    steps = f"Acceptance by draft step; steps tried fewer than {insight.FEWEST} times are left out"
-    blocks: list[Block] = [Says(said, "note"), overview.acceptance(view)]
-    timed = overview.speeds(view)
-    if len(timed.columns) > 2:
-        blocks.append(timed)
-    blocks.append(Figures(("step_alpha", "tau_speed_up")))
-    return [*blocks, Fold(steps, [Table(tables.ALPHAS, [tables.alphas(e) for e in accepting])])]
-
-
-def _duels(view: Overview) -> list[Block]:
-    timed = [e for e in view.timed(view.first) if e.summary.speed_up is not None]
-    accepting = view.accepting(view.first)
-    squares = [
-        overview.matrix(group, metric)
-        for group, metric in ((timed, "speed_up"), (accepting, "tau"))
-        if len(group) > 1
-    ]  # fmt: skip
-    said = (
-        f"On {view.first}. A cell is about the drafter of its line against that of its column. It is coloured (bold) only "
-        "where the 95% interval excludes no difference at all; questions are resampled, for both drafters the same."
-    )
-    return [Says(said, "note"), *squares] if squares else []
-
-
-def _why(report: "Report") -> list[Block]:
-    found = report.insights
-    if not found:
-        return []
-    said = (
-        "From the same rows: where in an answer drafts are accepted, what is verified in vain, what better choices would "
-        "bring, how far drafters' probabilities can be believed, and tau as other papers and programs count it."
-    )
-    drawings = Figures(("lengths", "positions", "categories", "reliability"))
-    folds = [Fold(title, [Table(columns, lines)]) for title, (columns, lines) in found.values()]
-    return [Says(said, "note"), drawings, *folds]
-
-
-def _time(view: Overview) -> list[Block]:
+def _cost(report: "Report") -> list[Block]:
+    view = report.view
     group = view.timed(view.first)
     if not group:
         return []
     said = (
-        "A cycle is one draft, one pass of the target over it, one verification. Expected (times): tau * T_AR / "
-        "(T_draft + T_tree), from measured seconds of a plain cycle, of drafting and of the pass over the tree; only time "
-        "that belongs to no phase makes the measured speed-up another. Expected (parameters): CORAL's estimate, by the "
-        "parameters that passes multiply; absent where rows did not count their draft passes. The last column is no "
-        "expectation: it is what tau and this drafting would make if a pass over a tree cost no more than one over a token."
+        "speed-up = tokens a pass / cost, exactly. A drafter above the line 1x pays; further right its cycles are dearer, "
+        "further up more of its drafts is accepted."
     )
-    blocks: list[Block] = [
+    times = (
+        "A cycle is one draft, one pass of the target over it, one verification. Expected (times): tau * T_AR / "
+        "(T_draft + T_tree); only time that belongs to no phase makes the measured speed-up another. Expected "
+        "(parameters): CORAL's estimate, by the parameters that passes multiply. The last column is no expectation: it "
+        "is what tau and this drafting would make if a pass over a tree cost no more than one over a token."
+    )
+    folds = [Fold("Where a cycle's time goes", [Says(times, "note"), overview.times(group)], "tables/times.md")]
+    if memory := tables.memory_lines(group):
+        caption = "Peak memory while decoding, MiB, each drafter in a process of its own"
+        folds.append(Fold("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
+    folds += _insights(report, insight_tables.TIMED)
+    if report.training:
+        trained = Table(tables.TRAINING, report.training)
+        folds.append(Fold("What training cost", [trained, Figures(("learning_curves",))], "tables/trained.md"))
+    return [Says(said, "note"), Figures(("cost",)), *folds]
+
+
+def _accepted(report: "Report") -> list[Block]:
+    view = report.view
+    accepting = view.accepting(view.first)
+    if not accepting:
+        return []
+    rows = max(accepting, key=lambda e: e.summary.prompts)
+    said = f"tau: tokens that one pass of the target yields, the bonus included. {rows.summary.prompts} generations" + (
+        ", replayed: they accept what decoding accepts, and hold no speeds." if rows.replayed else "."
+    )
+    steps = f"Acceptance by draft step of all drafters; steps tried fewer than {insight.FEWEST} times are left out"
+    others = [name for name in report.insights if name not in insight_tables.TIMED]
+    sets = [overview.acceptance(view), *([overview.speeds(view)] if view.timed(view.first) else [])]
+    return [
         Says(said, "note"),
-        overview.times(group),
-        Figures(("time_split", "predictions", "target_pass", "head_share")),
+        Figures(("step_alpha",)),
+        Fold(steps, [Table(tables.ALPHAS, [tables.alphas(e) for e in accepting])], "tables/steps.md"),
+        *([Fold("tau and speed-up by prompt set", sets, "tables/sets.md")] if len(view.settings) > 1 else []),
+        *_insights(report, others),
     ]
-    memory = tables.memory_lines(group)
-    caption = "Peak memory while decoding, MiB, each drafter in a process of its own"
-    return [*blocks, *([Table(tables.MEMORY, memory, caption)] if memory else [])]
 
 
-def _others(others: Sequence[Overview]) -> list[Block]:
+def _insights(report: "Report", wanted: Iterable[str]) -> list[Fold]:
+    """Tables of the same rows, each behind a line, with its figure if there is one."""
+    figures = {"positions": "positions", "calibration": "reliability"}
+    return [
+        Fold(title, [*([Figures((figures[name],))] if name in figures else []), Table(*table)], f"tables/{name}.md")
+        for name, (title, table) in report.insights.items()
+        if name in wanted
+    ]
+
+
+def _duels(report: "Report") -> list[Block]:
+    group = overview.top(report.view)
+    if len(group) < 2:
+        return []
+    drafters = [e for e in report.view.timed(report.view.first) if e.name != BASELINE]
+    said = (
+        f"The first {len(group)} of the ranking, the line's drafter over the column's; coloured (bold) where the 95% "
+        f"interval of this pair excludes no difference."
+        + (" All pairs: tables/versus.csv." if len(drafters) > len(group) else "")
+    )
+    return [Says(said, "note"), overview.matrix(group, "speed_up" if group[0].summary.speed_up else "tau")]
+
+
+# Other runs -----------------------------------------------------------------------------------------------------------
+
+
+def _runs(report: "Report") -> list[Block]:
+    """What was decoded beside that which the answer is about: one's own runs at once, those of a study behind a line."""
+    shown = {(e.cell, e.key, len(e.rows)) for e in report.view.timed(report.view.first)}
     blocks: list[Block] = []
-    for view in others:
-        group = view.timed(view.first) or view.accepting(view.first)
-        if not group:
+    for number, (_, group) in enumerate(groups(report.main)):
+        if shown & {(e.cell, e.key, len(e.rows)) for e in group}:
             continue
-        blocks += [Says(f"{group[0].caption}.", "note"), Says(verdict.sentence(group), "answer"), overview.numbers(group)]
+        newest, _ = console.current(group)
+        said = verdict.sentence(newest) if not newest[0].replayed else ""
+        own = report.own or group[-1].study is None
+        title = console.caption(newest, machine=True) + (f". {said}" if said and not own else "")
+        parts = [*([Says(said)] if said and own else []), overview.numbers(newest), *_beside(newest)]
+        blocks.append(Fold(title, parts, f"tables/run-{number + 1}.md", own))
     return blocks
 
 
+def _beside(group: Sequence[Entry]) -> list[Block]:
+    """What rows hold beside the decoding table."""
+    beside = {
+        "Problems solved": insight_tables.solved(group),
+        "Over the link": links.table(group),
+        "Several clients of one server, tokens/s": links.clients(group),
+    }
+    found: list[Block] = [Table(columns, lines, title) for title, (columns, lines) in beside.items() if lines]
+    return [*found, *(Says(busy, "note") for busy in tables.disturbances(group))]
+
+
+def _studies(report: "Report") -> list[Block]:
+    """The decoding tables of each study with rows behind one line, and those without any behind another."""
+    by_study: dict[str, list[Captioned]] = {}
+    for caption, group in groups(report.rest):
+        by_study.setdefault(group[0].study or group[0].collection or "runs", []).append((caption, group))
+    blocks: list[Block] = []
+    for name, found in sorted(by_study.items()):
+        known = report.listed.get(name)
+        title = f"{name}: {known['title']} ({report.state(name)})" if known else name
+        parts = [block for _, group in found for block in _group(group)]
+        own = all(group[-1].study is None for _, group in found)
+        blocks.append(Fold(title, parts, f"tables/study-{text.slug(name)}.md", own))
+    if not report.own:
+        drawings = Figures(("target_pass", "head_share", "vocabularies", "theory", "training_memory"))
+        blocks.append(Fold("Figures of the studies", [drawings], "figures.md"))
+    idle = [name for name in report.listed if not report.known[name].entries]
+    if idle and not report.own:
+        lines = [[n, report.listed[n]["title"], "; ".join(report.listed[n]["source"]), report.state(n)] for n in idle]
+        table = Table(("study", "what it is", "source", "state"), lines, look="words")
+        blocks.append(Fold(f"{len(idle)} studies without rows", [table], "studies.md"))
+    return blocks
+
+
+def _group(group: Sequence[Entry]) -> list[Block]:
+    return [Says(console.caption(group, machine=True), "note"), overview.numbers(group), *_beside(group)]
+
+
+# Claims and papers ----------------------------------------------------------------------------------------------------
+
 TONES = {claims.REPRODUCED: "good", claims.NOT_REPRODUCED: "bad", claims.INCONCLUSIVE: "open"}
-
-
 UNDECIDED = (claims.NOT_TESTABLE, claims.NOT_RUN)
-LEDGER = ("verdict", "claim", "source", "published", "measured here")
+LEDGER = ("verdict", "claim", "source", "measured against the claim")
 
 
 def _ledger(report: "Report") -> list[Block]:
-    """What was judged, and behind a line each what needs more than is here, and what was not run."""
-    if not report.verdicts:
-        return []
-    counts = claims.tally(report.verdicts)
-    chips = [Cell(f"{count} {kind}", TONES.get(kind, "away")) for kind, count in counts.items()]
-    rule = (
-        "A claim compares arms of its own study alone, measured alike. Reproduced: the 95% interval of every effect lies "
-        "on its side. Not reproduced: one lies on the other. Not testable here: the study needs what is not there."
-    )
-    judged = [Says(report.judged, "note")] if report.judged else []
-    decided = _claims(v for v in report.verdicts if v.verdict not in UNDECIDED)
-    rest = {kind: _claims(v for v in report.verdicts if v.verdict == kind) for kind in UNDECIDED if kind in counts}
-    return [
-        Tally(f"{len(report.verdicts)} claim{'s' * (len(report.verdicts) > 1)}", chips),
-        *judged,
-        Says(rule, "note"),
-        *([decided] if decided.lines else []),
-        *(Fold(f"{counts[kind]} {kind}", [table]) for kind, table in rest.items()),
-    ]
+    """What was judged, the papers' claims before this project's goals; one line each for what was not."""
+    live = [v for v in report.verdicts if report.known[v.study].entries]
+    idle = len(report.verdicts) - len(live)
+    blocks: list[Block] = []
+    if decided := [v for v in live if v.verdict not in UNDECIDED]:
+        chips = [Cell(f"{count} {kind}", TONES[kind]) for kind, count in claims.tally(decided).items()]
+        rule = (
+            "A claim compares arms of its own study alone, measured alike. Reproduced: the 95% interval of every effect "
+            "lies on its side. Not reproduced: one lies on the other. In brackets behind a source: what it printed."
+        )
+        parts: list[Block] = [Says(rule, "note")]
+        for caption, own in (("The papers' claims", False), ("This project's goals", True)):
+            if found := [v for v in decided if claims.is_goal(v) == own]:
+                parts.append(Table(LEDGER, list(map(_claim, found)), caption, "words"))
+        blocks += [Tally(f"{len(decided)} judged", chips), *([Says(report.judged, "note")] if report.judged else [])]
+        blocks += [Fold("Every claim that was judged", parts, "claims.md", True)]
+    if report.own:
+        idle = len(report.verdicts) - len(decided)
+    else:
+        for kind in UNDECIDED:
+            if found := [v for v in live if v.verdict == kind]:
+                table = Table(LEDGER, list(map(_claim, found)), look="words")
+                blocks.append(Fold(f"{len(found)} claims {kind}", [table], f"claims-{text.slug(kind)}.md"))
+    if idle:
+        blocks.append(Says(f"{idle} claims of papers and goals of this project are about what was not run here.", "note"))
+    return blocks
 
 
-def _claims(verdicts: Iterable[claims.Verdict]) -> Table:
-    lines: list[list[str | Cell]] = []
-    for v in verdicts:
-        says, source, printed, measured, verdict = claims.cells(v)
-        effects = Cell("", parts=tuple(measured.split("; ")))
-        lines.append([Cell(verdict, TONES.get(verdict, "away")), says, source, printed, effects])
-    return Table(LEDGER, lines, look="words")
-
-
-STUDIES = ("study", "what it is", "source", "state")
+def _claim(v: claims.Verdict) -> list[str | Cell]:
+    source = v.claim["source"] if claims.is_goal(v) else f"{v.claim['source']} ({v.claim['published']})"
+    measured = Cell("", parts=tuple(v.said.split("; ")))
+    return [Cell(v.verdict, TONES.get(v.verdict, "away")), v.claim["says"], source, measured]
 
 
 def _papers(report: "Report") -> list[Block]:
-    """Tables that a study rebuilt, then what every study is about, then what is published and not measured."""
-    blocks: list[Block] = []
-    for paper in report.papers:
-        if paper.measured:
-            title = f"{paper.title}: study {paper.study}, {paper.measured} cells measured"
-            blocks.append(Fold(title, [Says(paper.targets, "note"), paired(paper), *_notes(paper)], open=True))
-    if blocks:
-        said = (
-            "Measured (bold) above published (grey); a dash was not measured. Other target, other machine: compare orders."
-        )
-        blocks.insert(0, Says(said, "note"))
-    blocks += [Figures(("router_speed_up", "router_tau")), Figures(("theory",), wide=True)]
-    if report.listed:
-        blocks.append(Table(STUDIES, _studies(report), "The studies", "words"))
-    rest = [
-        Fold(p.title, [Says(p.targets, "note"), published_alone(p), *_notes(p)], file=f"tables/{p.slug}.md")
-        for p in report.papers
-        if not p.measured
-    ]
-    return [*blocks, *([Fold(f"Published and not measured here: {len(rest)} tables and figures", rest)] if rest else [])]
+    """Tables of which a study measured something, each behind a line; the others are files."""
+    measured = [paper for paper in report.papers if paper.measured]
+    if not measured:
+        return []
+    said = "Only rows and columns with something measured; what a paper measured on another target is in its file."
+    blocks: list[Block] = [Says(said, "note")]
+    for paper in measured:
+        title = f"{paper.title}: study {paper.study}, {paper.measured} cells measured"
+        blocks.append(Fold(title, [Says(paper.targets, "note"), paired(paper)], f"tables/{paper.slug}.md"))
+    rest = [Link(p.title, f"tables/{p.slug}.md") for p in report.papers if not p.measured]
+    title = f"{len(rest)} published tables and figures of which nothing was measured here"
+    return [*blocks, *([Fold(title, rest, "papers.md")] if rest else [])]
 
 
-def _studies(report: "Report") -> list[list[str]]:
-    return [[name, study["title"], "; ".join(study["source"]), report.state(name)] for name, study in report.listed.items()]
-
-
-def _notes(paper: published.PaperTable) -> list[Block]:
-    notes = [Says(note, "note") for note in (*paper.notes, *(f"tau: {c}" for c in paper.conventions))]
-    return [Fold(f"notes on the published numbers ({len(notes)})", notes)] if notes else []
+def paper_file(paper: published.PaperTable) -> list[Block]:
+    """What stands in the file of a paper's table: what was measured, all that was published, and its notes."""
+    notes = [Says(f"- {note}") for note in (*paper.notes, *(f"tau: {c}" for c in paper.conventions))]
+    lines = [[row, *(p.published if p else "" for p in line)] for row, line in zip(paper.cells, paper.pairs(), strict=True)]
+    alone = Table(("published", *paper.columns), lines, look="pairs")
+    return [Says(paper.targets, "note"), *([paired(paper)] if paper.measured else []), alone, *notes]
 
 
 def paired(paper: published.PaperTable) -> Table:
-    """A rebuilt table: measured and published a cell."""
-    lines: list[list[str | Cell]] = []
-    for row, pairs in zip(paper.cells, paper.pairs(), strict=True):
-        ours = any(pair and pair.measured is not None for pair in pairs)
-        lines.append([Cell(row, "" if ours else "away"), *(_pair(pair, ours) for pair in pairs)])
-    return Table(("measured / published", *paper.columns), lines, look="pairs")
+    """What was measured of a table, with what was published for the same target."""
+    pairs = paper.pairs()
+    columns = [i for i in range(len(paper.columns)) if any(_ours(line[i]) for line in pairs)]
+    lines: list[list[str | Cell]] = [
+        [row, *(_pair(line[i]) for i in columns)]
+        for row, line in zip(paper.cells, pairs, strict=True)
+        if any(map(_ours, line))
+    ]
+    return Table(("measured / published", *(paper.columns[i] for i in columns)), lines, look="pairs")
 
 
-def _pair(pair: published.Pair | None, ours: bool) -> Cell:
-    """ours: was anything of its row measured?"""
+def _ours(pair: published.Pair | None) -> bool:
+    return pair is not None and (pair.measured is not None or (pair.alike and bool(pair.published)))
+
+
+def _pair(pair: published.Pair | None) -> Cell:
     if pair is None or (pair.measured is None and not pair.published):
         return Cell("")
-    measured, tone = published.shown(pair) or tables.ABSENT, "" if ours else "away"
-    return Cell(measured, tone, beside=pair.published or tables.ABSENT, hint=pair.said)
-
-
-def published_alone(paper: published.PaperTable) -> Table:
-    """A table as its paper has it."""
-    lines = [[row, *(p.published if p else "" for p in line)] for row, line in zip(paper.cells, paper.pairs(), strict=True)]
-    return Table(("published", *paper.columns), lines, look="pairs")
-
-
-def _cells(report: "Report") -> list[Block]:
-    """The decoding tables, those of a study behind one line."""
-    by_study: dict[str, list[Block]] = {}
-    for caption, group in [*groups(report.main), *groups(report.rest)]:
-        name = group[0].study
-        title = f"study {name}: {report.listed[name]['title']}" if name in report.listed else name or group[0].collection
-        lines = [tables.cells(e) for e in _baseline_first(group)]
-        found = by_study.setdefault(title or "runs", [])
-        found.append(Table(tables.COLUMNS, lines, f"{caption}, {group[0].summary.prompts} generations"))
-        beside = {
-            "Problems solved": insight_tables.solved(group),
-            "Over the link": links.table(group),
-            "Several clients of one server, tokens/s": links.clients(group),
-        }
-        found += [Table(columns, lines, title) for title, (columns, lines) in beside.items() if lines]
-        found += [Says(busy, "note") for busy in tables.disturbances(group)]
-    blocks: list[Block] = [Fold(title, parts) for title, parts in by_study.items()]
-    if report.training:
-        blocks.append(Table(tables.TRAINING, report.training, "What the drafters cost to train"))
-    return [*blocks, Figures(("learning_curves", "training_memory"), wide=True)]
-
-
-def _baseline_first(group: Sequence[Entry]) -> list[Entry]:
-    return sorted(group, key=lambda e: e.name != BASELINE)
+    printed = (pair.published if pair.alike else published.ELSEWHERE) if pair.published else tables.ABSENT
+    return Cell(published.shown(pair) or tables.ABSENT, "", beside=printed, hint=pair.said)

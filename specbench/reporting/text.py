@@ -66,6 +66,11 @@ def mathtext(text: str) -> str:
     return (" " if shown.startswith("_") else "") + shown.replace("$", r"\$")
 
 
+def slug(text: str) -> str:
+    """A part of a file's name."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:LONGEST]
+
+
 def csv_table(frame: pd.DataFrame, index: bool) -> str:
     """A frame of texts as CSV."""
     written: str = _each(frame, visible).to_csv(index=index, lineterminator="\n")
