@@ -24,6 +24,7 @@ from specbench.records.blocks import below, read_block
 from specbench.records.rows import CellFailure, Failure, Measurement
 from specbench.reporting import bundle, cells, published, tables, trainings, translate
 from specbench.reporting.bundle import Report, Sources
+from specbench.reporting.groups import groups
 from specbench.shapes import Provenance, Trace
 
 HEADER = whole(SETTINGS)
@@ -216,7 +217,7 @@ def test_any_value_in_any_field_is_shown_or_refused(tmp_path, place, value):
     entries = cells.collect([path], tmp_path, problems)
     assert not (entries and problems)
     assert all(len(p.splitlines()) == 1 and p.startswith(str(path)) for p in problems)
-    for caption, group in cells.groups(entries):
+    for caption, group in groups(entries):
         assert bundle._part(caption, group)["tables"]["decoding"][1]
     tables.training_lines(entries)
     tables.markdown(entries, problems)
@@ -320,7 +321,7 @@ def test_a_folder_with_nothing_readable_is_one_line(tmp_path):
 def test_studies_whose_claims_are_judged_can_be_chosen_at_the_door(tmp_path, capsys, no_figures):
     fill(tmp_path, ("eagle2",), questions=2, dataset="mtbench")
     door(capsys, f"results={tmp_path}", "studies=[beagle_table1]")
-    sources = set((tmp_path / "README.md").read_text().split("claims hold here")[1].split("\n## ")[0].split(" | "))
+    sources = set((tmp_path / "tables" / "claims.md").read_text().split(" | "))
     assert any(s.startswith("Beagle, ") for s in sources) and not any(s.startswith("HASS") for s in sources)
 
 

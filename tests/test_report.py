@@ -343,13 +343,14 @@ def test_the_page_works_in_a_browser_and_runs_nothing_a_model_wrote(tmp_path):
 
 RULER = """
 <script nonce="specbench">
+const closed = document.documentElement.scrollHeight;
 document.querySelectorAll("details").forEach(d => d.open = true);
 const name = box => [...box.querySelectorAll("th")].map(th => th.textContent).join(", ");
 const boxes = [...document.querySelectorAll(".scroll")];
 const out = document.createElement("pre");
 out.id = "probe";
 out.textContent = JSON.stringify({
-  window: innerWidth, page: document.documentElement.scrollWidth, tables: boxes.length,
+  closed, window: innerWidth, page: document.documentElement.scrollWidth, tables: boxes.length,
   cut: boxes.filter(b => b.scrollWidth > b.clientWidth + 1).map(name),
   answer: document.querySelector(".answer").getBoundingClientRect().bottom,
 });
@@ -391,6 +392,8 @@ def test_nothing_is_hidden_on_a_wide_screen_and_a_phone_scrolls_tables_alone(tmp
     assert wide["tables"] > 20 and wide["cut"] == [] and wide["page"] <= 1280
     assert phone["window"] == 390 and phone["page"] <= 390, "the page itself scrolls sideways"
     assert phone["cut"], "no table is wide: the test tests nothing"
+    assert wide["closed"] < 9000, "what nobody asked for is not folded"
+    assert page.stat().st_size < 2 * 10**6 and len((tmp_path / "r" / "README.md").read_text().splitlines()) < 300
     assert wide["answer"] < 400 and phone["answer"] < 900, "the answer is not on the first screen"
 
 
