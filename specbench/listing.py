@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,16 @@ def _number(value: float) -> str:
 def datasets() -> Rows:
     """A file of `data.root` comes before what is said here."""
     rows: Rows = [("dataset", "what", "from", "here")]
-    return rows + [(found.path.stem, found.sentence, _source(found), _here(found)) for found in _files("dataset")]
+    files = map(_with_parents, _files("dataset"))
+    return rows + [(found.path.stem, found.sentence, _source(found) or "a file", _here(found)) for found in files]
+
+
+def _with_parents(found: File) -> File:
+    """A file with the content of those that it begins with."""
+    content = dict(found.content)
+    for name in found.parents:
+        content = {**catalog.file(found.path.parent.name, name).content, **content}
+    return replace(found, content=content)
 
 
 def _source(found: File) -> str:
