@@ -65,6 +65,12 @@ def test_a_sweep_ends_with_one_table(home):
     assert {"suffix", "prompt_lookup"} <= set(done.stdout.split()) and not list(results.glob(".sweep*"))
 
 
+def test_a_whole_number_as_temperature_is_resumed_and_shown(home):
+    words = "drafter=suffix", "data.limit=1", "sampler.temperature=1", f"results={home / 'whole'}"
+    first, second = run(home, "run", *words), run(home, "run", *words)
+    assert "T=1" in first and first == second and len(blocks_of(home / "whole", "suffix")) == 1
+
+
 def test_a_refusal_and_a_report_can_be_typed_too(home):
     refused = typed(home, "run", "drafter=none", "rerun=perhaps")
     assert refused.returncode == 2 and refused.stderr == "specbench: rerun=perhaps: must be 'missing', 'failed' or 'all'\n"

@@ -72,13 +72,18 @@ def cell_key(header: Mapping[str, Any]) -> str:
         {
             "target": [target.get("fingerprint"), target["dtype"], target.get("chat"), config["model"].get("max_context")],
             "dataset": config["dataset"]["name"],
-            "sampler": plain_options(sampler),
+            "sampler": {name: _number(value) for name, value in plain_options(sampler).items()},
             "tokens": decode.get("max_new_tokens"),
             "seed": decode.get("seed") if drawn else None,
             "replay": bool(header.get("replay")),
             "link": None if link.get("name", "local") == "local" else shape,
         }
     )
+
+
+def _number(value: Any) -> Any:
+    """A typed 1 is the 1.0 that a file gives back."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def machine_key(header: Mapping[str, Any]) -> str:
