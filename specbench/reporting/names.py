@@ -57,7 +57,8 @@ def _parts(group: Sequence[Entry]) -> list[list[str]]:
     """In what entries of one name differ: tree and cell always, of other options as few as tell them apart."""
     trees = [tree_name(e) for e in group]
     several = len(set(trees)) > 1
-    parts = [[tree] if tree and (several or tree != PAPER) else [] for tree in trees]
+    own = [_base(e) == e.name and e.name != e.arm["drafter"].get("name") for e in group]  # names that a study gave
+    parts = [[t] if t and (several or (t != PAPER and not mine)) else [] for t, mine in zip(trees, own, strict=True)]
     options = [dict(_options(e)) for e in group]
     for key in CELLS:
         if len({said.get(key, "") for said in options}) > 1:
