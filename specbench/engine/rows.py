@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
@@ -61,12 +62,15 @@ def _attend(
     """Transformers' sdpa, a group of rows at a time. query [B, Hq, 1, Dh], key, value [B, H, S, Dh], mask [B, 1, 1, S]"""
     if groups is None:  # a pass that has nothing to do with rows
         return sdpa_attention_forward(module, query, key, value, mask, **options)
-    dtype, query = query.dtype, query.to(key.dtype)
+    # The query heads of one key head stand as queries beside each other, so that its keys are read once.
+    batch, heads = query.shape[0], key.shape[1]
+    folded = query.to(key.dtype).view(batch, heads, -1, query.shape[-1])  # [B, H, Hq / H, Dh]
+    scale = options.get("scaling")
     parts = [
-        sdpa_attention_forward(module, query[a:b], key[a:b, :, :s], value[a:b, :, :s], mask[a:b, ..., :s], **options)[0]
+        F.scaled_dot_product_attention(folded[a:b], key[a:b, :, :s], value[a:b, :, :s], mask[a:b, ..., :s], scale=scale)
         for a, b, s in groups
     ]
-    return torch.cat(parts).to(dtype), None
+    return torch.cat(parts).to(query.dtype).view(batch, 1, -1, query.shape[-1]), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
