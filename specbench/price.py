@@ -2,6 +2,9 @@
 
 All trees are timed in turn within one generation, so that what the machine does meanwhile meets all alike. What is kept
 says on which machine, by which versions and for which target and drafter it was timed, and serves nothing else.
+
+Passes over more nodes are the target's own, whichever drafter drew the nodes: they are timed with the first drafter and
+kept for the others, scaled by what plain decoding takes beside each of them.
 """
 
 import json
@@ -36,6 +39,7 @@ AGAIN = 5  # trees after which plain decoding, to which all are held, is timed o
 WIDTHS = (1, 2, 4, 7, 10)  # candidates of a node, and nodes expanded in a level
 WIDE, DEEP = 8, 4  # top_k of the trees that are timed by nodes; levels of those that are timed by width
 BUSY = 0.3  # cores that others may take before a timing is doubtful
+HOPELESS = 5.0  # cycles of plain decoding: no draft tree repays a pass that takes longer
 
 Try = tuple[str, int]  # which table, and where in it
 PLAIN: Try = ("verify", 1)
@@ -71,8 +75,11 @@ def _trees(deepest: int) -> dict[Try, Dynamic]:
     return found
 
 
-def take(target: Target, drafter: Any, context: int = CONTEXT) -> Costs:
+def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[int, float] | None = None) -> Costs:
     """Time a drafter's cycles behind so many tokens of context.
+
+    Args:
+        verify: seconds of the target's passes by nodes, timed before, with another drafter. None: they are timed, too.
 
     Raises:
         SpecBenchError: the drafter grows no trees that could be fitted.
@@ -81,6 +88,8 @@ def take(target: Target, drafter: Any, context: int = CONTEXT) -> Costs:
         raise SpecBenchError(f"drafter={drafter.name} grows no trees that could be fitted; choose another drafter=")
     before, deepest = drafter.growth, drafter.deepest or DEEP
     trees = _trees(deepest)
+    if verify is not None:
+        trees = {at: tree for at, tree in trees.items() if at == PLAIN or at[0] != "verify"}
     try:
         found = _timed(target, drafter, trees, min(context, target.max_context // 2))
     finally:
@@ -90,28 +99,36 @@ def take(target: Target, drafter: Any, context: int = CONTEXT) -> Costs:
     }
     draft = {at: statistics.median(step.draft_s for step in steps) for at, steps in found.items()}
     levels = min(DEEP, deepest) - 1
+    passes = {n: seconds for (what, n), seconds in rest.items() if what == "verify"}
+    if verify is not None:
+        passes = {n: seconds * rest[PLAIN] / verify[1] for n, seconds in verify.items()}
     return Costs(
-        verify=_never_falling({n: rest[what, n] for what, n in trees if what == "verify"}),
+        verify=_never_falling(passes),
         first={k: draft["first", k] for k in WIDTHS},
         level={k: max(0.0, draft["level", k] - draft["first", k]) / levels if levels else 0.0 for k in WIDTHS},
     )
 
 
 def _timed(target: Target, drafter: Any, trees: Mapping[Try, Dynamic], context: int) -> dict[Try, list[Step]]:
-    """Cycles of every tree, in turn."""
+    """Cycles of every tree, in turn; after the first turn without those that are hopeless."""
     drafter.regrow(
         Dynamic(min(DEEP, drafter.deepest or DEEP), WIDTHS[-1], NODES[-1])
     )  # the largest: caches are made for it
     cycles = _cycles(target, drafter, text(target, context))
     found: dict[Try, list[Step]] = {at: [] for at in trees}
     for turn in range(TURNS + 1):
-        for place, at in enumerate(trees):
+        for place, at in enumerate(list(found)):
             for timed in (at, PLAIN) if place % AGAIN == AGAIN - 1 else (at,):
                 drafter.growth = trees[timed]
-                step = next(cycles)
-                if turn:
-                    found[timed].append(step)
+                found[timed].append(next(cycles))
+        if turn == 0:  # it warms up
+            found = {at: [] for at, steps in found.items() if not _hopeless(at, steps[-1], found[PLAIN][-1])}
     return found
+
+
+def _hopeless(at: Try, step: Step, plain: Step) -> bool:
+    """Does a pass over so many nodes take longer than any draft could be worth?"""
+    return at[0] == "verify" and at != PLAIN and step.target_s > HOPELESS * plain.target_s
 
 
 def _never_falling(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -155,11 +172,15 @@ def of(target: Target, drafter: Any, model: str, said: Mapping[str, Any]) -> Cos
     if path.is_file():
         return read(path, conditions)
     print(f"timing cycles of {drafter.name} on this machine, to fit its tree (once) ...", file=sys.stderr, flush=True)
+    alike = made_for(target, {"hidden": drafter.taps.hidden, "kv": drafter.taps.kv, "backend": said.get("backend")})
+    shared = path_of(model, "target", alike)
     others = measure.Others()
     others.start()
-    costs = take(target, drafter)
+    costs = take(target, drafter, verify=read(shared, alike).verify if shared.is_file() else None)
     busy = others.read() or 0.0
     write(path, costs, conditions)
+    if busy <= BUSY and not shared.is_file() and drafter.deepest != 1:  # with one level there are few nodes
+        write(shared, Costs(costs.verify, {}, {}), alike)
     if busy > BUSY:
         print(
             f"specbench: other work took {busy:.1f} cores while costs of {drafter.name} were timed, so its tree may not be "

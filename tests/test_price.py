@@ -1,5 +1,7 @@
 """What a cycle costs: which trees are timed how often, what a disturbed clock may not say, and whose costs are taken."""
 
+from types import SimpleNamespace
+
 import pytest
 from conftest import make, tiny
 
@@ -16,10 +18,18 @@ def test_every_tree_is_timed_and_plain_decoding_between_them():
     drafter = make("eagle2", target)
     trees = price._trees(price.DEEP)
     found = price._timed(target, drafter, trees, 16)
-    assert set(found) == set(trees)
+    assert set(found) >= {at for at in trees if at[0] != "verify"} | {price.PLAIN}
     others = {len(steps) for at, steps in found.items() if at != price.PLAIN}
     assert others == {price.TURNS}
-    assert len(found[price.PLAIN]) == price.TURNS * (1 + len(trees) // price.AGAIN)
+    assert len(found[price.PLAIN]) == price.TURNS * (1 + len(found) // price.AGAIN)
+
+
+def test_passes_that_no_draft_repays_are_left_out(monkeypatch):
+    target = tiny()
+    drafter = make("eagle2", target)
+    monkeypatch.setattr(price, "HOPELESS", 0.0)
+    found = price._timed(target, drafter, price._trees(price.DEEP), 16)
+    assert not [n for what, n in found if what == "verify" and n > 1]
 
 
 def test_a_pass_over_more_nodes_is_not_sooner_done():
@@ -28,6 +38,13 @@ def test_a_pass_over_more_nodes_is_not_sooner_done():
     costs = price.take(target, make("eagle2", target), context=16)
     seconds = [costs.verify[n] for n in sorted(costs.verify)]
     assert seconds == sorted(seconds) and min(seconds) > 0
+
+
+def test_passes_that_were_timed_before_are_taken_over_in_proportion_to_plain_decoding():
+    target = tiny()
+    costs = price.take(target, make("eagle2", target), context=16, verify={1: 1.0, 8: 1.5, 64: 4.0})
+    assert [costs.verify[n] / costs.verify[1] for n in (1, 8, 64)] == pytest.approx([1.0, 1.5, 4.0])
+    assert 0 < costs.verify[1] < 1 and set(costs.first) == set(price.WIDTHS)
 
 
 def test_the_drafters_own_tree_is_put_back():
@@ -56,9 +73,18 @@ def test_costs_of_another_machine_version_or_target_are_refused(tmp_path, other)
 def test_costs_are_timed_once_for_what_they_were_made_for(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
     taken = []
-    monkeypatch.setattr(price, "take", lambda *given: taken.append(given) or COSTS)
+    monkeypatch.setattr(price, "take", lambda *given, **more: taken.append(more) or COSTS)
+    monkeypatch.setattr(price.measure, "Others", lambda: SimpleNamespace(start=lambda: None, read=lambda: 0.0))
     target = tiny()
     drafter = make("eagle2", target)
     for said in ({"threads": 1}, {"threads": 1}, {"threads": 2}):
         assert price.of(target, drafter, "tiny", said) == COSTS
-    assert len(taken) == 2
+    assert taken == [{"verify": None}, {"verify": COSTS.verify}]  # the target's passes once for all drafters
+
+
+def test_a_busy_machine_leaves_no_passes_for_other_drafters(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(price.measure, "Others", lambda: SimpleNamespace(start=lambda: None, read=lambda: 1.0))
+    target = tiny()
+    price.of(target, make("eagle2", target), "tiny", {})
+    assert len(list(tmp_path.rglob("*.json"))) == 1
