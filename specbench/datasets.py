@@ -154,7 +154,7 @@ class PromptSet:
             return [dict(r) for r in load_dataset(**self.hub)]
         except Exception as error:  # the hub client raises a dozen kinds for "no network" and "no such data"
             raise SpecBenchError(
-                f"cannot fetch dataset {self.hub['path']} from the hub ({type(error).__name__}); connect to the "
+                f"cannot fetch dataset {self.name} from the hub ({type(error).__name__}); connect to the "
                 f"network or pass data.root=DIR with a file {self.shared or f'{self.name}.jsonl'} in it"
             ) from error
 

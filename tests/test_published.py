@@ -189,6 +189,12 @@ def test_what_the_committed_studies_show_is_published():
     assert problems == []
 
 
+def test_every_task_of_spec_bench_is_a_cell_and_meets_its_published_column():
+    asked = {studies.option(words, "dataset", "") for words in studies.load()["spec_bench"]["cells"]}
+    table = PUBLISHED[(PUBLISHED["paper"] == "spec-bench") & (PUBLISHED["metric"] == "speed_up")]
+    assert asked == set(table["dataset"]) - {"spec-bench"} and len(asked) == 6
+
+
 def test_the_report_pairs_measured_and_published_and_lists_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr("specbench.reporting.bundle.figures.draw_all", lambda *_: {})
     bench(tmp_path / "r" / "s", {"a": 2.0, "b": 1.5}, study="s")
