@@ -34,11 +34,15 @@ def event(text="", ids=None, reason=None, **more):
 
 
 class Stub:
-    """A server. stream: makes the pieces of an answer from a request; asked: every request that came."""
+    """A server. stream: makes the pieces of an answer from a request; asked: every request that came.
+
+    key: that it wants. keys: that it got.
+    """
 
     def __init__(self):
         self.asked, self.models = [], [{"id": "tiny", "root": "/models/tiny", "owned_by": "vllm", "created": time.time()}]
         self.status, self.headers, self.body = 200, {}, b""
+        self.key, self.keys = None, []
         self.stream = lambda request: iter(())
 
 
@@ -47,11 +51,23 @@ def serving(stub):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def welcome(self):
+            said = self.headers["Authorization"]
+            stub.keys.append(said)
+            if stub.key is not None and said != f"Bearer {stub.key}":
+                self.send(401 if said is None else 403, json.dumps({"error": f"Incorrect key: {said}"}).encode())
+                return False
+            return True
+
         def do_GET(self):
+            if not self.welcome():
+                return
             self.send(200 if stub.models is not None else 404, json.dumps({"data": stub.models}).encode())
 
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if not self.welcome():
+                return None
             stub.asked.append(request)
             if stub.status != 200:
                 return self.send(stub.status, stub.body, **stub.headers)
@@ -240,6 +256,45 @@ def test_a_server_without_a_list_of_models(stub, url, models):
         Endpoint(url, 5.0).models()
 
 
+# A key ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_goes_to_the_server_and_nowhere_else(stub, url, monkeypatch):
+    stub.stream = lambda _: iter([event("a", [3], "length"), DONE])
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    Served("served", url).look()
+    assert stub.keys == [None]
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
+    stub.key = "sk-secret"
+    drafter = Served("served", url)
+    drafter.look()
+    drafter.answer([3, 4], "x y", Limits(8), Sampler(), None)
+    assert stub.keys[1:] == ["Bearer sk-secret"] * 2
+    assert "secret" not in str(vars(drafter)) + str(vars(drafter.endpoint)) + json.dumps(stub.asked)
+    stub.status, stub.body = 500, b'{"error": "what is sk-secret?"}'
+    with pytest.raises(SpecBenchError, match=re.escape("answers 500: what is …?")):
+        drafter.answer([3, 4], "x y", Limits(8), Sampler(), None)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (None, "answers 401, access refused; set OPENAI_API_KEY to its key"),
+        ("sk-other", "answers 403, access refused; check the key in OPENAI_API_KEY"),
+        ("sk-öther", "OPENAI_API_KEY: must be one word"),
+        ("sk other\r\nX: y", "OPENAI_API_KEY: must be one word"),
+    ],
+)
+def test_a_wrong_key_ends_in_a_line_that_names_the_variable_alone(stub, url, monkeypatch, key, said):
+    stub.key = "sk-secret"
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(SpecBenchError, match=re.escape(said)) as caught:
+        Served("served", url).look()
+    assert "sk" not in str(caught.value) and "\n" not in str(caught.value)
+
+
 # The arm --------------------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +377,15 @@ def test_a_run_puts_a_row_beside_the_baseline_and_nobody_is_faster(home, tmp_pat
     report = call(home, "report", f"results={tmp_path}")
     assert report.returncode == 0 and "No speed-up was measured here" in report.stdout, report.stderr
     assert "CAUTION served: answers of tiny at" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_writes_no_key(home, tmp_path, stub, url, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    stub.stream, stub.key = faithful(tiny()), "sk-secret"
+    done = call(home, *asked_of(home, url, tmp_path))
+    assert done.returncode == 0 and "sk-secret" not in done.stdout + done.stderr, done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written and not any(b"sk-secret" in path.read_bytes() for path in written)
 
 
 def test_an_answer_that_parts_is_said_and_is_no_bug(home, tmp_path, stub, url):

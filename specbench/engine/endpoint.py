@@ -5,6 +5,7 @@ it says of itself is shortened before it is shown.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from specbench.errors import SpecBenchError, one_line
 
 PIECE, LONGEST, MOST = 1 << 16, 1 << 20, 1 << 26  # bytes: of one read, of one line of a stream, of a whole response
 SHOWN = 200  # characters of what a server says
+KEY = "OPENAI_API_KEY"  # the environment variable that holds the key of a server that wants one
 
 
 @dataclass
@@ -61,11 +63,13 @@ class Answer:
 class Endpoint:
     """A server at an address, as `http://127.0.0.1:8000` or with the path before `/completions`, else `/v1`.
 
+    The key in the environment variable `KEY` goes to the server alone, and into nothing that is shown or kept.
+
     Args:
         patience_s: how long it may let one wait for a connection, for an answer, and from token to token.
 
     Raises:
-        SpecBenchError: the address is none.
+        SpecBenchError: the address is none, or the key is nothing that a header can hold.
     """
 
     def __init__(self, url: str, patience_s: float):
@@ -82,6 +86,7 @@ class Endpoint:
         self.host, self.port = str(parts.hostname), parts.port
         self.kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self.path = parts.path.rstrip("/") or "/v1"
+        _key()
 
     def models(self) -> list[dict[str, Any]]:
         """What it says of the models that it serves."""
@@ -152,7 +157,8 @@ class Endpoint:
             connection.connect()
             begin = time.perf_counter()
             sent = None if body is None else json.dumps(body)
-            connection.request(method, self.path + what, sent, {"Content-Type": "application/json"})
+            key = {"Authorization": f"Bearer {said}"} if (said := _key()) else {}
+            connection.request(method, self.path + what, sent, {"Content-Type": "application/json", **key})
             response = connection.getresponse()
             if response.status != 200:
                 raise self._error(_refused(response, self.path + what))
@@ -170,8 +176,19 @@ class Endpoint:
         return SpecBenchError(f"endpoint={self.url}: {what}")
 
 
+def _key() -> str:
+    """The user's key; none: "". Raises `SpecBenchError`, without the key, for one that no header can hold."""
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise SpecBenchError(f"{KEY}: must be one word of plain characters; set it to the server's key, or unset it")
+    return key
+
+
 def _refused(response: HTTPResponse, path: str) -> str:
-    """What to say of a status that is not 200."""
+    """What to say of a status that is not 200. A server that wants another key may quote the one it got: it is not shown."""
+    if response.status in (401, 403):
+        mend = f"check the key in {KEY}" if _key() else f"set {KEY} to its key"
+        return f"{path} answers {response.status}, access refused; {mend}"
     if 300 <= response.status < 400:
         return f"it redirects to {_short(str(response.headers.get('Location')))}; give that address if you trust it"
     try:
@@ -191,5 +208,7 @@ def _said(body: Any) -> str:
 
 
 def _short(text: str) -> str:
-    text = one_line(ValueError(text))
+    """What a server said, on one line; a key that it repeats is left out."""
+    key = _key()
+    text = one_line(ValueError(text.replace(key, "…") if key else text))
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
