@@ -14,12 +14,13 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
+from torch import nn
 
 from specbench import arms, costs, measure
-from specbench.bench import cached_bytes
 from specbench.children import end_with_parent
 from specbench.config.run_spec import RunSpec
 from specbench.engine import products
+from specbench.engine.cache import KVCache
 from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
@@ -82,3 +83,10 @@ def training(spec: RunSpec) -> dict[str, float]:
 def _loaded(spec: RunSpec, drafter: Any) -> Target:
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     return arms.load(spec, [drafter])[0]
+
+
+def cached_bytes(target: Target, drafter: Any) -> int:
+    """Keys and values that target and drafter hold, as much as was taken for them."""
+    modules = drafter.modules() if isinstance(drafter, nn.Module) else [drafter]
+    caches = [target.cache, *(x for module in modules for x in vars(module).values() if isinstance(x, KVCache))]
+    return sum(cache.nbytes for cache in {id(c): c for c in caches}.values())

@@ -13,13 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from specbench import elsewhere
 from specbench.audit import audit
 from specbench.datasets import Chat, Message, Question
 from specbench.engine.alone import alone, joined
-from specbench.engine.cache import KVCache
 from specbench.engine.connection import LinkLost
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Drafter, Elsewhere, Taps
@@ -29,12 +27,12 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 from specbench.errors import SpecBenchError
-from specbench.evaluation.budget import Budget, Pace
+from specbench.evaluation.budget import Budget, Pace, longest
 from specbench.faults import told
 from specbench.measure import Clock, Others
 from specbench.metrics import BASELINE, OTHERS
 from specbench.options import Count, Natural, Seed
-from specbench.progress import progress
+from specbench.progress import progress, span
 from specbench.records.blocks import Ledger, locked
 from specbench.records.rows import Failure, LinkUse, QuestionEnd, Row
 from specbench.scoring import Check
@@ -120,9 +118,9 @@ class Bench:
         for question in todo:
             if question.check is not None:
                 question.check.require()
-        self._warm_up(todo[0])
-        names = [c.label for c in self.contenders]
-        title = " ".join(names) if len(names) < 4 else f"{len(names)} drafters"
+        names = ["plain" if c.label == BASELINE else c.label for c in self.contenders]
+        title = ", ".join(names) if len(names) < 4 else f"{len(names)} drafters"
+        self._announce(title, todo, ledger, self._warm_up(todo[0]), budget)
         pace = Pace()
         with progress(title, len(questions), "questions", below) as reached, _remembering(anew):
             reached(len(questions) - len(todo))
@@ -354,18 +352,32 @@ class Bench:
         if target is self.target:
             row.audit = audit(self.target, prompt, answer, row.tokens)
 
-    def _warm_up(self, question: Question) -> None:
-        """First calls pay for kernels and memory that later ones find ready; they are not rows."""
+    def _warm_up(self, question: Question) -> dict[str, float]:
+        """First calls pay for kernels and memory that later ones find ready; they are not rows.
+
+        Returns seconds a token, by label; nothing where there is no clock to warm up for.
+        """
         if self.remote is not None:
             self.remote.cutting = False  # a link that breaks early is nothing to warm up for
         prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]  # any ids do; few always fit
         limits = Limits(16, self.target.stop_ids)
+        found: dict[str, float] = {}
         for contender in list(self.contenders) * (0 if self.replay else self.settings.warmup):
+            row, begin = Row(contender.label, "", "", 0, 0, [], 0.0, 0.0), time.monotonic()
             if isinstance(contender.drafter, Elsewhere):
-                self._answered(Row(contender.label, "", "", 0, 0, [], 0.0, 0.0), contender, prompt, None)
-                continue
-            for _ in decode(self.target, contender.drafter, prompt, limits, contender.rule, self.sampler):
-                pass
+                self._answered(row, contender, prompt, None)
+            else:
+                for event in decode(self.target, contender.drafter, prompt, limits, contender.rule, self.sampler):
+                    row.tokens += [event.token] if isinstance(event, Prefill) else event.tokens
+            found[contender.label] = (time.monotonic() - begin) / max(1, len(row.tokens))
+        return found
+
+    def _announce(self, title: str, todo: Sequence[Question], ledger: Ledger, pace: dict[str, float], most: Budget) -> None:
+        """Say how much is missing and how long that takes at most, see `longest`. pace: of the warm-up; empty: none was."""
+        if pace:
+            seconds = longest((self._missing(q, ledger) for q in todo), pace, self.settings.max_new_tokens, most)
+            much = f"{len(todo)} question{'s' * (len(todo) > 1)}, {span(seconds)} at most"
+            print(f"{title}: {much} ({self.settings.max_new_tokens:,} tokens an answer)", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -379,10 +391,3 @@ def _remembering(contenders: list[Contender]) -> Iterator[None]:
     finally:
         for drafter in drafters:
             drafter.remember(False)
-
-
-def cached_bytes(target: Target, drafter: Any) -> int:
-    """Keys and values that target and drafter hold, as much as was taken for them."""
-    modules = drafter.modules() if isinstance(drafter, nn.Module) else [drafter]
-    caches = [target.cache, *(x for module in modules for x in vars(module).values() if isinstance(x, KVCache))]
-    return sum(cache.nbytes for cache in {id(c): c for c in caches}.values())

@@ -12,6 +12,13 @@ from rich.text import Text
 LINES_EVERY = 20.0  # seconds
 
 
+def span(seconds: float) -> str:
+    """`about 40 s`, `about 6 min`, `about 2.5 h`: no more digits than an estimate has."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+
+
 class _Bar(Progress):
     """With lines below it."""
 

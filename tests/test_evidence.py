@@ -22,7 +22,8 @@ from specbench.datasets import Question
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation import plan, several, study_runs, workers
-from specbench.evaluation.budget import Budget, Pace
+from specbench.evaluation.budget import Budget, Pace, longest
+from specbench.progress import span
 from specbench.records import blocks
 from specbench.records.blocks import Ledger, read_block
 from specbench.records.rows import QuestionEnd, Row
@@ -105,6 +106,37 @@ def test_a_budget_is_over_when_its_time_is_or_when_no_question_fits(monkeypatch)
     assert pace.of(2) is None, "the first question begins, however long others took"
     pace.add(4, 2.0)
     assert pace.of(2) == 1.0
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_how_much_there_is_is_said_before_the_first_question(tmp_path, capsys, replay):
+    target = tiny()
+    contenders = [Contender(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
+    questions = [Question(str(i), "c", (f"{i} 3 14 15",)) for i in range(3)]
+    bench = Bench(target, Words, contenders, Sampler(), RunSettings(max_new_tokens=8), replay)
+    ledger = Ledger(tmp_path, settings("eagle2"), "none", timed=not replay)
+    bench.run(questions[:1], ledger)
+    capsys.readouterr()
+    bench.run(questions, ledger)
+    first = capsys.readouterr().err.splitlines()[0]
+    said = re.fullmatch(r"plain, eagle2: 2 questions, about \d+ s at most \(8 tokens an answer\)", first)
+    assert bool(said) != replay and len(first) <= 80
+    bench.run(questions, ledger)
+    assert "at most" not in capsys.readouterr().err, "nothing is missing"
+
+
+def test_the_longest_that_decoding_can_take():
+    pace = {"none": 0.5, "a": 0.25, "b": 2.0}
+    missing = [[("none", 0), ("a", 0), ("a", 1)], [("b", 0)], []]
+    assert longest(missing, pace, 10, Budget()) == 10 * (2 * 0.5 + 2 * 0.25) + 10 * (0.5 + 2.0)
+    assert 0 < longest(missing, pace, 10, Budget(3.0)) <= 3.0 and longest(missing, pace, 10, Budget(0.0)) == 0
+    assert [span(s) for s in (0.1, 89, 300, 5399, 9000)] == [
+        "about 1 s",
+        "about 89 s",
+        "about 5 min",
+        "about 90 min",
+        "about 2.5 h",
+    ]
 
 
 def test_a_study_without_time_says_what_is_left_and_the_next_one_continues(home, tmp_path):

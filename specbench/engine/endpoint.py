@@ -185,7 +185,7 @@ def _key() -> str:
 
 
 def _refused(response: HTTPResponse, path: str) -> str:
-    """What to say of a status that is not 200. A server that wants another key may quote the one it got: it is not shown."""
+    """What to say of a status that is not 200."""
     if response.status in (401, 403):
         mend = f"check the key in {KEY}" if _key() else f"set {KEY} to its key"
         return f"{path} answers {response.status}, access refused; {mend}"

@@ -1,6 +1,7 @@
 """How long a command may measure, and how long a question takes: whole questions, as long as they fit."""
 
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -45,3 +46,16 @@ class Pace:
     def of(self, generations: int) -> float | None:
         """Seconds that so many are likely to take; None: unknown."""
         return self.seconds / self.generations * generations if self.generations else None
+
+
+def longest(missing: Iterable[Sequence[tuple[str, int]]], pace: Mapping[str, float], tokens: int, budget: Budget) -> float:
+    """Seconds that decoding takes at most: every answer as long as it may be, and nothing behind the budget's end.
+
+    Args:
+        missing: labels and turns, question by question. Where any of a turn is missing the baseline decodes it as well.
+        pace: seconds a token, by label, the baseline's first. tokens: of an answer at most.
+    """
+    first = next(iter(pace))
+    wanted = ({*found, *((first, turn) for _, turn in found)} for found in missing)
+    seconds = sum(tokens * pace.get(label, 0.0) for found in wanted for label, _ in found)
+    return seconds if budget.left is None else min(seconds, max(budget.left, 0.0))
