@@ -1,6 +1,7 @@
 """What others wrote is read as data, whole and finite, or refused in one line that names the file."""
 
 import builtins
+import inspect
 import json
 import lzma
 import pickle
@@ -15,12 +16,13 @@ from conftest import configuration, make, tiny
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 from test_trainer import trainer
+from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from drafters.vanilla import Vanilla
 from specbench import checkpoints
 from specbench.assets import sha256_of
 from specbench.datasets import Chat, Conversations, read_jsonl
-from specbench.engine import weights
+from specbench.engine import pretrained, weights
 from specbench.engine.grow import Chain
 from specbench.engine.pretrained import read_gguf, shaped
 from specbench.engine.target import Target
@@ -307,6 +309,20 @@ def test_a_broken_chat_template_is_one_line(template, model):
 def test_a_damaged_gguf_is_named(tmp_path):
     (tmp_path / "small.gguf").write_bytes(b"GGUF" + b"\0" * 40)
     refused(lambda: read_gguf(tmp_path / "small.gguf"), tmp_path / "small.gguf")
+
+
+def test_reading_a_gguf_draws_no_bar_into_a_log(tmp_path, monkeypatch, capsys):
+    drawn = gguf_reader.tqdm
+
+    def reads(*_, **__):
+        list(gguf_reader.tqdm(range(3), desc="Converting"))
+        raise ValueError("no more")
+
+    monkeypatch.setattr(pretrained.MODELS, "from_pretrained", reads)
+    refused(lambda: read_gguf(tmp_path / "small.gguf"), tmp_path / "small.gguf")
+    assert "Converting" not in capsys.readouterr().err and gguf_reader.tqdm is drawn
+    source = inspect.getsource(gguf_reader.load_gguf_checkpoint)
+    assert " tqdm(" in source, "its bar is no longer drawn by that name"
 
 
 def test_a_full_memory_is_not_called_a_damaged_file():

@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import modeling_gguf_pytorch_utils as gguf_reader
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 from typing_extensions import TypedDict
@@ -121,11 +123,22 @@ def read_tokenizer(folder: Path) -> Any:
 def read_gguf(file: Path) -> tuple[Any, Any]:
     """Model, in float32, and tokenizer of a GGUF file."""
     said: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
-    with refusing(f"{file} cannot be read as GGUF; remove it, and it is fetched again"), quiet():
+    with refusing(f"{file} cannot be read as GGUF; remove it, and it is fetched again"), quiet(), _barless_logs():
         model, found = MODELS.from_pretrained(file.parent, dtype=torch.float32, output_loading_info=True, **said)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **said)
     _require_whole(model, found, file)
     return model, tokenizer
+
+
+@contextmanager
+def _barless_logs() -> Iterator[None]:
+    """The bar of Transformers' reader of GGUF, which it draws itself whatever `quiet` says, on terminals alone."""
+    drawn: Any = gguf_reader.tqdm
+    gguf_reader.tqdm = partial(drawn, disable=None)  # None: where nobody watches
+    try:
+        yield
+    finally:
+        gguf_reader.tqdm = drawn
 
 
 def shaped(said: Mapping[str, Any], where: str) -> PreTrainedConfig:
