@@ -68,7 +68,7 @@ def main(config: DictConfig) -> None:
         print(visible(f"FAILED {', '.join(lost)}: {error}"))
     if config.show:
         console.show(report.view.timed(report.view.first) or report.main)
-    if report.verdicts:
+    if any(any(v.effects) for v in report.verdicts):  # nothing is said of studies that were not run
         print("claims: " + ", ".join(f"{count} {kind}" for kind, count in tally(report.verdicts).items()))
     print(f"report: {report.write()}")
 

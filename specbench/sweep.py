@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -32,10 +33,12 @@ class Sweep(Callback):
 
     def __init__(self) -> None:
         self.done, self.seconds = 0, 0.0
+        self.varied: set[str] = set()  # options that the sweep goes through, beside those that a cell is named by
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         failed.clear()
         cells = count_cells(config)
+        self.varied = swept(config) - {"drafter", "dataset"}
         os.environ[BEGUN], os.environ[CELLS] = str(time.time()), str(cells)
         print(f"sweep: {cells} cells into {config.results}", file=sys.stderr, flush=True)
 
@@ -48,6 +51,8 @@ class Sweep(Callback):
                 remaining = (int(os.environ[CELLS]) - number + 1) * self.seconds / self.done
                 left = f", about {remaining / 60:.0f} min left"
             what = config.study.title if "study" in config else f"{config.drafter.name} on {config.dataset.name}"
+            words = [word for word in config.hydra.overrides.task if _option(word) in self.varied]
+            what = ", ".join([what, *words])
             print(f"cell {number}/{os.environ[CELLS]}: {visible(what)}{left}", file=sys.stderr, flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
@@ -91,11 +96,25 @@ def _show(config: DictConfig) -> None:
         console.show(measured(asked), bool(config.get("details")), console.how_to_report(results))
 
 
-def count_cells(config: DictConfig) -> int:
-    """How many jobs the sweep's overrides make."""
+def _option(word: str) -> str:
+    """Of `+drafter.nodes=4`: `drafter.nodes`."""
+    return str(word).split("=")[0].lstrip("+~")
+
+
+def _asked(config: DictConfig) -> list[Override]:
+    """The sweep's overrides: those typed, and those of its configuration that were not."""
     task = list(config.hydra.overrides.task)
     fixed: Any = OmegaConf.to_container(config.hydra.sweeper.params) if config.hydra.sweeper.params else {}
-    said = {o.split("=")[0].lstrip("+~") for o in task}
+    said = set(map(_option, task))
     task += [f"{key}={value}" for key, value in fixed.items() if key not in said]
-    overrides = OverridesParser.create().parse_overrides(task)
-    return math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in overrides if o.is_sweep_override())
+    return list(OverridesParser.create().parse_overrides(task))
+
+
+def swept(config: DictConfig) -> set[str]:
+    """The options of which the sweep tries several values."""
+    return {o.key_or_group for o in _asked(config) if o.is_sweep_override()}
+
+
+def count_cells(config: DictConfig) -> int:
+    """How many jobs the sweep's overrides make."""
+    return math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in _asked(config) if o.is_sweep_override())

@@ -1,6 +1,7 @@
 """What a run, a sweep and a benchmark print: labels, one table of 80 columns, and no winner where there is none."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -181,7 +182,8 @@ def test_replayed_rows_show_acceptance_and_no_empty_columns(tmp_path):
         ({"a": 1.0}, 0.3, 20, "No drafter is surely faster than plain decoding here"),
         ({"a": 0.5, "b": 0.4}, 0.02, 20, "No drafter pays here"),
         ({"a": 2.0}, 0.02, 19, "19 questions: too few for a verdict"),
-        ({"a": 2.0}, 0.02, 1, "1 question: too few for a verdict"),
+        ({"a": 2.0}, 0.02, 1, "times the speed of plain decoding, the most here. 1 question: too few for a verdict"),
+        ({"a": 0.5}, 0.02, 19, "No drafter ran faster than plain decoding: a ran at 0.5"),
         ({}, 0.02, 20, "No speed-up was measured here."),
     ],
 )
@@ -199,6 +201,14 @@ def test_a_busy_machine_yields_no_winner(tmp_path):
     ((_, group),) = groups(names.labelled(cells.find(tmp_path).entries))
     said = verdict.sentence(group)
     assert verdict.verdict(group).best == () and "the machine did other work" in said.lower() and "fastest" not in said
+
+
+def test_of_lines_that_differ_in_numbers_alone_the_worst_is_shown(tmp_path):
+    group = group_of(tmp_path, speeds={"a": 2.0, "b": 1.5})
+    said = "The machine was busy: other processes kept {} of its 2 cores at work. Do not rely on speeds.".format
+    busy = [replace(e, busy=said(cores)) for e, cores in zip(group, ("1.1", "1.3", "0.9"), strict=True)]
+    assert tables.disturbances(busy) == [said("1.3")]
+    assert tables.disturbances(group) == []
 
 
 def test_simulated_and_lossy_rows_are_never_ranked(tmp_path):

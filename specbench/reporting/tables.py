@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from specbench import elsewhere
@@ -154,9 +155,13 @@ def training_lines(entries: list[Entry]) -> list[list[str]]:
 
 
 def disturbances(group: Sequence[Entry]) -> list[str]:
-    """What stands under a table: which of its cells were timed on a busy machine, and which by another engine."""
-    found = [line for e in group for line in (e.busy, elsewhere.said(e.arm, e.rows, e.baseline))]
-    return list(dict.fromkeys(filter(None, found)))
+    """What stands under a table: that it was timed on a busy machine, and what by another engine.
+
+    Of lines that differ in their numbers alone, block by block, the worst stands for all.
+    """
+    worst = {re.sub(r"[\d.]+", "", line): line for line in sorted(e.busy for e in group if e.busy)}
+    served = (elsewhere.said(e.arm, e.rows, e.baseline) for e in group)
+    return list(dict.fromkeys(filter(None, (*worst.values(), *served))))
 
 
 def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:

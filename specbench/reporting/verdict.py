@@ -110,7 +110,8 @@ def sentence(group: Sequence[Entry]) -> str:
     first = drafters[0]
     top = f"{first.title} ran at {shown(first.summary.speed_up)} times the speed of plain decoding"
     if found.reason:
-        return f"{top}, the most here. {found.reason[0].upper()}{found.reason[1:]}."
+        most = f"{top}, the most here" if _value(first) > 1 else f"No drafter ran faster than plain decoding: {top}"
+        return f"{most}. {found.reason[0].upper()}{found.reason[1:]}."
     best = [e for e in found.best if e.name != BASELINE]
     if not best:
         return f"No drafter pays here: plain decoding is faster than every one of them; {top}."
