@@ -38,11 +38,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from drafters.blocks import TrainedDrafter, llama_config, noisy
 from drafters.layers import attend, rotate, split_heads
 from drafters.teacher import Teacher
+from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
-from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.policies import Growth
 from specbench.engine.target import Target
-from specbench.options import Count, Name, Text, Weight
 
 
 class Beagle(TrainedDrafter):

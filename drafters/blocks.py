@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from drafters.layers import ATTENTION
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import PROJECT
+from specbench.common.types import Count, Name, Text
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
+from specbench.engine.backends.packed_linear import hasten
 from specbench.engine.cache import KVCache
-from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Outline, Sampler, Taps
-from specbench.engine.products import hasten
+from specbench.engine.policies import Growth
 from specbench.engine.target import CausalLM, Target
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Name, Text
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 
@@ -98,7 +99,7 @@ class TrainedDrafter(nn.Module):
             self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
             self.contents |= self.checkpoint.contents()
         elif self.weights is not None:
-            folder = stored.PROJECT / self.weights
+            folder = PROJECT / self.weights
             self.provenance = stored.load(self, folder, target.fingerprint())
             self.contents |= stored.contents_of(folder)
         if self.vocabulary is not None:

@@ -30,9 +30,9 @@ from torch import Tensor
 from drafters.eagle import following
 from drafters.hass import Hass
 from drafters.teacher import Teacher
-from specbench.engine.grow import Growth
+from specbench.common.types import Count, Name, Positive, Text, Weight
 from specbench.engine.interface import Batch
-from specbench.options import Count, Name, Positive, Text, Weight
+from specbench.engine.policies import Growth
 
 
 class Coral(Hass):

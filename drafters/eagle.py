@@ -47,13 +47,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from drafters.blocks import Noise, TrainedDrafter, chooser, llama_config, noisy, served
 from drafters.layers import behind
 from drafters.teacher import Teacher
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
-from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.policies import Growth
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Name, Text, Weight
 
 OWN_TOKENS = 24  # of the target's own text, enough to see which half of fc is which, and how large states are
 Inputs = Literal["shifted", "unshifted", "feature", "token"]

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from drafters.eagle import Eagle, following
 from drafters.teacher import Teacher
-from specbench.engine.grow import Growth
+from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.interface import Batch
-from specbench.options import Count, Name, Text, Weight
+from specbench.engine.policies import Growth
 
 
 class Hass(Eagle):

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from specbench.common.types import Count, Name
 from specbench.engine.interface import DraftTree, Outline, Sampler, State, Taps, TargetStates
 from specbench.engine.target import Target
-from specbench.options import Count, Name
 
 
 class Matching(Protocol):

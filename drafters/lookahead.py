@@ -26,10 +26,10 @@ from pydantic import Field
 from torch import Tensor
 
 from drafters.retrieval import Retriever
+from specbench.common.types import Count, Name, Seed
 from specbench.engine.interface import DraftTree, Sampler, State, Taps, TargetStates
 from specbench.engine.sampling import argmax
 from specbench.engine.tree import Trie
-from specbench.options import Count, Name, Seed
 
 Level = Annotated[int, Field(ge=2)]
 

@@ -30,12 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.blocks import TrainedDrafter, likeliest
-from specbench.engine.grow import Calibrated, Growth
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Name, Natural, Text, Weight
 from specbench.engine.interface import Batch, TargetStates
+from specbench.engine.policies import Calibrated, Growth
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Name, Natural, Text, Weight
 
 NAMES = (  # of a block's tensors and of an output layer: the authors' files, then vLLM's
     re.compile(r"(?:medusa_heads?\.)?(?P<head>\d+)\.(?P<block>\d+)\.linear\.(?P<part>weight|bias)"),

@@ -54,14 +54,14 @@ from drafters.blocks import TrainedDrafter, llama_config
 from drafters.layers import attend, behind, rotate, split_heads
 from drafters.lsa import LayerSelfAttention
 from drafters.teacher import Teacher
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Name, Natural, Positive, Share, Text, Weight
 from specbench.engine.cache import KVCache
-from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.policies import Growth
 from specbench.engine.pretrained import fingerprint
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Name, Natural, Positive, Share, Text, Weight
 
 CHUNK = 128  # tokens that go through LSA together: L times as many rows should stay in the processor's cache
 MLP_RATIOS: dict[str, float] = {"lsa": 3.0, "sa": 0.125, "ca": 1.75}  # Table 6: 6144 / 2048, 512 / 4096, 7168 / 4096

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from specbench.common.types import Name
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.tree import root_only
-from specbench.options import Name
 
 
 class NoDrafter:

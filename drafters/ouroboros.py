@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from drafters.lookahead import Level, Pool, Window
 from drafters.retrieval import Remembering
 from drafters.vanilla import Vanilla
-from specbench.engine.grow import named
+from specbench.common.types import Count, Name, Natural, Seed
 from specbench.engine.interface import DraftTree, Outline, Sampler, State, Taps, TargetStates
+from specbench.engine.policies import named
 from specbench.engine.sampling import argmax
 from specbench.engine.target import Target
 from specbench.engine.tree import Trie
-from specbench.options import Count, Name, Natural, Seed
 
 
 class Ouroboros(nn.Module, Remembering):

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 
 from drafters.retrieval import Retriever
+from specbench.common.types import Count, Name
 from specbench.engine.interface import DraftTree, Sampler
 from specbench.engine.tree import Trie
-from specbench.options import Count, Name
 
 
 class PromptLookup(Retriever):

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Any
 
+from specbench.common.types import Name
 from specbench.engine.interface import State, Taps, TargetStates
-from specbench.options import Name
 
 
 class Remembering(ABC):

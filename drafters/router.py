@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.blocks import TrainedDrafter, chooser
-from specbench.engine.grow import Growth
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Name, Text
+from specbench.engine.backends.packed_linear import products
 from specbench.engine.interface import Batch, NoShortcut, Outline, TargetStates
-from specbench.engine.products import products
+from specbench.engine.policies import Growth
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Name, Text
 
 MEASURED = 256  # states of a batch on which agreement is counted: it takes a second product with the head
 

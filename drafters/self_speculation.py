@@ -15,8 +15,8 @@ live until the cycle ends, and the next one begins behind the target's own, tapp
 kept layers' rows of the context, so that drafting runs against known answers too.
 
 Which sublayers are left out decides everything. `train.until=search` looks for the set with the highest predicted speed
-(`specbench.skipping`) and writes it into the folder `searched`. Where there is none, every other layer is left out, but for
-the first and the last: SWIFT's start (arXiv:2410.06916).
+(`tuning.layer_search`) and writes it into the folder `searched`. Where there is none, every other layer is left out, but
+for the first and the last: SWIFT's start (arXiv:2410.06916).
 
 `EarlyExit` is the simple variant: the first layers, the final norm and the head, as in LayerSkip (arXiv:2404.16710), whose
 targets were trained for it, which others are not.
@@ -36,14 +36,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specbench.common import storage
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Name, Share, Text
 from specbench.engine import weights
 from specbench.engine.interface import DraftTree, Outline, Sampler, Sublayers, Taps, TargetStates
 from specbench.engine.memory import cached_numbers
 from specbench.engine.sampling import argmax, draw
 from specbench.engine.target import Target
 from specbench.engine.tree import build
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Name, Share, Text
+from specbench.records.schema import SKIP
 
 
 @dataclass
@@ -199,7 +201,7 @@ class SelfSpeculation(_Partial):
 
     def choose(self, target: Target) -> Sublayers:
         self.provenance = {}
-        if self.searched is not None and (folder := weights.PROJECT / self.searched).joinpath(weights.SKIP).is_file():
+        if self.searched is not None and (folder := storage.PROJECT / self.searched).joinpath(SKIP).is_file():
             skipped, self.provenance = weights.load_skip(folder, target.fingerprint(), target.layers)
             self.contents = weights.skip_contents(folder)
             return skipped

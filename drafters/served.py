@@ -9,12 +9,12 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Name, Positive, Text
 from specbench.engine.decode import Limits
-from specbench.engine.endpoint import Answer, Endpoint
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.sampling import Sampler
-from specbench.errors import SpecBenchError
-from specbench.options import Name, Positive, Text
+from specbench.remote.endpoint import Answer, Endpoint
 
 TOLD = ("id", "root", "owned_by", "max_model_len")  # of what a server says of its model
 

@@ -20,9 +20,9 @@ import heapq
 import torch
 
 from drafters.retrieval import Retriever
+from specbench.common.types import Count, Name, Natural, Share, Weight
 from specbench.engine.interface import DraftTree, Sampler, State
 from specbench.engine.tree import Trie
-from specbench.options import Count, Name, Natural, Share, Weight
 
 
 class Automaton:

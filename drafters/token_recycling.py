@@ -10,7 +10,7 @@ a token. If several nodes of a pass carry one token the last one counts. The mat
 the authors have it; `none`, which is the default here, lets no generation profit from an earlier one. The template is not
 the authors' but follows from a guess: if each rank is right half as often as the one above it, and the first one half the
 time, a path of ranks r_1 … r_d is right in 2^-(r_1 + … + r_d + d) of the cases, and the 63 likeliest paths are exactly
-those with at least 2^-6. Any list of rank paths can be given instead (`tree._target_=specbench.engine.grow.Static`).
+those with at least 2^-6. Any list of rank paths can be given instead (`tree._target_=specbench.engine.policies.Static`).
 """
 
 from typing import Literal
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from drafters.retrieval import Retriever
-from specbench.engine.grow import Static
+from specbench.common.types import Count, Name
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
+from specbench.engine.policies import Static
 from specbench.engine.sampling import top
 from specbench.engine.target import Target
-from specbench.options import Count, Name
 
 
 class TokenRecycling(Retriever):

@@ -31,14 +31,14 @@ from transformers import LlamaForCausalLM
 from drafters.blocks import TrainedDrafter, chooser, llama_config
 from drafters.layers import behind
 from drafters.teacher import Teacher
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
-from specbench.engine.grow import Growth
 from specbench.engine.interface import Batch, Outline, Taps, TargetStates
+from specbench.engine.policies import Growth
 from specbench.engine.pretrained import contents_of, local, random_model, read_config, read_model, read_tokenizer
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.weights import Checkpoint
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Name, Text, Weight
 
 
 class Vanilla(TrainedDrafter):

@@ -1,5 +1,5 @@
-"""`python -m specbench`: the command `specbench`, see `specbench.cli`."""
+"""`python -m specbench`: the command `specbench`, see `specbench.config.commands`."""
 
-from specbench.cli import main
+from specbench.config.commands import main
 
 main()

@@ -14,15 +14,16 @@ import torch
 from pydantic import Field
 from rich.console import Console
 
-from specbench import arms, costs
-from specbench.assets import require_writable
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import require_writable
+from specbench.common.types import Count, Text
 from specbench.config import run_spec
+from specbench.config.cli import command, run_door
 from specbench.config.run_spec import RunOptions
-from specbench.door import command, run_door
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Text
+from specbench.evaluation import arms
 from specbench.reporting.study_figures import cost_of_cycles
 from specbench.reporting.tables import markdown_table
+from specbench.tuning import target_cost
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def main(config: Any) -> None:
         )
     target, _ = arms.load(spec, [made[0]])
     passes = {
-        context: costs.target_pass(target, costs.text(target, context)) for context in _fitting(asked["contexts"], target)
+        context: target_cost.target_pass(target, target_cost.text(target, context))
+        for context in _fitting(asked["contexts"], target)
     }
     said: Any = arms.build(spec, target, made=made).said["fitted"]
     print(f"Milliseconds of a pass of {spec.model.name}, by nodes in the tree and tokens before it\n")
@@ -84,11 +86,11 @@ def main(config: Any) -> None:
 
 def _fitting(contexts: Sequence[int], target: Any) -> list[int]:
     """Contexts that leave room for the largest tree."""
-    room = target.max_context - max(costs.NODES)
+    room = target.max_context - max(target_cost.NODES)
     found = [context for context in contexts if context <= room]
     if not found:
         raise SpecBenchError(
-            f"contexts: none of them leaves room for {max(costs.NODES)} nodes in {target.max_context} positions"
+            f"contexts: none of them leaves room for {max(target_cost.NODES)} nodes in {target.max_context} positions"
         )
     return found
 

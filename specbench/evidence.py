@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specbench.assets import require_writable
+from specbench.common.budget import Budget
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import require_writable
+from specbench.common.types import Name, Positive, Text
 from specbench.config import run_spec
-from specbench.door import command, run_door
-from specbench.errors import SpecBenchError
+from specbench.config.cli import command, run_door
 from specbench.evaluation import plan, workers
-from specbench.evaluation.budget import Budget
-from specbench.options import Name, Positive, Text
+from specbench.records.studies import Override
 from specbench.reporting.tables import markdown_table
-from specbench.studies import Override
 
 
 @dataclass(frozen=True)

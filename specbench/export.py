@@ -16,14 +16,14 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
-from specbench import schema
-from specbench.assets import atomic_path, require_writable
-from specbench.door import CONF, run_door, spoken
-from specbench.engine.grow import Growth
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import atomic_path, require_writable
+from specbench.common.types import Text
+from specbench.config import validation
+from specbench.config.cli import CONF, run_door, spoken
 from specbench.engine.interface import Drafter
-from specbench.errors import SpecBenchError
-from specbench.models import ModelSpec, model_folder
-from specbench.options import Text
+from specbench.engine.loading import ModelSpec, model_folder
+from specbench.engine.policies import Growth
 
 Format = Literal["vllm", "sglang"]
 
@@ -43,7 +43,7 @@ class Options:
 @spoken
 def main(config: DictConfig) -> None:
     """Load the drafter beside its target, rename its tensors, write both files, say how to serve them."""
-    schema.check(config, Options)
+    validation.check(config, Options)
     out = Path(config.out)
     require_writable(out.parent)
     if config.drafter.get("weights", "") is None:

@@ -14,12 +14,12 @@ from typing import Literal
 import hydra
 from omegaconf import DictConfig
 
-from specbench import schema
-from specbench.door import CONF, run_door, spoken
-from specbench.errors import SpecBenchError, visible
-from specbench.options import Name, Text
+from specbench.common.errors import SpecBenchError, visible
+from specbench.common.types import Name, Text
+from specbench.config import validation
+from specbench.config.cli import CONF, run_door, spoken
 from specbench.records.rows import by_error
-from specbench.reporting import cells, console, tables, trainings, translate
+from specbench.reporting import cells, console, foreign_results, tables, trainings
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.claims import tally
 
@@ -41,12 +41,12 @@ class Options:
 @spoken
 def main(config: DictConfig) -> None:
     """Collect, print, and write the report beside the rows."""
-    schema.check(config, Options)
+    validation.check(config, Options)
     results = Path(config.results)
     if config["import"] is not None:
-        print(translate.markdown(Path(config["import"]), config.format, config.baseline), end="")
+        print(foreign_results.markdown(Path(config["import"]), config.format, config.baseline), end="")
         return
-    if config.format in translate.CYCLES:
+    if config.format in foreign_results.CYCLES:
         raise SpecBenchError(f"format={config.format} is of an answer file of that harness; name one with import=FILE")
     problems: list[str] = []
     if config.training is not None:

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
-from specbench import arms, cell, sweep
-from specbench.assets import require_writable
+from specbench import sweep
+from specbench.common.budget import Budget
+from specbench.common.errors import SpecBenchError, visible
+from specbench.common.faults import told
+from specbench.common.storage import require_writable
 from specbench.config import run_spec
+from specbench.config.cli import command, run_door, sweeping, typed_overrides
 from specbench.config.run_spec import RunOptions as Options
 from specbench.config.run_spec import RunSpec
-from specbench.door import command, run_door, sweeping, typed_overrides
-from specbench.errors import SpecBenchError, visible
-from specbench.evaluation.budget import Budget
-from specbench.faults import told
-from specbench.metrics import BASELINE
+from specbench.evaluation import arms, cell
 from specbench.records import blocks
+from specbench.records.metrics import BASELINE
 from specbench.reporting import cells, console, outcome
 from specbench.reporting.groups import Asked, measured
 

@@ -14,12 +14,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from pydantic import Field
 
-from specbench import schema, serving
-from specbench.config import run_spec
-from specbench.door import CONF, run_door, spoken
-from specbench.engine.sockets import parsed, secret
-from specbench.models import ModelSpec
-from specbench.options import Count, Name, Positive, Text
+from specbench.common.types import Count, Name, Positive, Text
+from specbench.config import run_spec, validation
+from specbench.config.cli import CONF, run_door, spoken
+from specbench.engine.loading import ModelSpec
+from specbench.remote import serving
+from specbench.remote.transport import parsed, secret
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Options:
 @spoken
 def main(config: DictConfig) -> None:
     """Load, say where to find it, serve until interrupted."""
-    schema.check(config, Options)
+    validation.check(config, Options)
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"tcp://{host}:{config.port}"
     parsed(address), secret(address)  # refused before anything is loaded

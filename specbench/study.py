@@ -15,22 +15,21 @@ from typing import Any
 
 import torch
 
-from specbench import arms, cell, studies
-from specbench.assets import require_writable
+from specbench.common.budget import Budget
+from specbench.common.errors import SpecBenchError, visible
+from specbench.common.storage import require_writable
+from specbench.common.types import Name, Natural
 from specbench.config import run_spec
+from specbench.config.cli import choice, command, run_door, typed_overrides
 from specbench.config.run_spec import RunOptions
-from specbench.door import choice, command, run_door, typed_overrides
 from specbench.engine.target import pick_device
-from specbench.errors import SpecBenchError, visible
-from specbench.evaluation import several, study_runs
-from specbench.evaluation.budget import Budget
+from specbench.evaluation import arms, cell, several, study_runs
 from specbench.evaluation.study_runs import StudyCell
 from specbench.evaluation.study_training import Trained, train_missing
-from specbench.options import Name, Natural
-from specbench.records import blocks
+from specbench.records import blocks, studies
+from specbench.records.studies import Study
 from specbench.reporting import cells, claims, console, outcome
 from specbench.reporting.groups import Asked, measured
-from specbench.studies import Study
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.errors import visible
-from specbench.files import readable
+from specbench.common.errors import visible
+from specbench.common.io import readable
 from specbench.records.rows import CellFailure, by_error
 from specbench.reporting import console
 from specbench.reporting.groups import Asked, measured

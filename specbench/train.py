@@ -9,7 +9,9 @@ python -m specbench.train drafter=eagle2 train.until=acceptance       # what fit
 python -m specbench.train drafter=self_speculation train.until=search # which sublayers it had best leave out
 """
 
-import specbench.passive  # noqa: F401
+import specbench.common.omp_policy  # noqa: F401
+from specbench.common import storage
+from specbench.records.schema import PROVENANCE, SKIP, WEIGHTS
 
 # isort: split
 import sys
@@ -26,25 +28,27 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-from specbench import acceptance as trees
-from specbench import contents, measure, schema, skipping
-from specbench.assets import atomic_path, cache_root, require_writable
-from specbench.datasets import Conversations
-from specbench.door import CONF, run_door, spoken
+from specbench.common import environment, hashing
+from specbench.common.budget import Budget
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import atomic_path, cache_root, require_writable
+from specbench.common.types import Count, Name, Positive, Text
+from specbench.config import validation
+from specbench.config.cli import CONF, run_door, spoken
+from specbench.data.conversations import Conversations
 from specbench.engine import vocabulary, weights
-from specbench.engine.grow import Chain, Growth
 from specbench.engine.interface import Drafter, NoShortcut
+from specbench.engine.loading import ModelSpec
+from specbench.engine.policies import Chain, Growth
 from specbench.engine.target import Target, pick_device
-from specbench.errors import SpecBenchError
-from specbench.evaluation.budget import Budget
-from specbench.models import ModelSpec
-from specbench.options import Count, Name, Positive, Text
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import VALIDATION, Answer, Corpus, Shards, held_out
 from specbench.training.overwriting import UNDECIDED, made_by, refuse_overwriting, tracked
 from specbench.training.plan import Rows, plan
 from specbench.training.replay import Acceptance, chains, known_states, replay
 from specbench.training.trainer import Paused, Trainer, TrainSettings
+from specbench.tuning import acceptance as trees
+from specbench.tuning import layer_search
 
 CALIBRATION = 64  # held-out answers of a drafter's calibration
 NO_RECIPE = ("name", "out", "minutes", "overwrite")  # where it was written, and in how many parts
@@ -91,13 +95,13 @@ class Options:
 @spoken
 def main(config: DictConfig) -> None:
     """Build what is missing of the corpus, train, write the weights."""
-    schema.check(config, Options)
+    validation.check(config, Options)
     _settle(config)
-    if config.train.missing and config.train.until == "weights" and (Path(config.train.out) / weights.WEIGHTS).exists():
+    if config.train.missing and config.train.until == "weights" and (Path(config.train.out) / WEIGHTS).exists():
         print(f"{config.train.out}: there already (train.missing=false trains anew)")
         return
     budget = Budget.of_minutes(config.train.minutes)
-    measure.commit()  # remembered from now on: the code that trains is the code that was there at the start
+    environment.commit()  # remembered from now on: the code that trains is the code that was there at the start
     torch.set_num_threads(config.threads or torch.get_num_threads())
     spec: ModelSpec = instantiate(config.model)
     if spec.dtype == "auto" and pick_device(spec.device).type == "cpu":
@@ -105,7 +109,7 @@ def main(config: DictConfig) -> None:
     processes = PartialState(cpu=pick_device(spec.device).type == "cpu")
     beside = [instantiate(config.drafter)] * (config.train.until in ("weights", "acceptance", "search"))
     target, chat = spec.load(processes.num_processes if config.train.shard_target else 1, beside=beside)
-    packed = weights.PROJECT / config.train.packed
+    packed = storage.PROJECT / config.train.packed
     chats = instantiate(config.train.text).load()
     text = Writer(instantiate(config.train.corpus), target, chat, chats, cache_root() / "corpora", packed)
     config.train.corpus.precision = text.settings.precision  # of `auto` what it came to: the provenance says who wrote
@@ -131,7 +135,11 @@ def main(config: DictConfig) -> None:
             print(f"frequent ids in {path}")
     if config.train.pack is not None and processes.is_main_process:
         said = {"license": config.train.pack, "questions": OmegaConf.to_container(config.train.text)}
-        made = {"machine": measure.hardware(target.device), "versions": measure.versions(), "commit": measure.commit()}
+        made = {
+            "machine": environment.hardware(target.device),
+            "versions": environment.versions(),
+            "commit": environment.commit(),
+        }
         print(f"corpus in {text.pack(packed, said | made)}")
 
 
@@ -154,7 +162,7 @@ def _settle(config: DictConfig) -> None:
     instantiate(part.settings)  # what contradicts itself there
     for number, phase in enumerate(part.settings.phases):
         said: Any = OmegaConf.to_container(phase)
-        schema.hold_some(said.get("drafter", {}), taker, phased, f"train.settings.phases[{number}].drafter")
+        validation.hold_some(said.get("drafter", {}), taker, phased, f"train.settings.phases[{number}].drafter")
     if not (part.overwrite or part.missing):
         _protect(config)
 
@@ -163,10 +171,10 @@ def _protect(config: DictConfig) -> None:
     """Refuse to write over what another training made, before anything is loaded."""
     out, until = Path(config.train.out), config.train.until
     if until == "search":
-        refuse_overwriting(out / weights.SKIP)
+        refuse_overwriting(out / SKIP)
     elif until == "weights":
         drafter, recipe = (OmegaConf.to_container(part, resolve=True) for part in (config.drafter, config.train))
-        refuse_overwriting(out / weights.WEIGHTS, made_by(drafter, recipe))  # type: ignore[arg-type]
+        refuse_overwriting(out / WEIGHTS, made_by(drafter, recipe))  # type: ignore[arg-type]
 
 
 def _build(shards: Shards, processes: PartialState) -> None:
@@ -246,9 +254,9 @@ def _train(config: DictConfig, shards: Shards, processes: PartialState, budget: 
         return
     provenance = _provenance(config, trainer, corpus, target, found) | {"history": history, "calibration": calibration}
     out = Path(config.train.out)
-    with atomic_path(out / weights.WEIGHTS) as temporary:
+    with atomic_path(out / WEIGHTS) as temporary:
         weights.save(drafter, temporary.parent, provenance)
-        (temporary.parent / weights.PROVENANCE).replace(out / weights.PROVENANCE)
+        (temporary.parent / PROVENANCE).replace(out / PROVENANCE)
     if followed is not None:
         trees.write(out, followed)
     print(f"weights in {out}")
@@ -269,11 +277,15 @@ def _search(config: DictConfig, shards: Shards) -> None:
     drafter: Any = instantiate(config.drafter, searched=None)
     drafter.bind(target)
     journal = _progress_of(config) / f"search-{target.fingerprint()[:12]}.journal"
-    found = skipping.search(target, drafter, held_out(shards.folder, skipping.ANSWERS), journal)
+    found = layer_search.search(target, drafter, held_out(shards.folder, layer_search.ANSWERS), journal)
     whose = {"target": config.model.name, "target_fingerprint": target.fingerprint()}
-    made = {"machine": measure.hardware(target.device), "versions": measure.versions(), "commit": measure.commit()}
-    skipping.write(out, whose | found | {"drafter": OmegaConf.to_container(config.drafter, resolve=True)} | made)
-    print(f"skipped sublayers in {out / weights.SKIP}: {found['predicted']['speedup']:.2f}x plain decoding expected")
+    made = {
+        "machine": environment.hardware(target.device),
+        "versions": environment.versions(),
+        "commit": environment.commit(),
+    }
+    layer_search.write(out, whose | found | {"drafter": OmegaConf.to_container(config.drafter, resolve=True)} | made)
+    print(f"skipped sublayers in {out / SKIP}: {found['predicted']['speedup']:.2f}x plain decoding expected")
 
 
 def _progress_of(config: DictConfig) -> Path:
@@ -311,9 +323,9 @@ def _provenance(config: DictConfig, trainer: Trainer, corpus: Corpus, target: Ta
         "steps": trainer.step,
         "precision": trainer.accelerator.mixed_precision,
         "hours": round(trainer.seconds / 3600, 3),
-        "machine": measure.hardware(target.device),
-        "versions": measure.versions(),
-        "commit": measure.commit(),
+        "machine": environment.hardware(target.device),
+        "versions": environment.versions(),
+        "commit": environment.commit(),
         "held_out": {
             "chain_tau": round(found.tau, 4),
             "n_alpha": [round(a, 4) for a in found.alphas],
@@ -327,7 +339,7 @@ def _shaping(config: DictConfig, target: Target) -> dict[str, Any]:
     drafter: Any = OmegaConf.to_container(config.drafter, resolve=True)
     start = None
     if config.train.start is not None:
-        start = contents.of_file(weights.PROJECT / config.train.start / weights.WEIGHTS)
+        start = hashing.of_file(storage.PROJECT / config.train.start / WEIGHTS)
     own = {k: v for k, v in drafter.items() if k not in UNDECIDED["drafter"]}
     return {"drafter": own, "target": target.fingerprint(), "start": start}
 

@@ -22,18 +22,19 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import with_config
 from typing_extensions import NotRequired, TypedDict
 
-from specbench import contents, measure, schema
-from specbench.assets import atomic_path, cache_root, require_writable
-from specbench.door import CONF, run_door, spoken
+from specbench.common import environment, hashing
+from specbench.common.errors import SpecBenchError, visible
+from specbench.common.io import STRICT
+from specbench.common.storage import atomic_path, cache_root, require_writable
+from specbench.common.types import Count, Name, Natural, Share, Text
+from specbench.config import validation
+from specbench.config.cli import CONF, run_door, spoken
 from specbench.engine.target import pick_device
-from specbench.engine.weights import PROVENANCE
-from specbench.errors import SpecBenchError, visible
-from specbench.files import STRICT
-from specbench.options import Count, Name, Natural, Share, Text
+from specbench.records.schema import PROVENANCE
+from specbench.records.studies import Override
 from specbench.reporting import trainings
 from specbench.reporting.tables import markdown_table
 from specbench.reporting.trainings import TRIALS, Trial, trial_lines
-from specbench.studies import Override
 
 BASE = "base"
 # Of a provenance.
@@ -77,7 +78,7 @@ class Options:
 @spoken
 def main(config: DictConfig) -> None:
     """Train what is missing; write rows and table."""
-    schema.check(config, Options)
+    validation.check(config, Options)
     plain: Any = OmegaConf.to_container(config, resolve=True)
     asked, out = Options(**plain), Path(plain["out"])
     require_writable(out)
@@ -85,7 +86,7 @@ def main(config: DictConfig) -> None:
     chosen = _chosen(every, asked.only)
     path = out / "trials.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    here = measure.hardware(pick_device("auto"))["device"]
+    here = environment.hardware(pick_device("auto"))["device"]
     ours = [r for r in rows if r["machine"]["device"] == here]
     there = {(r["drafter"], r["trial"], r["seed"], trainings.tokens_of(r["options"])) for r in ours}
     for seed in asked.seeds:
@@ -128,7 +129,7 @@ def _chosen(every: list[Trial], only: Sequence[str] | None) -> list[Trial]:
     names = {name: trial for trial in every for name in _names(trial)}
     for name in only:
         if name not in names:
-            raise SpecBenchError(f"only: there is no trial {visible(name)}{schema.nearest(name, names)}")
+            raise SpecBenchError(f"only: there is no trial {visible(name)}{validation.nearest(name, names)}")
     return [trial for trial in every if _names(trial) & set(only)]
 
 
@@ -138,7 +139,7 @@ def _names(trial: Trial) -> set[str]:
 
 def _train(trial: Trial, seed: int, options: list[str]) -> Row:
     """One training, in a process of its own; its row. Its folder is named by all that the training is told."""
-    name = f"trial-{trial.drafter}-{trial.name}-{contents.of(options)[:12]}"
+    name = f"trial-{trial.drafter}-{trial.name}-{hashing.of(options)[:12]}"
     folder = cache_root() / "trials" / name
     command = [sys.executable, "-m", "specbench.train", *options, f"train.name={name}", f"train.out={folder}"]
     if code := subprocess.run([*command, "train.missing=true"]).returncode:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specbench import schema
-from specbench.door import run_door
+from specbench.config import validation
+from specbench.config.cli import run_door
 
 
 @dataclass
@@ -93,12 +93,12 @@ def refuse(door: types.ModuleType, name: str, arguments: list[str], mentions: st
 
 def leaves(node: Mapping[str, Any], *takers: type, place: str = "") -> Iterator[tuple[str, Any]]:
     """Options of a configuration with their declared types, nodes taken apart; also those that no YAML file mentions."""
-    taker = schema.target(node["_target_"], takers, place) if "_target_" in node else takers[0]
-    for name, option in schema.options(taker).items():
+    taker = validation.target(node["_target_"], takers, place) if "_target_" in node else takers[0]
+    for name, option in validation.options(taker).items():
         if name == "growth":
             continue  # the tree's own options once more
         path, value = f"{place}.{name}" if place else name, node.get(name)
-        inner = list(schema.classes(option.annotation))
+        inner = list(validation.classes(option.annotation))
         if isinstance(value, dict) and ("_target_" in value or inner):
             yield from leaves(value, *(inner or [object]), place=path)
         elif not inner:

@@ -1,6 +1,6 @@
 """Tiny random targets and every drafter that `conf/drafter/` declares, bound to them; a home folder for the doors."""
 
-import specbench.passive
+import specbench.common.omp_policy
 
 # isort: split
 import copy
@@ -26,7 +26,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import specbench.door  # noqa: F401 - what interpolations mean
+import specbench.config.cli  # noqa: F401 - what interpolations mean
 from specbench.config.run_spec import RunSpec, from_config
 from specbench.engine import weights
 from specbench.engine.target import Target

@@ -8,7 +8,7 @@ from specbench.engine.interface import Step
 from specbench.records.blocks import Block, Ledger
 from specbench.records.identity import DECODING, TIMING, question_digest
 from specbench.records.rows import Row
-from specbench.shapes import SCHEMA
+from specbench.records.schema import SCHEMA
 
 
 def arm(name="eagle2", **more):

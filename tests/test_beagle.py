@@ -13,11 +13,11 @@ from drafters import beagle
 from drafters.beagle import Beagle, early_mask, late_mask
 from drafters.eagle import Eagle
 from drafters.teacher import Teacher
-from specbench.engine.grow import Chain
+from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
+from specbench.engine.policies import Chain
 from specbench.engine.target import Target
 from specbench.engine.weights import trained
-from specbench.errors import SpecBenchError
 from specbench.training.features import Answer
 from specbench.training.replay import replay
 

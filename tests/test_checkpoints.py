@@ -14,12 +14,14 @@ from conftest import configuration, make, settled, tiny
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 
-from specbench import arms, checkpoints, export
+from specbench import export
+from specbench.common.errors import SpecBenchError
+from specbench.engine import checkpoints
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
+from specbench.evaluation import arms
 
 D, HEADS, KV, HEAD_DIM, MLP, V, LAYERS = 32, 4, 2, 8, 48, 61, 3  # conftest's tiny target
 EPS = 1e-6

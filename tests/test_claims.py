@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fixtures import arm, block, settings
 
-from specbench import metrics
+from specbench.records import metrics
 from specbench.records.blocks import below
 from specbench.records.rows import Measurement, Row
 from specbench.reporting import cells, claims

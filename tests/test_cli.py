@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, start, typed, wait_for_rows, weight
 
-from specbench.door import spelt_out
+from specbench.config.cli import spelt_out
 from specbench.records import blocks
 from specbench.records.blocks import NAME
 from specbench.reporting import cells

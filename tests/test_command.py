@@ -13,8 +13,8 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 import specbench
-from specbench import catalog, cli, listing, usage
-from specbench.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError
+from specbench.config import catalog, commands, listing, usage
 
 HEAVY = ("torch", "transformers", "hydra", "omegaconf", "datasets", "matplotlib", "pandas")
 ALONE = {"study": ["study=bench"], "train": ["~recipe"]}  # what a configuration needs, or that which is a preset
@@ -56,7 +56,9 @@ def test_help_is_there_at_once():
 
 def test_the_console_script_is_declared():
     declared = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r'^\[project\.scripts\]\nspecbench = "specbench\.cli:main"$', declared, re.M) and callable(cli.main)
+    assert re.search(
+        r'^\[project\.scripts\]\nspecbench = "specbench\.config\.commands:main"$', declared, re.M
+    ) and callable(commands.main)
     assert 'version = { attr = "specbench.__version__" }' in declared
 
 
@@ -193,7 +195,7 @@ def column(rows, name):
 
 
 def test_weights_of_drafters_are_here_or_on_the_hub_or_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, "ROOT", tmp_path)
+    monkeypatch.setattr(listing, "PROJECT", tmp_path)
     for name in ("eagle2", "coral_router"):
         folder = tmp_path / "drafters" / "weights" / "llama2-7b" / name
         folder.mkdir(parents=True)
@@ -261,10 +263,10 @@ def test_a_table_keeps_names_and_cuts_where_little_is_lost():
     ],
 )
 def test_a_misspelt_command_is_one_line(words, said, monkeypatch, capsys):
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)  # of this process, which goes on
+    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)  # of this process, which goes on
     monkeypatch.setattr(sys, "argv", ["specbench", *words])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        commands.main()
     assert end.value.code == 2 and capsys.readouterr().err == f"specbench: {said}\n"
 
 

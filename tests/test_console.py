@@ -9,12 +9,12 @@ from fixtures import arm, block, random_row, settings
 from rich.cells import cell_len
 from test_overview import bench
 
-from specbench.metrics import contrast
+from specbench.records.metrics import contrast
 from specbench.reporting import cells, console, names, tables, verdict
 from specbench.reporting.groups import Asked, groups, measured
 
-EAGLE2 = {"_target_": "specbench.engine.grow.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}
-RATE = {"_target_": "specbench.engine.fitted.Rate", "depth": 8, "top_k": 10, "nodes": 64}
+EAGLE2 = {"_target_": "specbench.engine.policies.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}
+RATE = {"_target_": "specbench.tuning.cost_aware.Rate", "depth": 8, "top_k": 10, "nodes": 64}
 
 
 SAME = "identical"
@@ -234,7 +234,7 @@ def test_of_equal_arms_none_is_called_fastest_more_often_than_one_time_in_twenty
         def __init__(self, totals):
             self.totals = totals
 
-    from specbench.metrics import Totals
+    from specbench.records.metrics import Totals
 
     rng, alarms, draws = np.random.default_rng(0), 0, 200
     for _ in range(draws):
@@ -258,7 +258,7 @@ def test_two_arms_of_different_speed_are_told_apart_as_their_interval_is(tmp_pat
 
 
 def tables_rate():
-    from specbench.metrics import RATES
+    from specbench.records.metrics import RATES
 
     return RATES["speed_up"]
 

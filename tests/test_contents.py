@@ -11,14 +11,15 @@ from conftest import ARCHITECTURES, ROOT, configuration, tiny
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 
-from specbench import contents, run
-from specbench.assets import sha256_of
+from specbench import run
+from specbench.common import hashing
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import sha256_of
 from specbench.config import run_spec
-from specbench.datasets import PromptSet
+from specbench.data.prompts import PromptSet
 from specbench.engine import pretrained
 from specbench.engine.pretrained import contents_of, fingerprint_of
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError
 from specbench.records import identity
 from specbench.records.blocks import NAME, read_block
 from specbench.records.rows import Row
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(contents, "SETTLED", 0)  # the tests' files are younger than any user's
+    monkeypatch.setattr(hashing, "SETTLED", 0)  # the tests' files are younger than any user's
     return tmp_path / "cache"
 
 
@@ -38,7 +39,7 @@ def cache(tmp_path, monkeypatch):
 def reads(monkeypatch):
     """The files read for their digest, as they are."""
     found = []
-    monkeypatch.setattr(contents, "sha256_of", lambda path: (found.append(path.name), sha256_of(path))[1])
+    monkeypatch.setattr(hashing, "sha256_of", lambda path: (found.append(path.name), sha256_of(path))[1])
     return found
 
 
@@ -55,26 +56,26 @@ def edit(path, change):
 def test_a_file_is_read_once_and_again_when_it_was_touched(tmp_path, reads):
     path = tmp_path / "file"
     path.write_text("content")
-    first = contents.of_file(path)
-    assert contents.of_file(path) == first == sha256_of(path) and reads == ["file"]
+    first = hashing.of_file(path)
+    assert hashing.of_file(path) == first == sha256_of(path) and reads == ["file"]
     os.utime(path, ns=(1, 1))
-    assert contents.of_file(path) == first and contents.of_file(path) == first and reads == ["file"] * 2
+    assert hashing.of_file(path) == first and hashing.of_file(path) == first and reads == ["file"] * 2
 
 
 def test_a_change_of_the_same_size_and_time_is_seen(tmp_path):
     path = tmp_path / "file"
     path.write_text("before")
     os.utime(path, ns=(1, 1))
-    first = contents.of_file(path)
+    first = hashing.of_file(path)
     path.write_text("behind")
     os.utime(path, ns=(1, 1))
-    assert contents.of_file(path) == sha256_of(path) != first
+    assert hashing.of_file(path) == sha256_of(path) != first
 
 
 def test_what_changed_a_moment_ago_is_not_remembered(tmp_path, monkeypatch, reads):
-    monkeypatch.setattr(contents, "SETTLED", 10**12)
+    monkeypatch.setattr(hashing, "SETTLED", 10**12)
     (tmp_path / "file").write_text("x")
-    assert contents.of_file(tmp_path / "file") == contents.of_file(tmp_path / "file")
+    assert hashing.of_file(tmp_path / "file") == hashing.of_file(tmp_path / "file")
     assert len(reads) == 2
 
 
@@ -83,11 +84,11 @@ def test_what_changed_a_moment_ago_is_not_remembered(tmp_path, monkeypatch, read
 )
 def test_a_damaged_memory_is_made_anew(tmp_path, cache, damage, reads):
     (tmp_path / "file").write_text("x")
-    first = contents.of_file(tmp_path / "file")
+    first = hashing.of_file(tmp_path / "file")
     (entry,) = (cache / "contents").iterdir()
     whole = entry.read_bytes()
     entry.write_bytes(damage)
-    assert contents.of_file(tmp_path / "file") == first and len(reads) == 2
+    assert hashing.of_file(tmp_path / "file") == first and len(reads) == 2
     assert entry.read_bytes() == whole
 
 
@@ -95,16 +96,16 @@ def test_processes_side_by_side_and_a_cache_that_cannot_be_written(tmp_path, cac
     path = tmp_path / "file"
     path.write_text("x" * 5000)
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(lambda _: contents.of_file(path), range(32))) == {sha256_of(path)}
+        assert set(pool.map(lambda _: hashing.of_file(path), range(32))) == {sha256_of(path)}
     assert len(list((cache / "contents").iterdir())) == 1, "temporary files were left behind"
     (tmp_path / "flat").write_text("no folder")
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "flat"))
-    assert contents.of_file(path) == sha256_of(path)
+    assert hashing.of_file(path) == sha256_of(path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(SpecBenchError, match="nowhere"):
-        contents.of_file(tmp_path / "nowhere")
+        hashing.of_file(tmp_path / "nowhere")
 
 
 # The fingerprint ------------------------------------------------------------------------------------------------------

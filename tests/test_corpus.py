@@ -8,10 +8,10 @@ import torch
 from conftest import ARCHITECTURES, tiny
 from test_decode import plain
 
-from specbench.engine.int8 import EXACT, Int8Linear, quantised
+from specbench.common.errors import SpecBenchError
+from specbench.engine.backends.quantised import EXACT, Int8Linear, quantised
 from specbench.engine.interface import Taps
 from specbench.engine.rows import Rows
-from specbench.errors import SpecBenchError
 from specbench.reporting.trainings import Trial, trial_lines
 from specbench.training.corpus import CorpusSettings, Writer, unpack
 from specbench.training.features import Corpus, Shards, held_out, packed

@@ -7,15 +7,15 @@ import torch
 from conftest import ARCHITECTURES, DRAFTERS, DRAFTING, TRAINED, make, tiny
 from scipy.stats import chi2
 
-from specbench import metrics
+from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Limits, Prefill, decode
-from specbench.engine.grow import Dynamic
 from specbench.engine.interface import Step, Taps
-from specbench.engine.known import Known
+from specbench.engine.policies import Dynamic
+from specbench.engine.replay import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, root_only
 from specbench.engine.verify import Lossless, Typical
-from specbench.errors import SpecBenchError
+from specbench.records import metrics
 from specbench.records.rows import Row
 
 PROMPT = [3, 14, 15, 9, 26]

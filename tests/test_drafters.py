@@ -11,12 +11,12 @@ from conftest import DRAFTERS, TRAINED, make, tiny
 from test_decode import PROMPT, generate, plain
 
 from drafters.vanilla import Vanilla
+from specbench.common.errors import SpecBenchError
 from specbench.engine import weights
-from specbench.engine.grow import Chain, Dynamic
 from specbench.engine.interface import Batch, Drafter, Taps
+from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import paths_of
-from specbench.errors import SpecBenchError
 from specbench.training.features import Answer
 from specbench.training.replay import replay
 

@@ -7,8 +7,8 @@ from test_decode import PROMPT, plain
 from test_drafters import save_tokenizer, trained
 
 from drafters.vanilla import Vanilla
-from specbench.engine.grow import Chain
 from specbench.engine.interface import Batch, NoShortcut
+from specbench.engine.policies import Chain
 from specbench.training.features import Answer
 from specbench.training.replay import chains, replay
 

@@ -16,15 +16,15 @@ from doors import arguments_of, call, environment, run, start
 from fixtures import settings
 from test_study import TWO, read_rows
 
-from specbench import studies
-from specbench.bench import Bench, Contender, RunSettings
-from specbench.datasets import Question
+from specbench.common.budget import Budget, Pace, longest
+from specbench.common.progress import span
+from specbench.data.prompts import Question
+from specbench.engine.decode import RunSettings
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation import plan, several, study_runs, workers
-from specbench.evaluation.budget import Budget, Pace, longest
-from specbench.progress import span
-from specbench.records import blocks
+from specbench.evaluation.runner import Bench, Contender
+from specbench.records import blocks, studies
 from specbench.records.blocks import Ledger, read_block
 from specbench.records.rows import QuestionEnd, Row
 
@@ -346,7 +346,7 @@ def test_a_training_in_parts_is_the_training_in_one(home):
 
 def test_what_a_killed_command_had_started_ends_with_it(tmp_path):
     """Or a study that nobody waits for would go on beside the next one."""
-    inner = "import subprocess, sys; from specbench.children import dying_with_parent as d; "
+    inner = "import subprocess, sys; from specbench.common.processes import dying_with_parent as d; "
     inner += "p = subprocess.Popen(['sleep', '60'], preexec_fn=d()); print(p.pid, flush=True); p.wait()"
     outer = subprocess.Popen([sys.executable, "-c", inner], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     child = Path("/proc") / outer.stdout.readline().strip()
@@ -362,7 +362,7 @@ def test_what_a_killed_command_had_started_ends_with_it(tmp_path):
 WORKING = """
 from pathlib import Path
 from specbench.evaluation import plan, workers
-from specbench.evaluation.budget import Budget
+from specbench.common.budget import Budget
 scope = plan.Scope(Path({results!r}), "smollm2-135m", {words!r}, Path({folder!r}))
 workers.work([t for t in plan.all_tasks(scope, ["worked"]) if t.open], workers.Settings(scope, None, 300.0), Budget(400))
 """

@@ -17,15 +17,17 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from test_report import fill
 
-from specbench import files, report, studies
-from specbench.errors import SpecBenchError
-from specbench.metrics import BASELINE
+from specbench import report
+from specbench.common import io
+from specbench.common.errors import SpecBenchError
+from specbench.records import studies
 from specbench.records.blocks import below, read_block
+from specbench.records.metrics import BASELINE
 from specbench.records.rows import CellFailure, Failure, Measurement
-from specbench.reporting import bundle, cells, published, tables, trainings, translate
+from specbench.records.schema import Provenance, Trace
+from specbench.reporting import bundle, cells, foreign_results, published, tables, trainings
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.groups import groups
-from specbench.shapes import Provenance, Trace
 
 HEADER = whole(SETTINGS)
 ROW = asdict(random_row(np.random.default_rng(0))[0])
@@ -76,7 +78,7 @@ def test_a_class_without_a_configuration_of_its_own_is_strict_too(tmp_path):
 )
 def test_damaged_json_is_one_line(tmp_path, data, said):
     (tmp_path / "x.json").write_bytes(data)
-    assert said in (refusal(files.read_json, tmp_path / "x.json") or "")
+    assert said in (refusal(io.read_json, tmp_path / "x.json") or "")
 
 
 @pytest.mark.parametrize(
@@ -84,14 +86,14 @@ def test_damaged_json_is_one_line(tmp_path, data, said):
 )
 def test_damaged_yaml_is_one_line(tmp_path, text):
     (tmp_path / "x.yaml").write_text(text)
-    assert "x.yaml" in (refusal(files.read_yaml, tmp_path / "x.yaml", dict[str, int]) or "")
+    assert "x.yaml" in (refusal(io.read_yaml, tmp_path / "x.yaml", dict[str, int]) or "")
 
 
 def test_what_is_no_text_is_named_with_its_line(tmp_path):
     (tmp_path / "x").write_bytes(b"one\ntwo \xff\n")
-    assert "line 2 is not UTF-8" in (refusal(files.read_text, tmp_path / "x") or "")
-    assert "is a directory" in (refusal(files.read_text, tmp_path) or "")
-    assert "null byte" in (refusal(files.read_text, Path("a\0b")) or "")
+    assert "line 2 is not UTF-8" in (refusal(io.read_text, tmp_path / "x") or "")
+    assert "is a directory" in (refusal(io.read_text, tmp_path) or "")
+    assert "null byte" in (refusal(io.read_text, Path("a\0b")) or "")
 
 
 def test_everything_committed_is_read():
@@ -104,9 +106,9 @@ def test_everything_committed_is_read():
         again = json.loads(json.dumps([asdict(r) for r in found]))
         assert [r | line for r, line in zip(again, written[1:], strict=True)] == again, path
     weights = list(ROOT.glob("drafters/weights/**/provenance.json"))
-    assert weights and all(files.read_json(p, Provenance)["history"] for p in weights)
+    assert weights and all(io.read_json(p, Provenance)["history"] for p in weights)
     traces = list(ROOT.glob("results/**/trace-*.json"))
-    assert traces and all(files.read_json(p, list[Trace]) for p in traces)
+    assert traces and all(io.read_json(p, list[Trace]) for p in traces)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -395,7 +397,7 @@ def test_broken_provenances_are_left_out_of_the_held_out_table(tmp_path):
 def test_wrong_types_in_answers_of_others_are_one_line(tmp_path, field, value):
     choice = {"new_tokens": [3], "idxs": [1], "wall_time": [1.0]}
     path = write(tmp_path / "a.jsonl", {"question_id": 1, "choices": [choice | {field: value}]})
-    assert f"a.jsonl line 1: choices.0.{field}" in (refusal(translate.read, path, "eagle") or "")
+    assert f"a.jsonl line 1: choices.0.{field}" in (refusal(foreign_results.read, path, "eagle") or "")
 
 
 def test_published_numbers_that_are_no_table_are_one_line(tmp_path):

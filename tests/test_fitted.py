@@ -7,10 +7,17 @@ import pytest
 import torch
 from conftest import configuration, make, settled, tiny
 
-from specbench import acceptance as measured
-from specbench import arms
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import parse
 from specbench.engine.decode import Limits, Prefill, decode
-from specbench.engine.fitted import (
+from specbench.engine.policies import Dynamic, Static
+from specbench.engine.sampling import Sampler
+from specbench.engine.verify import Lossless
+from specbench.evaluation import arms
+from specbench.training.features import Answer
+from specbench.training.replay import replay
+from specbench.tuning import acceptance as measured
+from specbench.tuning.cost_aware import (
     NODES,
     TOP_K,
     Acceptance,
@@ -22,13 +29,6 @@ from specbench.engine.fitted import (
     static_choices,
     worthiest,
 )
-from specbench.engine.grow import Dynamic, Static
-from specbench.engine.sampling import Sampler
-from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
-from specbench.files import parse
-from specbench.training.features import Answer
-from specbench.training.replay import replay
 
 COSTS = Costs(
     verify={1: 0.020, 2: 0.021, 8: 0.030, 16: 0.034, 64: 0.110},

@@ -17,13 +17,13 @@ from test_decode import PROMPT, generate, plain
 from test_remote import LIMITS, client, folder, server, serving  # noqa: F401 - fixtures
 from test_serve import served
 
-from specbench.engine import wire
-from specbench.engine.connection import LinkLost
+from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Limits, Step, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
+from specbench.remote import protocol
+from specbench.remote.client import LinkLost
 
 TAPS = {"hidden": [], "kv": [], "last": True, "likeliest": 0, "condensed": None, "unasked": False}
 TERMS = {"rule": "lossless", "numbers": [], "seed": None, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
@@ -43,12 +43,12 @@ class Raw:
         self.socket.set(zmq.LINGER, 0)
         self.socket.connect(address)
         if greeted:
-            assert self.ask({"kind": "hello", "n": 1, "version": wire.VERSION})["kind"] == "welcome"
+            assert self.ask({"kind": "hello", "n": 1, "version": protocol.VERSION})["kind"] == "welcome"
 
     def ask(self, *frames):
-        self.socket.send_multipart([f if isinstance(f, bytes) else wire.encode(f) for f in frames])
+        self.socket.send_multipart([f if isinstance(f, bytes) else protocol.encode(f) for f in frames])
         while self.socket.poll(20_000):
-            answer = wire.decode(self.socket.recv(), wire.REPLY)
+            answer = protocol.decode(self.socket.recv(), protocol.REPLY)
             if answer["kind"] != "alive":
                 return answer
         raise AssertionError("no answer")
@@ -67,14 +67,14 @@ def raw(address, greeted=True):
 
 
 def q(values, rows=1, width=61):
-    return {**Q, "q": wire.pack(torch.full((rows, width), values))}
+    return {**Q, "q": protocol.pack(torch.full((rows, width), values))}
 
 
 BAD = {
     "nothing": (b"", "no msgpack"),
     "noise": (random.Random(0).randbytes(300), "wrong shape|no msgpack"),
     "depth": (b"\x91" * 100_000, "no msgpack"),
-    "a number": (wire.encode(7), "wrong shape"),  # type: ignore[arg-type]
+    "a number": (protocol.encode(7), "wrong shape"),  # type: ignore[arg-type]
     "another kind": ({"kind": "eval", "n": 3, "code": "1"}, "wrong shape"),
     "more than was asked": ({**PASS, "path": "/etc/passwd"}, "wrong shape"),
     "a float for an id": ({**PASS, "tokens": [1.0, 2]}, "wrong shape"),
@@ -131,13 +131,13 @@ def test_several_frames_another_version_and_strangers_are_told_so(server):  # no
     with raw(server.address, greeted=False) as stranger:
         assert "hello" in stranger.ask(PASS)["said"]
         assert "frames" in stranger.ask(b"a", b"b")["said"]
-        assert f"version {wire.VERSION}, you speak 99" in stranger.ask({"kind": "hello", "n": 1, "version": 99})["said"]
+        assert f"version {protocol.VERSION}, you speak 99" in stranger.ask({"kind": "hello", "n": 1, "version": 99})["said"]
 
 
 def test_no_more_clients_than_allowed_and_who_leaves_makes_room():
     with serving(tiny(), clients=1) as small:
         with raw(small.address), raw(small.address, greeted=False) as second:
-            assert "1 clients already" in second.ask({"kind": "hello", "n": 1, "version": wire.VERSION})["said"]
+            assert "1 clients already" in second.ask({"kind": "hello", "n": 1, "version": protocol.VERSION})["said"]
         deadline = time.monotonic() + 120
         while small.clients and time.monotonic() < deadline:
             time.sleep(0.1)

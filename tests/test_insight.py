@@ -8,12 +8,11 @@ import pytest
 from fixtures import arm, settings
 from matplotlib import pyplot as plt
 
-from specbench.metrics import Interval, draws, summarise
-from specbench.records.rows import Row
-from specbench.reporting import figures, insight, insight_figures, insight_tables, look, tables
+from specbench.records.metrics import Interval, draws, summarise
+from specbench.records.rows import BINS, Row
+from specbench.reporting import analysis, analysis_figures, analysis_tables, figures, styles, tables
+from specbench.reporting.analysis import Rated, few
 from specbench.reporting.cells import Entry
-from specbench.reporting.insight import Rated, few
-from specbench.trace import BINS
 
 DEPTH = 5  # of the drafts below
 
@@ -94,12 +93,12 @@ SEEDS = pytest.mark.parametrize("seed", range(5))
 @SEEDS
 def test_tau_by_category_and_accepted_lengths_equal_counts(seed):
     e = group(seed)[1]
-    found = insight.by_category(e)
+    found = analysis.by_category(e)
     assert list(found) == ["even", "odd"]
     for category, rate in found.items():
         taken = list(cycles([r for r in e.rows if r.category == category]))
         assert rate.tries == len(taken) and rate.found.value == pytest.approx(mean(c[1] for c in taken))
-    lengths = insight.accepted_lengths(e)
+    lengths = analysis.accepted_lengths(e)
     taken = [c[2] for c in cycles(e.rows)]
     assert [x.found.value for x in lengths] == pytest.approx([taken.count(n) / len(taken) for n in range(max(taken) + 1)])
     assert 1 + sum(n * x.found.value for n, x in enumerate(lengths)) == pytest.approx(e.summary.tau)
@@ -107,10 +106,10 @@ def test_tau_by_category_and_accepted_lengths_equal_counts(seed):
 
 def test_long_acceptances_count_together():
     row = Row("eagle2", "q", "c", 0, 5, [0] * 41, 0.1, 1.0, [9] * 4, [20] * 4, [7, 8, 9, 12], [[]] * 4)
-    shares = [x.found.value for x in insight.accepted_lengths(entry([row]))]
+    shares = [x.found.value for x in analysis.accepted_lengths(entry([row]))]
     assert shares == pytest.approx([0] * 7 + [0.25, 0.75])
-    columns, lines = insight_tables.lengths([entry([row])])
-    assert columns[-1] == "8 or more" and lines == [["eagle2"] + [insight.FEW] * 9]
+    columns, lines = analysis_tables.lengths([entry([row])])
+    assert columns[-1] == "8 or more" and lines == [["eagle2"] + [analysis.FEW] * 9]
 
 
 @SEEDS
@@ -122,7 +121,7 @@ def test_an_interval_resamples_questions(seed):
     for sample in draws(len(questions)):
         taken = [c for i in sample for c in mine[questions[i]]]
         shares.append(mean(c[2] == 1 for c in taken))
-    found = insight.accepted_lengths(e)[1].found
+    found = analysis.accepted_lengths(e)[1].found
     assert (found.low, found.high) == pytest.approx(tuple(np.percentile(shares, [2.5, 97.5])))
 
 
@@ -145,7 +144,7 @@ def test_tau_by_position_is_that_of_cycles_which_no_end_could_cut(seed):
             short.accepted.append(accepted)
             short.ranks.append([0] * accepted)
         cut.append(short)
-    found = insight.by_position(entry(cut))
+    found = analysis.by_position(entry(cut))
     assert len(found) == 4
     for at, rate in enumerate(found):
         taken = [c[1] for c in cycles(whole) if c[0] // 16 == at and c[0] + DEPTH + 1 <= 50]  # as they were before the cut
@@ -157,8 +156,8 @@ def test_tau_by_position_is_that_of_cycles_which_no_end_could_cut(seed):
 
 def test_positions_widen_until_a_table_holds_them():
     long = group(1, shortest=300, longest=300, questions=2)
-    assert insight_tables.stretch(long) == 64 and insight_tables.stretch(group(1)) == 16
-    columns, lines = insight_tables.positions(long)
+    assert analysis_tables.stretch(long) == 64 and analysis_tables.stretch(group(1)) == 16
+    columns, lines = analysis_tables.positions(long)
     assert columns == ("drafter", "from 0", "from 64", "from 128", "from 192", "from 256")
     assert [line[0] for line in lines] == ["eagle2", "vanilla"] and all(len(line) == 6 for line in lines)
 
@@ -166,12 +165,12 @@ def test_positions_widen_until_a_table_holds_them():
 @SEEDS
 def test_waste_equals_counts(seed):
     plain, e, _ = group(seed)
-    found, taken = insight.waste(e), list(cycles(e.rows))
+    found, taken = analysis.waste(e), list(cycles(e.rows))
     nodes, accepted = sum(c[4] for c in taken), sum(c[2] for c in taken)
     assert found.share.value == pytest.approx(accepted / nodes)
     assert found.per_accepted.value == pytest.approx(nodes / accepted)
     assert found.a_cycle.value == pytest.approx(nodes / len(taken))
-    assert insight.waste(plain) is None
+    assert analysis.waste(plain) is None
 
 
 @SEEDS
@@ -183,7 +182,7 @@ def test_oracle_depth_equals_counts(seed, heads):
     plain, rows = rows_of(rng, asked, "none"), rows_of(rng, asked)
     for r in rows:
         r.passes = [1] * len(r.passes) if heads else r.passes
-    found = insight.oracle_depth(entry(rows, plain))
+    found = analysis.oracle_depth(entry(rows, plain))
     taken = list(cycles(rows))
     ran = [(a, p) for r in rows for a, p in zip(r.accepted, r.passes, strict=True)]
     made, needed = sum(p for _, p in ran), sum(min(a, p) for a, p in ran)
@@ -205,21 +204,21 @@ def test_oracle_depth_equals_counts(seed, heads):
 
 def test_oracle_depth_without_a_clock_or_a_draft():
     plain, e, _ = group(known=True)
-    found = insight.oracle_depth(e)
+    found = analysis.oracle_depth(e)
     assert found.speed_up is None and found.oracle_speed_up is None and found.wasted.value > 0
-    assert insight.oracle_depth(plain) is None
+    assert analysis.oracle_depth(plain) is None
 
 
 def test_no_pass_is_wasted_that_never_ran():
     """Six passes at most, of which each cycle ran those that it drafted with, none where it copied."""
     row = Row("eagle2", "q", "c", 0, 5, [0] * 10, 0.1, 1.0, [3, 1, 8], [3, 1, 8], [3, 1, 2], [[0] * 3, [0], [0] * 2])
     row.passes = [3, 1, 0]
-    found = insight.oracle_depth(entry([row]))
+    found = analysis.oracle_depth(entry([row]))
     assert found.wasted.value == 0 and found.by_parameters == found.oracle_by_parameters
     row.passes = []
-    assert insight.oracle_depth(entry([row])) is None
+    assert analysis.oracle_depth(entry([row])) is None
     row.passes = [0, 0, 0]
-    assert insight.oracle_depth(entry([row])) is None
+    assert analysis.oracle_depth(entry([row])) is None
 
 
 # The oracle drafter ---------------------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ def test_the_shortest_way_is_the_shortest_of_all(seed):
     rng = np.random.default_rng(seed)
     answer = rng.integers(0, 9, int(rng.integers(1, 14))).tolist()
     rows = [spelled(rng, answer, str(i), skill=s) for i, s in enumerate((0.3, 0.5, 0.7))]
-    assert insight.fewest_cycles(rows) == min(all_ways(rows))
+    assert analysis.fewest_cycles(rows) == min(all_ways(rows))
 
 
 def row_of(drafter, accepted, question="q"):
@@ -258,7 +257,7 @@ def row_of(drafter, accepted, question="q"):
 def test_changing_the_drafter_inside_an_answer_by_hand():
     """Ten tokens: one is good in the first half, one in the second; together they need two cycles."""
     first, second = row_of("eagle2", [4, 0, 0, 0, 0, 0]), row_of("vanilla", [0, 0, 0, 0, 0, 4])
-    found = insight.oracle_drafter([entry([first]), entry([second])])
+    found = analysis.oracle_drafter([entry([first]), entry([second])])
     assert (found.fixed.value, found.by_generation.value, found.by_cycle.value) == pytest.approx((10 / 6, 10 / 6, 5))
     assert found.gain_by_cycle.value == pytest.approx(5 - 10 / 6) and found.generations == 1
     assert found.wins == {"eagle2": 1, "vanilla": 1}
@@ -267,17 +266,17 @@ def test_changing_the_drafter_inside_an_answer_by_hand():
 @SEEDS
 def test_oracle_drafter_equals_counts(seed):
     entries = group(seed, drafters=(("eagle2", 0.6), ("hass", 0.6), ("vanilla", 0.4)))
-    found = insight.oracle_drafter(entries)
+    found = analysis.oracle_drafter(entries)
     generations = list(zip(*(e.rows for e in entries), strict=True))
     emitted = sum(len(rows[0].tokens) - 1 for rows in generations)
     fewest = sum(min(len(r.accepted) for r in rows) for rows in generations)
     assert found.by_generation.value == pytest.approx(emitted / fewest)
-    assert found.by_cycle.value == pytest.approx(emitted / sum(insight.fewest_cycles(rows) for rows in generations))
+    assert found.by_cycle.value == pytest.approx(emitted / sum(analysis.fewest_cycles(rows) for rows in generations))
     best = max(entries, key=lambda e: e.summary.tau)
     assert found.best == best.name and found.fixed.value == pytest.approx(best.summary.tau)
     assert found.fixed.value <= found.by_generation.value <= found.by_cycle.value
     assert (found.generations, found.left_out) == (12, 0) and set(found.wins) == {e.name for e in entries}
-    more = insight.oracle_drafter(entries[1:])  # without plain passes there are fewer ways
+    more = analysis.oracle_drafter(entries[1:])  # without plain passes there are fewer ways
     assert more.by_cycle.value <= found.by_cycle.value
 
 
@@ -285,19 +284,19 @@ def test_answers_that_differ_or_are_missing_are_left_out():
     _, a, b = group(2)
     b.rows[0].tokens[3] += 1
     short = entry(list(b.rows[:-1]))
-    found = insight.oracle_drafter([a, short])
+    found = analysis.oracle_drafter([a, short])
     assert (found.generations, found.left_out) == (10, 2)
     kept = list(zip(a.rows[1:-1], short.rows[1:], strict=True))
     fewest = sum(min(len(r.accepted) for r in rows) for rows in kept)
     assert found.by_generation.value == pytest.approx(sum(len(x.tokens) - 1 for x, _ in kept) / fewest)
-    assert "10 (2 left out)" in insight_tables.oracle_drafters([a, short])[1][0]
-    assert insight.oracle_drafter([a]) is None
-    assert insight.oracle_drafter([entry(list(a.rows), temperature=1.0), entry(list(a.rows), temperature=1.0)]) is None
+    assert "10 (2 left out)" in analysis_tables.oracle_drafters([a, short])[1][0]
+    assert analysis.oracle_drafter([a]) is None
+    assert analysis.oracle_drafter([entry(list(a.rows), temperature=1.0), entry(list(a.rows), temperature=1.0)]) is None
 
 
 def test_seeds_of_an_arm_are_drafters_of_their_own():
     pooled = entry([row_of("x#0", [4, 0, 0]), row_of("x#1", [0, 4, 0])])
-    found = insight.oracle_drafter([pooled])
+    found = analysis.oracle_drafter([pooled])
     assert found.fixed.value == pytest.approx(7 / 3) and found.generations == 1
     assert found.wins == {"x#0": 1}, "one name for both"
 
@@ -309,7 +308,7 @@ def test_seeds_of_an_arm_are_drafters_of_their_own():
 def test_calibration_equals_counts(seed):
     whole = group(seed, known=True)[1]
     e = entry([*whole.rows, Row("eagle2", "0", "c", 2, 5, [1], 0.1, 0.0)])  # in an answer of one token nothing was asked
-    found = insight.calibration(e)
+    found = analysis.calibration(e)
     bins = [[sum(r.confidence[i][k] for r in whole.rows) for k in range(3)] for i in range(BINS)]
     total = sum(n for n, _, _ in bins)
     assert found.candidates == total
@@ -326,15 +325,15 @@ def test_calibration_equals_counts(seed):
 
 
 def test_calibration_without_confidences_and_with_empty_bins():
-    assert insight.calibration(group()[1]) is None
+    assert analysis.calibration(group()[1]) is None
     row = spelled(np.random.default_rng(0), list(range(9)), known=True)
     row.confidence = [(0, 0, 0.0)] * BINS
-    assert insight.calibration(entry([row])) is None
+    assert analysis.calibration(entry([row])) is None
     row.confidence = [(20, 1, 1.0), *[(0, 0, 0.0)] * (BINS - 2), (4, 4, 3.8)]
-    found = insight.calibration(entry([row]))
+    found = analysis.calibration(entry([row]))
     assert found.error.value == pytest.approx(0.2 / 24) and found.excess.value == pytest.approx(-0.2 / 24)
-    cells = insight_tables.calibration([entry([row])])[1][0]
-    assert cells[4:] == ["0.05", *["-"] * (BINS - 2), insight.FEW]
+    cells = analysis_tables.calibration([entry([row])])[1][0]
+    assert cells[4:] == ["0.05", *["-"] * (BINS - 2), analysis.FEW]
 
 
 @SEEDS
@@ -343,7 +342,7 @@ def test_tau_under_each_convention_equals_counts(seed):
     e = entry([*some.rows, Row("eagle2", "silent", "c", 0, 5, [1], 0.1, 0.0)])
     for row in e.rows[::3]:  # sometimes nothing is drafted, as by a drafter that copies from the text
         row.nodes = [n if a else 0 for n, a in zip(row.nodes, row.accepted, strict=True)]
-    found = {name: x.value for name, x in insight.conventions(e).items()}
+    found = {name: x.value for name, x in analysis.conventions(e).items()}
     decoded = [r for r in e.rows if r.accepted]
     taken = list(cycles(decoded))
     emitted = sum(len(r.tokens) - 1 for r in decoded)
@@ -357,26 +356,26 @@ def test_tau_under_each_convention_equals_counts(seed):
     assert found["drafted cycles only"] == pytest.approx(mean(c[1] for c in taken if c[4]))
     assert found["with the prefill's token"] == pytest.approx(sum(len(r.tokens) for r in decoded) / len(taken))
     assert found["cycles counted from 0"] == pytest.approx(emitted / sum(len(r.accepted) - 1 for r in decoded))
-    assert set(found) == set(insight.CONVENTIONS)
+    assert set(found) == set(analysis.CONVENTIONS)
 
 
 def test_fitted_trees_stand_beside_what_was_expected_of_them():
     made = group(drafters=(("eagle2", 0.7), ("hass", 0.5)))
     tree = {"depth": 4, "top_k": 2, "nodes": 8, "tau": 2.5, "speedup": 1.5}
     made[1].arm["fitted"] = {"choice": tree, "runner_up": tree | {"depth": 5, "speedup": 1.25}, "costs": {}}
-    columns, lines = insight_tables.fitted(made)
+    columns, lines = analysis_tables.fitted(made)
     (line,) = lines
     up = made[1].summary.speed_up
     assert line[:3] == ["eagle2", "depth 4, top 2, 8 nodes", "2.50"] and line[4] == "1.50" and len(line) == len(columns)
     assert line[6] == f"{up.value / 1.5:.2f}" and line[7] == "depth 5, top 2, 8 nodes: 1.25"
     made[1].arm["drafter"]["trained"] = "eagle2"
-    assert insight_tables.fitted(made)[1] == [], "what a hybrid copies was not expected of its trees"
+    assert analysis_tables.fitted(made)[1] == [], "what a hybrid copies was not expected of its trees"
 
 
 @SEEDS
 def test_expectations_are_those_of_the_summary(seed):
     plain, e, _ = group(seed)
-    found = insight.expected(e)
+    found = analysis.expected(e)
     assert found.measured == e.summary.speed_up
     assert found.by_times.value == pytest.approx(e.summary.expected)
     assert found.by_parameters.value == pytest.approx(e.summary.expected_by_parameters)
@@ -384,7 +383,7 @@ def test_expectations_are_those_of_the_summary(seed):
     narrow = mean(r.target_s for r in plain.rows) / mean(len(r.accepted) for r in plain.rows)
     draft = sum(r.draft_s for r in e.rows) / sum(len(r.accepted) for r in e.rows)
     assert found.free_width.value == pytest.approx(e.summary.tau * narrow / (draft + narrow))
-    assert insight.expected(plain) is None and insight.expected(group(seed, known=True)[1]) is None
+    assert analysis.expected(plain) is None and analysis.expected(group(seed, known=True)[1]) is None
 
 
 def test_an_estimate_by_parameters_is_absent_where_no_pass_was_counted():
@@ -392,7 +391,7 @@ def test_an_estimate_by_parameters_is_absent_where_no_pass_was_counted():
     for row in made[1].rows:
         row.passes = []
     plain, old = made[0], entry(made[1].rows, made[0].rows)
-    columns, (line,) = insight_tables.predictions([plain, old])
+    columns, (line,) = analysis_tables.predictions([plain, old])
     assert dict(zip(columns, line, strict=True))["expected by params [95%]"] == "-" and line.count("-") == 1
     assert tables.cells(old)[tables.COLUMNS.index("expected (by params)")] == f"{old.summary.expected:.2f} (-)"
 
@@ -403,15 +402,15 @@ def test_an_estimate_by_parameters_is_absent_where_no_pass_was_counted():
 def test_what_rests_on_few_tries_is_marked():
     assert few(9) and not few(10)
     found = Interval(0.5, 0.25, 0.75)
-    assert insight_tables.cell(Rated(found, 10)) == "0.50 [0.25, 0.75]" and Rated(found, 10).shown == found
-    assert insight_tables.cell(Rated(found, 9)) == insight.FEW and Rated(found, 9).shown is None
-    assert insight_tables.cell(Rated(None, 0)) == "-"
+    assert analysis_tables.cell(Rated(found, 10)) == "0.50 [0.25, 0.75]" and Rated(found, 10).shown == found
+    assert analysis_tables.cell(Rated(found, 9)) == analysis.FEW and Rated(found, 9).shown is None
+    assert analysis_tables.cell(Rated(None, 0)) == "-"
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_every_table_has_a_cell_a_column(known):
-    tables = insight_tables.all_of(group(known=known))
-    assert set(tables) == set(insight_tables.TABLES) - {"fitted", "predictions" if known else "calibration"}
+    tables = analysis_tables.all_of(group(known=known))
+    assert set(tables) == set(analysis_tables.TABLES) - {"fitted", "predictions" if known else "calibration"}
     for _, (columns, lines) in tables.values():
         assert lines and all(len(line) == len(columns) and all(isinstance(c, str) and c for c in line) for line in lines)
     assert [line[0] for line in tables["categories"][1][1]] == ["eagle2", "vanilla"], "the one that accepts most is first"
@@ -429,23 +428,23 @@ def test_every_table_has_a_cell_a_column(known):
     ids=["nothing", "no cycle", "two without a cycle", "one question", "one cycle"],
 )
 def test_hardly_any_rows_still_make_tables_and_figures(entries):
-    for _, (columns, lines) in insight_tables.all_of(entries).values():
+    for _, (columns, lines) in analysis_tables.all_of(entries).values():
         assert all(len(line) == len(columns) and "nan" not in " ".join(line) for line in lines)
-    for figure in (figure for figure, _ in insight_figures.draw(entries).values() if figure):
+    for figure in (figure for figure, _ in analysis_figures.draw(entries).values() if figure):
         figure.canvas.draw()
         drawn = [x for axes in figure.axes for x in (*axes.patches, *axes.lines)]
         plt.close(figure)
         assert drawn, "axes without anything in them"
 
 
-NAMES = [name for name in look.KNOWN if name != "none"]
+NAMES = [name for name in styles.KNOWN if name != "none"]
 
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("names", [NAMES, ["eagle2", "_$x^$ " + "long" * 30], ["hass"]], ids=["all", "two", "one"])
 def test_figures_are_drawn_and_nothing_lies_over_their_data_or_beyond_their_edge(known, names):
     entries = group(drafters=[(name, 0.5) for name in names], known=known)
-    drawn = {name: figure for name, (figure, _) in insight_figures.draw(entries).items() if figure}
+    drawn = {name: figure for name, (figure, _) in analysis_figures.draw(entries).items() if figure}
     assert set(drawn) == {"positions", *(["reliability"] if known else [])}
     for name, figure in drawn.items():
         figure.canvas.draw()
@@ -462,15 +461,15 @@ def test_figures_are_drawn_and_nothing_lies_over_their_data_or_beyond_their_edge
 
 
 def test_a_drafter_looks_the_same_everywhere_and_like_no_other():
-    looks = [tuple(look.style(name).values()) for name in look.KNOWN]
+    looks = [tuple(styles.style(name).values()) for name in styles.KNOWN]
     assert len(set(looks)) == len(looks)
-    assert len({tuple(look.style(f"hass-n{n}").values()) for n in range(40)}) > 30
-    assert look.style("hass-n3") == {"color": "#CC79A7", "marker": "s"}, "changes between runs"
+    assert len({tuple(styles.style(f"hass-n{n}").values()) for n in range(40)}) > 30
+    assert styles.style("hass-n3") == {"color": "#CC79A7", "marker": "s"}, "changes between runs"
 
 
 def test_figures_of_one_run_keep_a_drafters_colour():
     for names in (["eagle2", "hass"], ["vanilla", "hass"]):
         figure = figures.step_alphas(group(drafters=[(name, 0.5) for name in names]))
         colours = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
-        assert colours["hass"] == look.style("hass")["color"]
+        assert colours["hass"] == styles.style("hass")["color"]
         plt.close(figure)

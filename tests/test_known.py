@@ -7,12 +7,12 @@ import pytest
 import torch
 from conftest import DRAFTERS, make, tiny
 
+from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Step, Taps
-from specbench.engine.known import Known
+from specbench.engine.replay import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
 
 PROMPTS = ([5, 9, 3, 17, 22, 8, 41, 2], [7, 7, 30])
 

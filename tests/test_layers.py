@@ -3,23 +3,40 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import DRAFTERS, ROOT, composed, configuration
 from hydra.utils import instantiate
 
-WORDS = ("specbench.errors", "specbench.options")  # know nothing else in the project
-FILES = ("specbench.files", "specbench.contents", "specbench.assets")  # know files, and no engine
-READERS = tuple(f"specbench.engine.{name}" for name in ("pretrained", "weights", "target", "vocabulary"))
-DOORS = {
-    f"specbench.{door}" for door in ("run", "train", "export", "report", "study", "cost", "serve", "trials", "evidence")
-}
+PACKAGES = (  # each imports only from itself and from those above it; commands import from all of them
+    "specbench.common",
+    "specbench.records",
+    "specbench.data",
+    "specbench.engine",
+    "specbench.remote",
+    "drafters",
+    "specbench.training",
+    "specbench.tuning",
+    "specbench.config",
+    "specbench.evaluation",
+    "specbench.reporting",
+)
+COMMANDS = {f"specbench.{p.stem}" for p in (ROOT / "specbench").glob("*.py") if not p.stem.startswith("_")}
+
+
+def running(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those that only a type checker reads."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from running(node)
 
 
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in running(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -36,73 +53,57 @@ def of(names: set[str], *packages: str) -> set[str]:
     return {n for n in names if any(n == p or n.startswith(p + ".") for p in packages)}
 
 
+def test_packages_import_only_from_those_above_them():
+    everything = modules("specbench") | modules("drafters")
+    for place, package in enumerate(PACKAGES):
+        below = {*PACKAGES[place + 1 :], *COMMANDS}
+        for module in of(set(everything), package):
+            assert not of(everything[module], *below), module
+
+
+def test_every_package_is_in_the_list():
+    folders = {f"specbench.{p.parent.name}" for p in (ROOT / "specbench").glob("*/__init__.py")}
+    assert folders == {*PACKAGES} - {"drafters"}
+
+
 def test_specbench_never_imports_a_drafter():
     assert not {m: i for m, names in modules("specbench").items() if (i := of(names, "drafters"))}
 
 
-def test_only_the_doors_and_hydras_own_callback_know_hydra():
+def test_only_configuration_and_commands_know_hydra():
     everything = modules("specbench") | modules("drafters")
     known = {m for m, names in everything.items() if of(names, "hydra", "omegaconf")}
-    configuring = {m for m in everything if m.startswith("specbench.config.")}
     assert "specbench.config.run_spec" in known
-    assert known <= configuring | DOORS | {
-        "specbench.sweep",
-        "specbench.door",  # what doors share
-        "specbench.schema",  # to what they hold a configuration
-    }
+    assert known <= of(set(everything), "specbench.config") | COMMANDS
 
 
-@pytest.mark.parametrize("module", ["arms", "cell", "bench", "apart", "price", "cost", "study", "measurements", "records"])
-def test_what_takes_a_run_reads_no_configuration(module):
-    mine = {m: names for m, names in modules("specbench").items() if of({m}, f"specbench.{module}")}
-    assert mine and not {m for m, names in mine.items() if of(names, "hydra", "omegaconf")}
-
-
-def test_records_know_no_engine_and_no_tensors():
+@pytest.mark.parametrize("module", ["records.blocks", "records.identity", "records.studies", "reporting.bundle", "report"])
+def test_rows_and_reports_need_no_tensors(module):
     """As they are imported: what is imported only for its types does not run."""
-    for module, names in modules("specbench/records").items():
-        assert not of(names, "torch", "transformers", "drafters"), module
-    code = "import sys, specbench.records.blocks, specbench.records.identity; print(*sys.modules)"
+    code = f"import sys, specbench.{module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert "specbench.records.rows" in loaded
-    assert not of(loaded, "torch", "transformers", "hydra", "omegaconf", "specbench.engine", "specbench.bench")
+    assert f"specbench.{module}" in loaded
+    assert not of(loaded, "torch", "transformers", "drafters", "specbench.engine", "specbench.evaluation")
 
 
-def test_doors_do_not_know_each_other():
-    for door in DOORS:
-        assert not of(modules("specbench")[door], *(DOORS - {door}))
+def test_commands_do_not_know_each_other():
+    for command in COMMANDS - {"specbench.sweep"}:
+        assert not of(modules("specbench")[command], *(COMMANDS - {command, "specbench.sweep"}))
 
 
-def test_the_words_know_nothing_and_files_no_engine():
-    everything = modules("specbench")
-    for word in WORDS:
-        assert not of(everything[word], "specbench")
-    for module in FILES:
-        assert not of(everything[module], "specbench") - of(everything[module], *WORDS, *FILES), module
-
-
-def test_engine_knows_only_itself_and_the_words_and_its_readers_know_files():
+def test_the_interface_of_the_engine_knows_nothing_and_only_what_runs_models_knows_transformers():
     for module, names in modules("specbench/engine").items():
-        readable = FILES if module in READERS else ()
-        inner = of(names, "specbench") - of(names, "specbench.engine", *WORDS, *readable)
-        assert not inner, (module, inner)
         if module.endswith("interface"):
-            assert not of(names, "specbench"), "the words know nothing else in the project"
-        if not module.endswith(("target", "lean", "cache", "rows", "pretrained")):
-            assert not of(names, "transformers"), f"{module}: only what runs models knows Transformers"
+            assert not of(names, "specbench")
+        if not module.endswith(("target", "fused_llama", "cache", "rows", "pretrained", "loading")):
+            assert not of(names, "transformers"), module
 
 
-def test_drafters_know_the_engine_blocks_and_a_parent():
+def test_what_drafters_share_knows_no_method():
     for module, names in modules("drafters").items():
-        assert not of(names, "specbench") - of(names, "specbench.engine", *WORDS), module
-        if module in ("drafters.layers", "drafters.blocks", "drafters.teacher"):  # what drafters share
+        if module in ("drafters.layers", "drafters.blocks", "drafters.teacher"):
             assert not of(names, "drafters") - of(names, "drafters.layers"), module
-
-
-@pytest.mark.parametrize("package", ["assets", "datasets"])
-def test_assets_and_datasets_do_not_know_the_engine(package):
-    assert not of(modules("specbench")[f"specbench.{package}"], "specbench.engine")
 
 
 def options(group: str) -> list[str]:

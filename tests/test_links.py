@@ -5,7 +5,7 @@ import pytest
 from fixtures import block, random_row, settings
 
 from specbench.records.rows import LinkUse, Measurement
-from specbench.reporting import cells, insight_tables, links
+from specbench.reporting import analysis_tables, cells, links
 
 LINK = {"delay_ms": 10.0, "jitter_ms": 0.0, "mbit": 8.0, "loss": 0.0, "pause_ms": 200.0, "name": "5g", "cut_after": None}
 
@@ -61,7 +61,7 @@ def test_clients_are_medians_in_order_of_their_number(group):
 
 
 def test_solved_problems_are_counted_with_what_was_said_alone(group):
-    _, lines = insight_tables.solved(group)
+    _, lines = analysis_tables.solved(group)
     found = {line[0]: line for line in lines}
     assert found["none"][1] == found["eagle2"][1] == "1 of 4" and found["none"][2].startswith("25.0%")
     tokens = sum(len(row.tokens) for e in group if e.name == "eagle2" for row in e.rows)

@@ -19,15 +19,16 @@ from test_trainer import trainer
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from drafters.vanilla import Vanilla
-from specbench import checkpoints
-from specbench.assets import sha256_of
-from specbench.datasets import Chat, Conversations, read_jsonl
-from specbench.engine import pretrained, weights
-from specbench.engine.grow import Chain
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.common.storage import sha256_of
+from specbench.data.chat import Chat
+from specbench.data.conversations import Conversations
+from specbench.data.prompts import read_jsonl
+from specbench.engine import checkpoints, pretrained, weights
+from specbench.engine.loading import ModelSpec
+from specbench.engine.policies import Chain
 from specbench.engine.pretrained import read_gguf, shaped
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError, refusing
-from specbench.models import ModelSpec
 from specbench.training.corpus import PACKED, PACKED_PROVENANCE, CorpusSettings, Text, Writer, unpack
 from specbench.training.features import Corpus, Sequence, held_out, save_shard
 

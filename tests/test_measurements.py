@@ -19,15 +19,17 @@ from test_study import study
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from drafters.none import NoDrafter
-from specbench import apart, costs, measurements, metrics, studies
-from specbench.bench import Contender
-from specbench.engine import products
+from specbench.common.budget import Budget
+from specbench.engine.backends import packed_linear
 from specbench.engine.verify import Lossless
-from specbench.evaluation.budget import Budget
+from specbench.evaluation import costs, isolated, measurements
+from specbench.evaluation.runner import Contender
+from specbench.records import metrics, studies
 from specbench.records.blocks import below, read_block
 from specbench.records.rows import Measurement, Row
 from specbench.reporting import cells, console, tables
 from specbench.reporting.bundle import Report, Sources
+from specbench.tuning import target_cost
 
 PROMPTS = [[3, 4, 5, 6], [7, 8, 9]]
 TOKENS = 12
@@ -130,7 +132,7 @@ def test_a_target_pass_is_timed_by_its_nodes(monkeypatch):
         return run(tokens, *rest)
 
     monkeypatch.setattr(target, "run", timed)
-    assert costs.target_pass(target, PROMPTS[0]) == pytest.approx({f"ms_{n}": n for n in costs.NODES})
+    assert target_cost.target_pass(target, PROMPTS[0]) == pytest.approx({f"ms_{n}": n for n in target_cost.NODES})
 
 
 @pytest.mark.parametrize("name", ["none", "vanilla", "prompt_lookup"])
@@ -340,8 +342,8 @@ def test_a_killed_process_takes_the_one_that_measures_with_it(tmp_path):
 
 def test_a_process_that_measures_knows_what_was_timed_of_products_here(monkeypatch):
     timed = {((7, 5), torch.float32, 3): (True, False)}
-    monkeypatch.setattr(products, "found", timed)
-    assert apart.call(eval, "__import__('specbench.engine.products', fromlist=['found']).found") == timed
+    monkeypatch.setattr(packed_linear, "found", timed)
+    assert isolated.call(eval, "__import__('specbench.engine.backends.packed_linear', fromlist=['found']).found") == timed
 
 
 def until(true):

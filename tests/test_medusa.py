@@ -11,9 +11,9 @@ from test_decode import PROMPT, generate, plain
 from test_drafters import batch_of, optimise, trained
 
 from drafters.medusa import Medusa
-from specbench import checkpoints
-from specbench.engine.grow import Calibrated
-from specbench.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError
+from specbench.engine import checkpoints
+from specbench.engine.policies import Calibrated
 from specbench.training.features import Answer
 from specbench.training.replay import known_states
 

@@ -12,19 +12,20 @@ from hydra.utils import instantiate
 from test_loading import said_in
 
 from drafters.eagle import Eagle
-from specbench import apart, arms, measure
-from specbench.checkpoints import Checkpoint
-from specbench.engine import memory, products
+from specbench.common import environment, timing
+from specbench.common.errors import SpecBenchError
+from specbench.engine import memory
+from specbench.engine.backends import packed_linear
+from specbench.engine.checkpoints import Checkpoint
 from specbench.engine.decode import Limits, decode
-from specbench.engine.grow import Dynamic
 from specbench.engine.interface import Outline
 from specbench.engine.memory import LEAST, Estimate, NoRoom, Shape, estimate
+from specbench.engine.policies import Dynamic
 from specbench.engine.pretrained import shaped
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import SPARE, Target
 from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
-from specbench.evaluation import study_runs
+from specbench.evaluation import arms, isolated, study_runs
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -44,13 +45,13 @@ def drafter(name, *overrides):
 @pytest.fixture
 def free(monkeypatch):
     """Sets how many bytes are free."""
-    monkeypatch.setattr(products, "spare", products.spare)  # which loading sets
-    return lambda size: monkeypatch.setattr(measure, "free_memory", lambda device, everywhere=False: size)
+    monkeypatch.setattr(packed_linear, "spare", packed_linear.spare)  # which loading sets
+    return lambda size: monkeypatch.setattr(environment, "free_memory", lambda device, everywhere=False: size)
 
 
 @pytest.fixture
 def nothing_loaded(monkeypatch):
-    monkeypatch.setattr("specbench.models.model_folder", lambda *a: pytest.fail("fetched"))
+    monkeypatch.setattr("specbench.engine.loading.model_folder", lambda *a: pytest.fail("fetched"))
     for name in ("load", "random"):
         monkeypatch.setattr(Target, name, lambda *a: pytest.fail("loaded"))
 
@@ -72,11 +73,11 @@ def decoded(shape, dtype, folder, prompt):
 def peak(shape, dtype, folder):
     """Bytes that all of it takes at most in this process, in which a small one has run before."""
     torch.set_num_threads(1)
-    products._timed = lambda weights, packs: (True,) * len(products.ROWS)
+    packed_linear._timed = lambda weights, packs: (True,) * len(packed_linear.ROWS)
     decoded(
         {**shape, "hidden_size": 80, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}, dtype, None, 30
     )
-    watched = measure.PeakMemory(CPU)
+    watched = timing.PeakMemory(CPU)
     watched.start()
     before = watched.bytes()
     decoded(shape, dtype, folder, shape["max_position_embeddings"] - 9)
@@ -84,7 +85,7 @@ def peak(shape, dtype, folder):
 
 
 def measured(shape, dtype, folder=None):
-    return apart.call(peak, shape, getattr(torch, dtype), folder)
+    return isolated.call(peak, shape, getattr(torch, dtype), folder)
 
 
 def took(found):
@@ -97,7 +98,7 @@ def test_the_peak_of_a_process_is_within_a_fifth_of_what_was_said(dtype):
     """Of 100 MB of weights and more: the target at random, an EAGLE head, caches, a prompt that fills the context."""
     found = estimate(shaped(SMALL, "shape"), getattr(torch, dtype), CPU, 512, [drafter("eagle2")], read=False)
     assert took(found) == pytest.approx(measured(SMALL, dtype), rel=0.2)
-    assert bool(found.copies) == products.packable(torch.empty(0, dtype=getattr(torch, dtype)))
+    assert bool(found.copies) == packed_linear.packable(torch.empty(0, dtype=getattr(torch, dtype)))
 
 
 def test_so_it_is_of_a_target_that_is_read_from_files(tmp_path):
@@ -265,7 +266,7 @@ def test_a_configuration_that_had_to_be_fetched_is_weighed_before_its_weights_ar
     folder = shutil.copytree(home / "model", tmp_path / "model")
     said_in(folder / "config.json", intermediate_size=10**9)
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("specbench.models.model_folder", lambda *a: folder)
+    monkeypatch.setattr("specbench.engine.loading.model_folder", lambda *a: folder)
     monkeypatch.setattr(Target, "load", lambda *a: pytest.fail("loaded"))
     monkeypatch.setattr(Target, "random", lambda *a: pytest.fail("loaded"))
     free(10**10)
@@ -309,12 +310,12 @@ def test_an_estimate_names_its_largest_parts():
 
 
 def test_copies_are_made_as_far_as_there_is_room(monkeypatch):
-    monkeypatch.setattr(products, "_timed", lambda weights, packs: (True,) * len(products.ROWS))
-    monkeypatch.setattr(products, "found", {})
+    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: (True,) * len(packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "found", {})
     layers = [(torch.randn(8, 4), None)] * 3
-    for room, kind in ((3 * 128, products.Packed), (3 * 128 - 1, type(lambda: 0))):
-        monkeypatch.setattr(products, "spare", lambda room=room: room)
-        assert {type(product) for product in products.products(layers)} == {kind}
+    for room, kind in ((3 * 128, packed_linear.Packed), (3 * 128 - 1, type(lambda: 0))):
+        monkeypatch.setattr(packed_linear, "spare", lambda room=room: room)
+        assert {type(product) for product in packed_linear.products(layers)} == {kind}
 
 
 def test_what_is_left_out_is_said(home, free, capsys):
@@ -326,15 +327,15 @@ def test_what_is_left_out_is_said(home, free, capsys):
     free(config.needed + config.copies - 1)
     spec("smollm2-135m", *asked).load()
     assert "no room for all" in capsys.readouterr().err
-    assert products.spare() == config.weights + config.copies - 1
+    assert packed_linear.spare() == config.weights + config.copies - 1
     spec("smollm2-135m", *asked, "model.forward=plain").load()
     assert "left out" not in capsys.readouterr().err
 
 
 def test_bfloat16_is_packed_only_where_the_processor_can(monkeypatch):
     half = torch.zeros(2, 2, dtype=torch.bfloat16)
-    assert products.packable(half) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if not products.packable(half):
+    assert packed_linear.packable(half) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not packed_linear.packable(half):
         target = Target.random(shaped({"model_type": "llama", **SIZES}, "shape"), torch.bfloat16, CPU)
         target.hasten()
         assert target.lean is not None
@@ -345,7 +346,7 @@ def test_bfloat16_is_packed_only_where_the_processor_can(monkeypatch):
 
 def group(folder, limit, used, files, old=False):
     folder.mkdir(parents=True, exist_ok=True)
-    names = measure.OLD_LIMIT if old else measure.LIMIT
+    names = environment.OLD_LIMIT if old else environment.LIMIT
     for name, value in zip(names, (limit, used), strict=True):
         (folder / name).write_text(f"{value}\n")
     prefix = "total_" if old else ""
@@ -357,16 +358,16 @@ def test_a_container_or_a_batch_job_has_its_limit(tmp_path, monkeypatch):
     own.write_text("0::/job/step\n")
     group(tmp_path / "job", 1000, 400, 9)
     group(tmp_path / "job" / "step", "max", 300, 9)
-    assert list(measure._left_in_groups(tmp_path, own)) == [610]
+    assert list(environment._left_in_groups(tmp_path, own)) == [610]
     own.write_text("4:cpu,memory:/old\n2:cpuset:/old\n")
     group(tmp_path / "memory" / "old", 2000, 500, 99, old=True)
-    assert list(measure._left_in_groups(tmp_path, own)) == [1600]
-    assert list(measure._left_in_groups(tmp_path, tmp_path / "nothing")) == []
-    monkeypatch.setattr(measure, "_left_in_groups", lambda *a: [610, 700])
-    assert measure.free_memory(CPU) == 610
+    assert list(environment._left_in_groups(tmp_path, own)) == [1600]
+    assert list(environment._left_in_groups(tmp_path, tmp_path / "nothing")) == []
+    monkeypatch.setattr(environment, "_left_in_groups", lambda *a: [610, 700])
+    assert environment.free_memory(CPU) == 610
 
 
 def test_what_is_available_counts_not_what_there_is(monkeypatch):
-    monkeypatch.setattr(measure, "_left_in_groups", lambda *a: [])
-    total = measure.hardware(CPU)["memory_gib"] * GIB
-    assert 0 < measure.free_memory(CPU) < total
+    monkeypatch.setattr(environment, "_left_in_groups", lambda *a: [])
+    total = environment.hardware(CPU)["memory_gib"] * GIB
+    assert 0 < environment.free_memory(CPU) < total

@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from drafters.lsa import LayerSelfAttention
 from drafters.moa import MoA
-from specbench.engine.grow import Chain
+from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch, Taps
-from specbench.errors import SpecBenchError
+from specbench.engine.policies import Chain
 from specbench.training.features import Answer
 from specbench.training.replay import replay
 

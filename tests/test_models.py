@@ -13,12 +13,14 @@ from fixtures import ledger, settings
 from hydra.utils import instantiate
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specbench.bench import Bench, Contender, RunSettings
-from specbench.datasets import Chat, Question
+from specbench.common.errors import SpecBenchError
+from specbench.data.chat import Chat
+from specbench.data.prompts import Question
+from specbench.engine.decode import RunSettings
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
+from specbench.evaluation.runner import Bench, Contender
 from specbench.records.blocks import below, read_block
 from specbench.records.rows import Failure, Row
 
@@ -45,8 +47,8 @@ def test_a_target_says_what_it_weighs_and_where_it_comes_from(model):
 
 @pytest.mark.parametrize("model", sorted(PAPERS))
 def test_what_cannot_fit_is_said_before_anything_is_fetched(model, monkeypatch):
-    monkeypatch.setattr("specbench.measure.free_memory", lambda device, everywhere=False: 10**9)
-    monkeypatch.setattr("specbench.models.model_folder", lambda *a: pytest.fail("fetched"))
+    monkeypatch.setattr("specbench.common.environment.free_memory", lambda device, everywhere=False: 10**9)
+    monkeypatch.setattr("specbench.engine.loading.model_folder", lambda *a: pytest.fail("fetched"))
     with pytest.raises(SpecBenchError, match=rf"{model} needs about \d+\.\d GB in .* has 1\.0 GB free"):
         spec(model).load()
 
@@ -91,7 +93,7 @@ def test_terms_are_named_before_the_weights_are_fetched(monkeypatch, tmp_path, c
         assert "Gemma Terms of Use" in capsys.readouterr().err
         raise SpecBenchError("stopped here")
 
-    monkeypatch.setattr("specbench.models.model_folder", fetching)
+    monkeypatch.setattr("specbench.engine.loading.model_folder", fetching)
     with pytest.raises(SpecBenchError, match="stopped here"):
         spec("gemma3-270m").load()
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import specbench.engine.verify as judging
 from drafters.teacher import Teacher
-from specbench import checkpoints
+from specbench.engine import checkpoints
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Batch
 from specbench.engine.sampling import Sampler

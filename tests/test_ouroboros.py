@@ -10,9 +10,9 @@ from test_drafters import save_tokenizer, trained
 from test_lookahead import Told, prefixes
 from test_vocabulary import listing
 
-from specbench import arms
+from specbench.common.errors import SpecBenchError
 from specbench.engine.tree import check
-from specbench.errors import SpecBenchError
+from specbench.evaluation import arms
 
 SIZES = [(8, 3, 6, 5, 6), (6, 3, 5, 4, 4), (4, 2, 3, 3, 2), (3, 1, 1, 2, 1), (5, 0, 2, 3, 2)]
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from fixtures import block, random_row, settings
 
-from specbench import trace
-from specbench.metrics import RATES, contrast
-from specbench.records.rows import Row
-from specbench.reporting import cells, console, document, figures, look, overview, sections, study_figures, tables
+from specbench.evaluation import trace
+from specbench.records import blocks
+from specbench.records.metrics import RATES, contrast
+from specbench.records.rows import BINS, Row
+from specbench.reporting import cells, console, document, figures, overview, sections, study_figures, styles, tables
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.claims import Evidence, Verdict
 from specbench.reporting.overview import Overview, Setting
-from specbench.trace import BINS
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
@@ -105,7 +105,7 @@ def test_every_drafter_of_the_target_has_its_traces(tmp_path):
     for made, names in ((main, ("a",)), (other, ("a", "b", "c"))):
         for name in names:
             traces = [{"question": "1", "drafter": name, "prompt": "p", "first": "f", "cycles": [cycle]}]
-            trace.write(trace.path_of(made.path.parent, name), traces)
+            trace.write(blocks.trace_path(made.path.parent, name), traces)
     assert [t["drafter"] for t in Report(Sources(tmp_path)).traces] == ["a", "b"]
 
 
@@ -117,7 +117,7 @@ def test_of_an_arm_with_seeds_the_first_ones_traces_are_shown(tmp_path):
     for who in ("none", "a@0", "a@1"):
         cell.write(random_row(np.random.default_rng(0), who)[0])
         traces = [{"question": "1", "drafter": who, "prompt": "p", "first": "f", "cycles": [cycle]}]
-        trace.write(trace.path_of(cell.path.parent, who), traces)
+        trace.write(blocks.trace_path(cell.path.parent, who), traces)
     assert [t["drafter"] for t in Report(Sources(tmp_path)).traces] == ["a@0", "none"]
 
 
@@ -164,8 +164,8 @@ def test_alphas_of_steps_that_hardly_occurred_are_hidden(tmp_path):
 
 def two_trees(folder):
     """A drafter with its paper's tree and with one of its own, and one without a tree."""
-    trees = {"eagle2": {"_target_": "specbench.engine.grow.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}}
-    trees |= {"eagle2_rate": {"_target_": "specbench.engine.grow.Rate", "nodes": 9}}
+    trees = {"eagle2": {"_target_": "specbench.engine.policies.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}}
+    trees |= {"eagle2_rate": {"_target_": "specbench.engine.policies.Rate", "nodes": 9}}
     said = {name: {"name": "eagle2", "growth": growth} for name, growth in trees.items()}
     bench(folder, {"eagle2": 0.5, "suffix": 1.0, "eagle2_rate": 1.5} | {f"d{i}": 0.4 - i / 50 for i in range(6)}, said=said)
 
@@ -225,10 +225,10 @@ def test_names_in_a_scatter_hide_neither_each_other_nor_a_point(tmp_path, count)
 
 def test_an_arm_named_after_a_drafter_has_its_colour_and_its_trees_their_dashes():
     shipped = ["vanilla", "medusa", "eagle1", "eagle2", "hass", "coral", "coral_router", "beagle", "moa"]
-    assert [look.style(n)["color"] for n in shipped] == [look.style(f"{n}_small")["color"] for n in shipped]
-    assert all(look.style(n)["marker"] != look.style(f"{n}_small")["marker"] for n in shipped)
-    assert look.style("vanilla SD · fitted") == look.style("vanilla") and look.style("plain") == look.style("none")
-    assert [look.line(f"eagle2{tree}")["linestyle"] for tree in ("", " · paper", " · rate")] == ["-", "-", "--"]
+    assert [styles.style(n)["color"] for n in shipped] == [styles.style(f"{n}_small")["color"] for n in shipped]
+    assert all(styles.style(n)["marker"] != styles.style(f"{n}_small")["marker"] for n in shipped)
+    assert styles.style("vanilla SD · fitted") == styles.style("vanilla") and styles.style("plain") == styles.style("none")
+    assert [styles.line(f"eagle2{tree}")["linestyle"] for tree in ("", " · paper", " · rate")] == ["-", "-", "--"]
 
 
 def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):

@@ -7,10 +7,10 @@ from conftest import ARCHITECTURES, SIZES, make, tiny
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from specbench.engine import products
+from specbench.engine.backends import packed_linear
+from specbench.engine.backends.fused_llama import Lean
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Taps
-from specbench.engine.lean import Lean
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.tree import build
@@ -34,8 +34,8 @@ OTHERS = {  # kinds that have a lean forward, in shapes that the default target 
 @pytest.fixture(autouse=True)
 def always_packed(monkeypatch):
     """What is timed on tiny layers says nothing: packed products are to be tested, not chosen."""
-    monkeypatch.setattr(products, "_timed", lambda weights, packs: (True,) * len(products.ROWS))
-    monkeypatch.setattr(products, "found", {})  # what tests before have timed
+    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: (True,) * len(packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "found", {})  # what tests before have timed
 
 
 def loud(model) -> Target:
@@ -60,18 +60,20 @@ def test_a_packed_product_is_the_product(rows, biased):
     layer = nn.Linear(48, 40, bias=biased).requires_grad_(False)
     x = torch.randn(1, rows, 48)
     expected = layer(x)
-    products.hasten([layer])
+    packed_linear.hasten([layer])
     with torch.inference_mode():
-        assert isinstance(layer.forward, products.Packed)
+        assert isinstance(layer.forward, packed_linear.Packed)
         assert torch.allclose(layer(x), expected, atol=1e-5) and layer(x).shape == expected.shape
 
 
 def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
-    monkeypatch.setattr(products, "_timed", lambda weights, packs: tuple(rows >= 4 for rows in products.ROWS))
-    monkeypatch.setattr(products, "found", {})
+    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: tuple(rows >= 4 for rows in packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "found", {})
     layer, seen = nn.Linear(48, 40), []
-    products.hasten([layer])
-    monkeypatch.setattr(products, "multiply", lambda x, packed, bias: seen.append(x.shape[0]) or F.linear(x, layer.weight))
+    packed_linear.hasten([layer])
+    monkeypatch.setattr(
+        packed_linear, "multiply", lambda x, packed, bias: seen.append(x.shape[0]) or F.linear(x, layer.weight)
+    )
     with torch.inference_mode():
         for rows in (1, 2, 3, 4, 9, 200):
             layer(torch.randn(rows, 48))
@@ -80,7 +82,7 @@ def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
 
 def test_what_is_trained_or_cast_multiplies_as_before():
     layer = nn.Linear(8, 8)
-    products.hasten([layer])
+    packed_linear.hasten([layer])
     x = torch.randn(3, 8, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None and layer.weight.grad is not None
@@ -88,10 +90,10 @@ def test_what_is_trained_or_cast_multiplies_as_before():
 
 def test_products_can_be_set_aside():
     layer = nn.Linear(8, 8)
-    products.hasten([layer])
-    with products.as_made([nn.Sequential(layer)]):
+    packed_linear.hasten([layer])
+    with packed_linear.as_made([nn.Sequential(layer)]):
         assert "forward" not in vars(layer)
-    assert isinstance(layer.forward, products.Packed)
+    assert isinstance(layer.forward, packed_linear.Packed)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -133,7 +135,7 @@ def test_a_kind_that_is_not_known_keeps_its_own_forward_with_fast_products(archi
     expected = answer(target, make("none", target))
     target.hasten()
     assert target.lean is None
-    assert isinstance(target.decoder.layers[0].mlp.up_proj.forward, products.Packed)
+    assert isinstance(target.decoder.layers[0].mlp.up_proj.forward, packed_linear.Packed)
     assert answer(target, make("none", target)) == expected
 
 

@@ -8,9 +8,9 @@ from conftest import composed
 from doors import blocks_of, call, records_of, run
 from hydra.utils import instantiate
 
-from specbench.datasets import PromptSet
-from specbench.door import spelt_out
-from specbench.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError
+from specbench.config.cli import spelt_out
+from specbench.data.prompts import PromptSet
 
 
 def written(path, *records):

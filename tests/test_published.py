@@ -7,9 +7,9 @@ import pytest
 from conftest import ROOT
 from test_overview import bench
 
-from specbench import studies
-from specbench.errors import SpecBenchError
-from specbench.metrics import RATES
+from specbench.common.errors import SpecBenchError
+from specbench.records import studies
+from specbench.records.metrics import RATES
 from specbench.records.rows import Measurement
 from specbench.reporting import cells, published
 from specbench.reporting.bundle import Report, Sources

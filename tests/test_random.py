@@ -10,11 +10,13 @@ from fixtures import settings
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specbench.bench import Bench, Contender, RunSettings
-from specbench.datasets import Pieces, Question
+from specbench.data.chat import Pieces
+from specbench.data.prompts import Question
 from specbench.engine import tree as trees
+from specbench.engine.decode import RunSettings
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Simulated, verify
+from specbench.evaluation.runner import Bench, Contender
 from specbench.records.blocks import NAME, Ledger, read_block
 from specbench.records.rows import QuestionEnd, Row
 from specbench.reporting.bundle import Report, Sources

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, make, tiny
 from forked import FIXED, Door
 
-from specbench.door import composed, spelt_out
+from specbench.config.cli import composed, spelt_out
 from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless

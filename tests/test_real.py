@@ -11,13 +11,14 @@ from conftest import ROOT, SHIPPED, composed, configuration
 from hydra.utils import instantiate
 from scipy.stats import chisquare
 
-from specbench.assets import file_from_wheel, sha256_of
-from specbench.audit import LEAST, MOST, audit
-from specbench.datasets import read_jsonl
+from specbench.common.storage import sha256_of
+from specbench.data.download import file_from_wheel
+from specbench.data.prompts import read_jsonl
 from specbench.engine.decode import Limits, Prefill, decode
-from specbench.engine.grow import Chain, Dynamic
+from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
+from specbench.evaluation.audit import LEAST, MOST, audit
 from specbench.training.corpus import PACKED, PACKED_PROVENANCE, settled, unpack
 
 SAMPLED = Sampler(0.8, top_k=4)

@@ -19,14 +19,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from specbench import metrics
-from specbench.errors import SpecBenchError
-from specbench.records import blocks, identity
+from specbench.common.errors import SpecBenchError
+from specbench.records import blocks, identity, metrics
 from specbench.records.blocks import NAME, below, read_block, scan
 from specbench.records.rows import Failure, Measurement, QuestionEnd, Row
+from specbench.records.schema import SCHEMA
 from specbench.reporting import cells, tables
 from specbench.reporting.cells import Entry
-from specbench.shapes import SCHEMA
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -629,7 +628,7 @@ def test_what_lies_in_local_is_found_only_where_it_is_asked_for(tmp_path):
 
 # Identity --------------------------------------------------------------------------------------------------------------
 
-GROWTH = {"_target_": "specbench.engine.grow.Dynamic", "depth": 5, "top_k": 3}
+GROWTH = {"_target_": "specbench.engine.policies.Dynamic", "depth": 5, "top_k": 3}
 DRAFTER = {"_target_": "drafters.eagle.Eagle", "name": "eagle2", "weights": "w/eagle2", "growth": GROWTH, "layers": [1, 2]}
 KNOWN = arm(
     drafter=DRAFTER,
@@ -639,7 +638,7 @@ KNOWN = arm(
 )
 CHOICE = {"depth": 5, "top_k": 3, "nodes": 9, "tau": 2.0, "speedup": 1.5}
 FIT = {"choice": CHOICE, "costs": {"target": {1: 0.5, 8: 0.75}}}
-RATE = {"_target_": "specbench.engine.fitted.Rate"}
+RATE = {"_target_": "specbench.tuning.cost_aware.Rate"}
 
 
 @pytest.mark.parametrize(
@@ -841,7 +840,7 @@ def test_verdicts():
 
 
 def test_progress_says_in_a_log_how_far_it_is(monkeypatch, capsys):
-    from specbench import progress
+    from specbench.common import progress
 
     clock = iter([0.0, 1.0, 10.0, 31.0, 40.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))

@@ -11,18 +11,18 @@ import torch
 from conftest import DRAFTERS, TRAINED, make, tiny
 from test_decode import PROMPT, generate, plain
 
-from specbench.audit import _narrow, _plain, audit
-from specbench.bench import Bench, Contender, RunSettings
-from specbench.datasets import Question
-from specbench.engine import wire
-from specbench.engine.connection import SENT
-from specbench.engine.decode import Limits, decode
-from specbench.engine.remote import RemoteTarget
+from specbench.common.errors import SpecBenchError
+from specbench.data.prompts import Question
+from specbench.engine.decode import Limits, RunSettings, decode
 from specbench.engine.sampling import Sampler
-from specbench.engine.server import Server
 from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
+from specbench.evaluation.audit import _narrow, _plain, audit
+from specbench.evaluation.runner import Bench, Contender
 from specbench.records.rows import Row
+from specbench.remote import protocol
+from specbench.remote.client import SENT
+from specbench.remote.server import Server
+from specbench.remote.target import RemoteTarget
 
 LIMITS = {"clients": 4, "message": 1 << 22, "prompt": 128, "context": 256, "nodes": 128}
 NEEDS_LAYERS = {"self_speculation", "early_exit"}
@@ -248,7 +248,7 @@ def test_bytes_by_kind_are_all_bytes_and_what_is_not_read_does_not_travel(server
             assert {"prompt", "tree", "frame"} <= set(traffic.sent)
             assert traffic.round_trips > 1 and 0 < traffic.server_s < traffic.waited_s
     message = {"kind": "pass", "n": 1, "tokens": [1, 2, 3], "parents": [0, 0]}
-    assert sum(wire.sizes(message, SENT).values()) == len(wire.encode(message))
+    assert sum(protocol.sizes(message, SENT).values()) == len(protocol.encode(message))
 
 
 @pytest.mark.parametrize("drafter", ["eagle2", "moa"])
@@ -269,9 +269,9 @@ def test_a_rounded_tensor_is_within_half_a_step_of_its_rows_largest_value():
     tensor = (
         torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-4, 1.0, 1e4])[:, None, None]
     )
-    packed = wire.pack(tensor, eight=True)
-    found = wire.unpack(packed, torch.device("cpu"), (3, 5, 64))
+    packed = protocol.pack(tensor, eight=True)
+    found = protocol.unpack(packed, torch.device("cpu"), (3, 5, 64))
     assert len(packed["b"]) + len(packed["m"]) == tensor.numel() + 4 * 15
     assert bool(((found - tensor).abs() <= tensor.abs().amax(-1, keepdim=True) / 254 * 1.001).all())
     nothing = torch.zeros(2, 4)
-    assert torch.equal(wire.unpack(wire.pack(nothing, eight=True), torch.device("cpu"), (2, 4)), nothing)
+    assert torch.equal(protocol.unpack(protocol.pack(nothing, eight=True), torch.device("cpu"), (2, 4)), nothing)

@@ -17,12 +17,13 @@ from doors import call
 from fixtures import block, block_path, random_row, settings, whole
 from test_overview import bench
 
-from specbench import metrics, trace
-from specbench.errors import SpecBenchError
-from specbench.metrics import RATES, Totals, contrast, interval
+from specbench.common.errors import SpecBenchError
+from specbench.evaluation import trace
+from specbench.records import blocks, metrics
 from specbench.records.blocks import NAME
+from specbench.records.metrics import RATES, Totals, contrast, interval
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
-from specbench.reporting import bundle, freshness, overview, tables, translate
+from specbench.reporting import bundle, foreign_results, freshness, overview, tables
 from specbench.reporting.bundle import Report, Sources
 
 GOLDEN = ROOT / "tests" / "golden"  # two plain cells cut to two questions, the same as a study's cell, the tables they give
@@ -232,9 +233,9 @@ def answers(path, harness, scale=1.0):
 def test_answers_of_other_harnesses_are_restated(tmp_path, harness):
     answers(tmp_path / "a.jsonl", harness)
     answers(tmp_path / "base.jsonl", harness, scale=2.0)
-    totals = translate.read(tmp_path / "a.jsonl", harness)
+    totals = foreign_results.read(tmp_path / "a.jsonl", harness)
     assert RATES["tau"](totals.pooled()) == pytest.approx((5 * 50 + 10) / (5 * 20))
-    shown = translate.markdown(tmp_path / "a.jsonl", harness, str(tmp_path / "base.jsonl"))
+    shown = foreign_results.markdown(tmp_path / "a.jsonl", harness, str(tmp_path / "base.jsonl"))
     assert "| 2.00 |" in shown and "2.60" in shown and "prefill included" in shown
     by_question = [(50 + q) / 20 for q in range(5)]
     assert f"({sum(by_question) / 5:.2f})" in shown
@@ -253,7 +254,7 @@ def test_answers_of_other_harnesses_are_restated(tmp_path, harness):
 def test_damaged_answer_files_are_named(tmp_path, content, said):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(SpecBenchError, match=said):
-        translate.read(tmp_path / "a.jsonl", "eagle")
+        foreign_results.read(tmp_path / "a.jsonl", "eagle")
 
 
 # The page ------------------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def hostile(tmp_path) -> Path:
     }
     second = {**cycle, "path": [], "bonus": "end"}
     found = {"question": HOSTILE, "drafter": "eagle2", "prompt": HOSTILE, "first": HOSTILE, "cycles": [cycle, second]}
-    trace.write(trace.path_of(cell, "eagle2"), [found])
+    trace.write(blocks.trace_path(cell, "eagle2"), [found])
     CellFailure("m", "mtbench", HOSTILE, 0.0, HOSTILE).write(CellFailure.path(tmp_path / "m" / "mtbench", "x", {}))
     return report(tmp_path).write()
 
@@ -427,7 +428,7 @@ def test_a_trace_holds_the_trees_the_loop_really_saw(target):
 
 
 def test_every_figure_is_drawn_from_what_is_there(tmp_path):
-    chain = {"growth": {"_target_": "specbench.engine.grow.Chain", "gamma": 4}}
+    chain = {"growth": {"_target_": "specbench.engine.policies.Chain", "gamma": 4}}
     fill(tmp_path, ("eagle2", "vanilla"), dataset="mtbench", said={"vanilla": chain})
     measure(tmp_path / "costs")
     found = report(tmp_path)

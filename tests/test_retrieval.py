@@ -20,16 +20,17 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from drafters.prompt_lookup import PromptLookup
 from drafters.retrieval import Retriever
 from drafters.suffix import Automaton, Suffix
-from specbench import schema
-from specbench.bench import Bench, Contender, RunSettings
+from specbench.common.errors import SpecBenchError
+from specbench.config import validation
 from specbench.config.run_spec import RunOptions
-from specbench.datasets import Question
+from specbench.data.prompts import Question
+from specbench.engine.decode import RunSettings
 from specbench.engine.interface import Taps
-from specbench.engine.known import Known
+from specbench.engine.replay import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, paths_of
 from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
+from specbench.evaluation.runner import Bench, Contender
 from specbench.records.blocks import below, read_block
 from specbench.records.rows import Row
 
@@ -377,7 +378,7 @@ def test_a_hybrid_over_every_trained_drafter_answers_as_plain_decoding_does(trai
 def test_a_hybrid_of_what_is_no_trained_drafter_is_refused():
     for name in ("prompt_lookup", "nothing"):
         with pytest.raises(SpecBenchError, match=f"there is no trained drafter {name}"):
-            schema.check(configuration("hybrid", f"drafter.trained={name}"), RunOptions)
+            validation.check(configuration("hybrid", f"drafter.trained={name}"), RunOptions)
 
 
 # All of them -------------------------------------------------------------------------------------------------------------

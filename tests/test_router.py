@@ -8,7 +8,7 @@ from test_drafters import batch_of
 
 from drafters.medusa import Medusa
 from drafters.router import Routed
-from specbench.engine.grow import Dynamic
+from specbench.engine.policies import Dynamic
 
 
 def routed(groups, active):

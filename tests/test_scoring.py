@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from specbench.datasets import PromptSet
-from specbench.errors import SpecBenchError
-from specbench.scoring import START, LastNumber, Number, Program, UnitTests, completion, last_number
+from specbench.common.errors import SpecBenchError
+from specbench.data.prompts import PromptSet
+from specbench.data.scoring import START, LastNumber, Number, Program, UnitTests, completion, last_number
 
 PROMPT = 'def double(x):\n    """Twice x."""\n'
 TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n"

@@ -12,12 +12,12 @@ from conftest import ARCHITECTURES, make, tiny
 from test_decode import PROMPT, generate, plain
 
 from drafters.self_speculation import EarlyExit, SelfSpeculation, Threshold, alternate
-from specbench import skipping
+from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check
-from specbench.errors import SpecBenchError
 from specbench.training.features import Answer
+from specbench.tuning import layer_search
 
 CONSTANTS = {"wanted": 0.9, "step": 0.01, "rate_memory": 0.5, "memory": 0.9}
 ODD = Sublayers(frozenset({1}), frozenset({0, 2}))  # skipped: another set for attention than for MLPs
@@ -264,8 +264,8 @@ def test_the_search_finds_the_best_of_a_small_space(tmp_path):
 
     journal = tmp_path / "new" / "search.journal"
     with pytest.raises(KeyboardInterrupt):
-        skipping.best(5, interrupted, alternate(5), 120, journal)
-    found = skipping.best(5, speed, alternate(5), 120, journal)
+        layer_search.best(5, interrupted, alternate(5), 120, journal)
+    found = layer_search.best(5, speed, alternate(5), 120, journal)
     assert found == Sublayers(frozenset({1, 2}), frozenset({1, 3}))
     assert asked[0] == alternate(5) and len(set(asked)) == len(asked), "the start comes first, and no set twice"
 
@@ -275,11 +275,11 @@ def test_predicted_speed_is_what_decoding_does_at_these_prices():
     skipped = Sublayers(frozenset({1}), frozenset())
     target = quiet(skipped)
     answers = [Answer([*prompt, *plain(target, prompt, 16)], len(prompt)) for prompt in (PROMPT, [7, 7, 30])]
-    prices = skipping.Prices(attention=2.0, mlp=3.0, rest=1.0, whole={1: 10.0, 3: 14.0, 5: 15.0})
+    prices = layer_search.Prices(attention=2.0, mlp=3.0, rest=1.0, whole={1: 10.0, 3: 14.0, 5: 15.0})
     made = bound(target, skipped, most=4, threshold=0.5)
     with torch.inference_mode():
-        known = [skipping._known(target, answer, Taps(kv=(0, 1, 2))) for answer in answers]
-        found = skipping.predicted(made, known, prices)
+        known = [layer_search._known(target, answer, Taps(kv=(0, 1, 2))) for answer in answers]
+        found = layer_search.predicted(made, known, prices)
         emitted = cycles = drafts = seconds = 0
         for answer in answers:
             tokens, steps = generate(target, made, answer.ids[: answer.begin], cap=16)
@@ -295,12 +295,12 @@ def test_what_a_search_writes_is_what_the_drafter_reads(tmp_path):
     target = quiet(alternate(3))
     answers = [Answer([*PROMPT, *plain(target, PROMPT, 12)], len(PROMPT))]
     made = bound(target, alternate(3), most=4)
-    said = skipping.search(target, made, answers, tmp_path / "journal", trials=4)
+    said = layer_search.search(target, made, answers, tmp_path / "journal", trials=4)
     assert min(said["prices"]["rest"], *said["prices"]["whole"].values()) > 0
     assert said["predicted"]["speedup"] >= said["predicted_at_start"]["speedup"] > 0
-    again = skipping.search(target, made, answers, tmp_path / "journal", trials=4)
+    again = layer_search.search(target, made, answers, tmp_path / "journal", trials=4)
     assert (again["attention"], again["mlp"]) == (said["attention"], said["mlp"]), "what was tried is tried anew"
-    skipping.write(tmp_path, {"target": "tiny", "target_fingerprint": target.fingerprint()} | said)
+    layer_search.write(tmp_path, {"target": "tiny", "target_fingerprint": target.fingerprint()} | said)
     other = SelfSpeculation("self_speculation", searched=str(tmp_path))
     other.bind(target)
     assert (sorted({0, 1, 2} - other.kept.attention), sorted({0, 1, 2} - other.kept.mlp)) == (
@@ -308,12 +308,12 @@ def test_what_a_search_writes_is_what_the_drafter_reads(tmp_path):
         said["mlp"],
     )
     with pytest.raises(SpecBenchError, match="no held-out answers"):
-        skipping.search(target, made, [], tmp_path / "journal")
+        layer_search.search(target, made, [], tmp_path / "journal")
 
 
 @pytest.mark.parametrize(("until", "policy"), [("weights", "PASSIVE"), ("search", None)])
 def test_a_search_times_passes_with_threads_that_wait_as_they_do_in_decoding(until, policy):
-    program = "import os, specbench.passive; print(os.environ.get('OMP_WAIT_POLICY'))"
+    program = "import os, specbench.common.omp_policy; print(os.environ.get('OMP_WAIT_POLICY'))"
     clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     said = subprocess.run(
         [sys.executable, "-c", program, f"train.until={until}"], env=clean, capture_output=True, text=True, check=True

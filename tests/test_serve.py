@@ -8,7 +8,7 @@ import time
 import pytest
 from doors import run, start, weight
 
-from specbench.shaper import Shape, listen
+from specbench.remote.network_emulator import Shape, listen
 
 
 def served(home, *arguments, **more):

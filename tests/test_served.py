@@ -14,14 +14,14 @@ from doors import call, records_of, run
 
 from drafters.none import NoDrafter
 from drafters.served import Served
+from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Limits, Prefill, decode
-from specbench.engine.endpoint import Endpoint
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.errors import SpecBenchError
 from specbench.records import blocks
 from specbench.records.rows import Row, contradiction
 from specbench.records.rows import Served as Answered
+from specbench.remote.endpoint import Endpoint
 from specbench.reporting import cells, overview
 
 DONE = b"data: [DONE]\n\n"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import make, tiny
 
+from specbench.common.errors import SpecBenchError
 from specbench.engine import weights
 from specbench.engine.interface import Batch, Taps
-from specbench.errors import SpecBenchError
 
 
 def unequal(architecture="llama", norm=1.83, embedding=0.05):

@@ -7,12 +7,14 @@ import pytest
 from conftest import ROOT
 from omegaconf import OmegaConf
 
-from specbench import schema, studies, study, train
+from specbench import study, train
+from specbench.common.errors import SpecBenchError
+from specbench.config import validation
+from specbench.config.cli import composed
 from specbench.config.run_spec import compose_run, from_config
-from specbench.door import composed
-from specbench.errors import SpecBenchError
 from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import Member, training_of, weights_folder
+from specbench.records import studies
 from specbench.reporting import published
 
 STUDIES = studies.load()
@@ -123,7 +125,7 @@ def test_what_papers_claim_is_tested_or_waits_for_the_project(name, metric, of, 
 def test_the_door_reads_what_reports_read(name):
     """Hydra resolves what is between braces; a report leaves it as it stands."""
     config = composed("study", [f"study={name}"])
-    schema.check(config, study.Options)
+    validation.check(config, study.Options)
     read = OmegaConf.to_container(config.study, resolve=True)
     trained = [(a["train"], read["arms"][n]["train"]) for n, a in STUDIES[name]["arms"].items() if "train" in a]
     assert all([o.replace("${model.name}", MODEL) for o in plain] == resolved for plain, resolved in trained)
@@ -172,7 +174,7 @@ TRAININGS = dict(
 @pytest.mark.parametrize("name", TRAININGS)
 def test_trainings_are_configurations_of_a_training(name, tmp_path):
     config = composed("train", [*TRAININGS[name], f"train.out={tmp_path}"])
-    schema.check(config, train.Options)
+    validation.check(config, train.Options)
     train._settle(config)
 
 

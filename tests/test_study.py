@@ -8,13 +8,13 @@ from conftest import settled
 from doors import call, run
 from test_records import arm, random_row, settings
 
-from specbench import studies
 from specbench.engine import weights
 from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import Member, training_of
-from specbench.records import blocks
+from specbench.records import blocks, studies
 from specbench.records.blocks import Block, read_block
 from specbench.records.rows import Measurement, Row
+from specbench.records.schema import WEIGHTS
 from specbench.reporting import cells, claims
 from specbench.reporting.claims import Evidence, compare, judge_study
 
@@ -315,6 +315,6 @@ def test_a_training_that_starts_from_other_weights_is_another_one(home, monkeypa
     (home / "start").mkdir()
     names = []
     for content in ("one", "two", "one"):
-        (home / "start" / weights.WEIGHTS).write_text(content)
+        (home / "start" / WEIGHTS).write_text(content)
         names.append(training_of(Member("a", 0, "a@0", spec), {**SPEC, "arms": {"a": spec}}, [])[0])
     assert names[0] == names[2] != names[1]

@@ -15,10 +15,12 @@ from fixtures import SETTINGS, arm, block, random_row, settings
 from test_files import no_figures  # noqa: F401
 from test_report import measure
 
-from specbench import door, metrics, sweep
-from specbench.errors import SpecBenchError, one_line, visible
-from specbench.metrics import RATES, Totals, contrast, interval, macro
+from specbench import sweep
+from specbench.common.errors import SpecBenchError, one_line, visible
+from specbench.config import cli
+from specbench.records import metrics
 from specbench.records.blocks import NAME
+from specbench.records.metrics import RATES, Totals, contrast, interval, macro
 from specbench.records.rows import CellFailure, Failure, Row
 from specbench.reporting import bundle, cells, console, figures, study_figures, tables, text
 from specbench.reporting.bundle import Report, Sources
@@ -55,7 +57,7 @@ def test_control_characters_are_shown_once():
 
 
 def test_what_a_door_complains_of_moves_no_cursor(capsys):
-    @door.spoken
+    @cli.spoken
     def job():
         raise SpecBenchError("drafter=\x1b]0;owned\x07")
 
@@ -135,7 +137,7 @@ def fill(folder, names, dataset="mtbench", model="m"):
     for i, name in enumerate(names):
         header = settings(name, dataset=dataset)
         header["config"] = {**header["config"], "model": {"name": model}}
-        header["arms"][name]["drafter"]["growth"] = {"_target_": "specbench.engine.grow.Chain", "gamma": 4}
+        header["arms"][name]["drafter"]["growth"] = {"_target_": "specbench.engine.policies.Chain", "gamma": 4}
         header["target"]["fingerprint"] = model  # of another target than plain `settings`: the two are not pooled
         cell = block(folder, header, f"mtbench-x-{i}")
         for q in range(2):

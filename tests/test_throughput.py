@@ -8,11 +8,11 @@ from conftest import make
 from test_decode import PROMPT
 from test_remote import benched, client, folder, server  # noqa: F401 - fixtures
 
-from specbench.engine.remote import RemoteTarget
-from specbench.link import Link
+from specbench.remote.link import Link
+from specbench.remote.network_emulator import Shape
+from specbench.remote.target import RemoteTarget
+from specbench.remote.throughput import throughput
 from specbench.reporting.links import predicted
-from specbench.shaper import Shape
-from specbench.throughput import throughput
 
 
 def test_a_delay_cut_off_at_nothing_has_the_mean_that_is_drawn():

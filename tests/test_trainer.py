@@ -15,10 +15,12 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from drafters.blocks import TrainedDrafter
-from specbench import measure, schema, trials
-from specbench.engine.grow import Chain
+from specbench import trials
+from specbench.common import environment
+from specbench.common.errors import SpecBenchError
+from specbench.config import validation
 from specbench.engine.interface import Batch
-from specbench.errors import SpecBenchError
+from specbench.engine.policies import Chain
 from specbench.training.features import Corpus, Sequence, save_shard
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, masses, phase_at, rates, starts
@@ -165,7 +167,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def said_by_a_configuration(settings: dict[str, Any]) -> TrainSettings:
-    schema.hold(settings, (TrainSettings,), "train.settings")
+    validation.hold(settings, (TrainSettings,), "train.settings")
     return TrainSettings(**settings)
 
 
@@ -537,7 +539,7 @@ def test_trials_begin_in_a_new_folder_and_go_on_there_with_what_is_missing(tmp_p
         trained.append((trial.name, seed))
         return {
             "drafter": trial.drafter, "trial": trial.name, "seed": seed, "options": options, "precision": "no",
-            "machine": measure.hardware(torch.device("cpu")), "hours": 1.0, "steps": 2,
+            "machine": environment.hardware(torch.device("cpu")), "hours": 1.0, "steps": 2,
             "held_out": {"chain_tau": 1.5, "answers": [[3, 2]] * 4},
         }  # fmt: skip
 

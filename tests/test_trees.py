@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verify import Tables
 
+from specbench.common.errors import SpecBenchError
 from specbench.engine import tree as trees
 from specbench.engine.cache import KVCache
-from specbench.engine.grow import Chain, Dynamic, Static
+from specbench.engine.policies import Chain, Dynamic, Static
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import Trie, ancestor_mask, check, depths_of, parents_of_rank_paths, paths_of
-from specbench.errors import SpecBenchError
 
 settings.register_profile("here", deadline=None, max_examples=60)
 settings.load_profile("here")

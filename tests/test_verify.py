@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import specbench.engine.verify as module
+from specbench.common.errors import SpecBenchError
 from specbench.engine import tree as trees
-from specbench.engine.grow import Chain, Dynamic, Static
 from specbench.engine.interface import DraftTree
+from specbench.engine.policies import Chain, Dynamic, Static
 from specbench.engine.sampling import Sampler, argmax, draw, draw_without_replacement, top
 from specbench.engine.verify import Lossless, Simulated, Typical, algorithm_d, verify
-from specbench.errors import SpecBenchError
 
 V = 6
 SAMPLED = Sampler(temperature=1.0)

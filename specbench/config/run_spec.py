@@ -16,21 +16,22 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from specbench import checkpoints, schema
-from specbench.bench import RunSettings
-from specbench.datasets import PromptSet
-from specbench.door import composed
-from specbench.engine.grow import Growth
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import PROJECT
+from specbench.common.types import Count, Name, Natural, Positive, Text
+from specbench.config import validation
+from specbench.config.cli import composed
+from specbench.data.prompts import PromptSet
+from specbench.engine import checkpoints
+from specbench.engine.decode import RunSettings
 from specbench.engine.interface import Drafter, Elsewhere
+from specbench.engine.loading import ModelSpec
+from specbench.engine.policies import Growth
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Alphas, Rule
-from specbench.engine.weights import PROJECT
-from specbench.errors import SpecBenchError
-from specbench.link import Link
-from specbench.models import ModelSpec
-from specbench.options import Count, Name, Natural, Positive, Text
 from specbench.records.blocks import cell_name
 from specbench.records.rows import CellFailure
+from specbench.remote.link import Link
 
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
 # Options that cannot change a row.
@@ -181,7 +182,7 @@ class RunSpec:
 
 def checked(config: DictConfig, door: type) -> dict[str, Any]:
     """A command's options as plain values, interpolations resolved, held to its dataclass. Raises `SpecBenchError`."""
-    schema.check(config, door)
+    validation.check(config, door)
     options: Any = OmegaConf.to_container(config, resolve=True)
     return dict(options)
 
@@ -197,7 +198,7 @@ def from_config(config: DictConfig, door: type = RunOptions, weights: str | None
         SpecBenchError: an unknown, missing or unfit option, or options that contradict each other.
     """
     options = checked(config, door)
-    options = {name: options[name] for name in schema.options(RunOptions)}
+    options = {name: options[name] for name in validation.options(RunOptions)}
     if weights is not None:
         weights_node(options["drafter"])["weights"] = weights
     _settle(options)

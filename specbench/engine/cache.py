@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specbench.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError
 
 
 class _Layer(CacheLayerMixin):

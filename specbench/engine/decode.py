@@ -6,13 +6,28 @@ from dataclasses import dataclass
 
 import torch
 
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Natural, Seed
 from specbench.engine.interface import Drafter, Step
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule, Terms
-from specbench.errors import SpecBenchError
 
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How prompts are decoded.
+
+    Attributes:
+        max_new_tokens: cap a turn. seed: of sampling; every generation starts from its own derived seed.
+        warmup: untimed generations before the first row, by baseline and drafter each.
+    """
+
+    max_new_tokens: Count = 1024
+    seed: Seed = 0
+    warmup: Natural = 1
 
 
 @dataclass(frozen=True)

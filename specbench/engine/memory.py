@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.engine.backends.packed_linear import packable
 from specbench.engine.interface import Outline
 from specbench.engine.pretrained import random_model
-from specbench.engine.products import packable
 from specbench.engine.target import SPARE, Target
-from specbench.errors import SpecBenchError, refusing
 
 HEADROOM, LEAST = 0.1, 500_000_000  # of all of it, and at least so many bytes: Python, torch, prompts, rows
 FLOAT = 4  # bytes of a float32

@@ -22,11 +22,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 from typing_extensions import TypedDict
 
-from specbench import contents
-from specbench.assets import folder_from_hub
+from specbench.common import hashing
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.common.io import read_json, read_text
+from specbench.data.download import folder_from_hub
 from specbench.engine.tensors import finite, open_tensors, some
-from specbench.errors import SpecBenchError, refusing
-from specbench.files import read_json, read_text
 
 MODELS: Any = AutoModelForCausalLM  # whose stubs know half of its options
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -258,7 +258,7 @@ def _settings(folder: Path) -> list[Path]:
 
 def contents_of(folder: Path) -> dict[str, str]:
     """SHA-256, by name, of everything in a folder that decides what a model and its tokenizer do."""
-    return contents.of_files([*_settings(folder), *weight_files(folder)])
+    return hashing.of_files([*_settings(folder), *weight_files(folder)])
 
 
 def fingerprint_of(folder: Path) -> str:
@@ -270,8 +270,8 @@ def fingerprint_of(folder: Path) -> str:
             opened = [stack.enter_context(open_tensors(path)) for path in files]
             return fingerprint((name, read()) for tensors in opened for name, read in tensors.items())
 
-    hashes = sorted(contents.of_file(path) for path in files)
-    return contents.remembered(f"fingerprint {' '.join(hashes)}", "1", read)
+    hashes = sorted(hashing.of_file(path) for path in files)
+    return hashing.remembered(f"fingerprint {' '.join(hashes)}", "1", read)
 
 
 def fingerprint_in_memory(model: Any) -> str:
@@ -294,4 +294,4 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     if head is not None and head not in found.values():
         found["lm_head.weight"] = head
     lines = [[name, *found[name]] for name in sorted(found) if not COMPUTED.search(name)]
-    return contents.of(lines)[:16]
+    return hashing.of(lines)[:16]

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from specbench.options import Natural, Weight
+from specbench.common.types import Natural, Weight
 
 
 @dataclass(frozen=True)

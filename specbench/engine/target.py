@@ -16,15 +16,15 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig, PreTrainedConfig
 
-from specbench import contents
+from specbench.common import hashing
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.engine.backends.fused_llama import Lean, lean_forward
+from specbench.engine.backends.packed_linear import hasten
 from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.interface import DraftTree, Sublayers, Taps, TargetStates
-from specbench.engine.lean import Lean, lean_forward
 from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of, random_model, read_model
-from specbench.engine.products import hasten
 from specbench.engine.tensors import finite
 from specbench.engine.verify import Here, Judge, Terms
-from specbench.errors import SpecBenchError, refusing
 
 UNDECIDING = ("dtype", "transformers_version", "_name_or_path")  # of a configuration: not which model it is
 SPARE = 128  # rows behind the context that a tree may take in a compiled pass
@@ -292,7 +292,7 @@ class Target(CausalLM):
         """
         if self.made_from is not None:
             said = {k: v for k, v in self.made_from.to_dict().items() if k not in UNDECIDING}
-            return contents.of(said)[:16]
+            return hashing.of(said)[:16]
         return fingerprint_in_memory(self.model) if self.path is None else fingerprint_of(Path(self.path))
 
     def contents(self) -> dict[str, str]:

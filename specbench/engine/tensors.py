@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specbench.errors import SpecBenchError, one_line, refusing
+from specbench.common.errors import SpecBenchError, one_line, refusing
 
 CODE = re.compile(r"GLOBAL|Unsupported (global|class|operand 149)|instantiate")  # what torch says of a pickle that has some
 

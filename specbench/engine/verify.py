@@ -22,10 +22,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Share, Weight
 from specbench.engine.interface import DraftTree, TargetStates, Verdict
 from specbench.engine.sampling import Sampler, draw
-from specbench.errors import SpecBenchError
-from specbench.options import Share, Weight
 
 Alphas = Annotated[Sequence[Share], Field(min_length=1)]  # probability of acceptance by depth
 

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from specbench.assets import atomic_path
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_json
+from specbench.common.storage import atomic_path
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.tensors import read_tensors
-from specbench.errors import SpecBenchError
-from specbench.files import read_json
 
 FILE, PROVENANCE = "vocabulary.safetensors", "vocabulary.json"
 MOST = 32768  # ids of a list

@@ -19,15 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from specbench import contents
+from specbench.common import hashing
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.common.io import read_json
 from specbench.engine.interface import Sublayers
 from specbench.engine.tensors import read_tensors, some
-from specbench.errors import SpecBenchError, refusing
-from specbench.files import read_json
-
-WEIGHTS, PROVENANCE = "model.safetensors", "provenance.json"
-SKIP = "skip.json"
-PROJECT = Path(__file__).resolve().parents[2]  # relative weight folders start here
+from specbench.records.schema import PROVENANCE, SKIP, WEIGHTS
 
 
 class Provenance(TypedDict, total=False):
@@ -55,7 +52,7 @@ def save(module: nn.Module, folder: Path, provenance: dict[str, Any]) -> None:
 
 def contents_of(folder: Path) -> dict[str, str]:
     """SHA-256 of what `load` reads, by name."""
-    return contents.of_files([folder / WEIGHTS, folder / PROVENANCE])
+    return hashing.of_files([folder / WEIGHTS, folder / PROVENANCE])
 
 
 def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
@@ -125,7 +122,7 @@ def load_skip(folder: Path, fingerprint: str, layers: int) -> tuple[Sublayers, d
 
 def skip_contents(folder: Path) -> dict[str, str]:
     """SHA-256 of what `load_skip` reads, by name."""
-    return contents.of_files([folder / SKIP])
+    return hashing.of_files([folder / SKIP])
 
 
 def _not_floats(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -154,7 +151,7 @@ class Checkpoint:
     def contents(self) -> dict[str, str]:
         """SHA-256 of what was read, by name: the tensors and the configuration."""
         config = Path(self.folder) / "config.json"
-        return dict(self.digest) | contents.of_files([config] if config.is_file() else [])
+        return dict(self.digest) | hashing.of_files([config] if config.is_file() else [])
 
     def understood(self) -> AbstractContextManager[None]:
         """Around code that reads names, shapes and configuration as their authors should have written them."""

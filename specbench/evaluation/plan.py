@@ -7,14 +7,15 @@ from typing import Any, Literal
 
 import torch
 
-from specbench import contents, measure, studies
-from specbench.engine.weights import PROJECT, WEIGHTS
-from specbench.errors import SpecBenchError
+from specbench.common import environment, hashing
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import PROJECT
 from specbench.evaluation import study_runs
-from specbench.metrics import BASELINE
-from specbench.records import blocks, identity
+from specbench.records import blocks, identity, studies
 from specbench.records.blocks import Known
-from specbench.studies import Study, measuring_cell, option, replayed
+from specbench.records.metrics import BASELINE
+from specbench.records.schema import WEIGHTS
+from specbench.records.studies import Study, measuring_cell, option, replayed
 
 Kind = Literal["replayed", "trained", "timed"]
 ORDER: Mapping[str, int] = {"replayed": 0, "trained": 1, "timed": 2}
@@ -146,7 +147,7 @@ def _there(folder: Path, kind: Kind) -> list[Known]:
     known = [k for k in blocks.scan_all(folder, BASELINE) if k.header["decoding"] == identity.DECODING]
     if kind != "timed":
         return known
-    hardware: Any = measure.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    hardware: Any = environment.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return [
         k for k in known
         if identity.machine_key({**k.header, "hardware": hardware, "timing": identity.TIMING}) == k.machine
@@ -183,7 +184,7 @@ def _stale(arm: Any) -> bool:
     """Do the weights that the arm names hold something else by now?"""
     path = PROJECT / str(arm["drafter"].get("weights")) / WEIGHTS
     known = (arm.get("contents") or {}).get(WEIGHTS)
-    return known is not None and path.is_file() and contents.of_file(path) != known
+    return known is not None and path.is_file() and hashing.of_file(path) != known
 
 
 def _measured(known: Sequence[Known], study: Study) -> bool:

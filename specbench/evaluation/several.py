@@ -5,8 +5,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from specbench.errors import SpecBenchError
-from specbench.evaluation.budget import Budget
+from specbench.common.budget import Budget
+from specbench.common.errors import SpecBenchError
 
 
 def named(typed: Sequence[str]) -> tuple[list[str], list[str], float | None] | None:

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbench import arms, schema
-from specbench.arms import Arm
-from specbench.config import run_spec
+from specbench.common.errors import SpecBenchError, visible
+from specbench.common.faults import told
+from specbench.config import run_spec, validation
+from specbench.config.cli import CONF
 from specbench.config.run_spec import GreedyOnly, RunSpec
-from specbench.datasets import Question
-from specbench.door import CONF
+from specbench.data.prompts import Question
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.errors import SpecBenchError, visible
+from specbench.evaluation import arms
+from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
-from specbench.faults import told
-from specbench.metrics import BASELINE
+from specbench.records.metrics import BASELINE
 from specbench.records.rows import CellFailure
-from specbench.studies import Study
+from specbench.records.studies import Study
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -69,7 +69,7 @@ def chosen(study: Study, wanted: Sequence[str] | None, name: str) -> Study:
     for arm in wanted:
         if arm not in known and arm != BASELINE:
             if not (Path(CONF) / "drafter" / f"{arm}.yaml").is_file():
-                near = schema.nearest(arm, known)
+                near = validation.nearest(arm, known)
                 raise SpecBenchError(f"arms: study {name} has no arm {visible(arm)}, and there is no such drafter{near}")
             known[arm] = {"run": [f"drafter={arm}"]}
     return {**study, "arms": {arm: known[arm] for arm in wanted if arm != BASELINE}}

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbench import contents, studies
-from specbench.assets import cache_root
-from specbench.children import dying_with_parent
-from specbench.engine import weights
-from specbench.evaluation.budget import Budget
-from specbench.studies import Study
+from specbench.common import hashing, storage
+from specbench.common.budget import Budget
+from specbench.common.processes import dying_with_parent
+from specbench.common.storage import cache_root
+from specbench.records import studies
+from specbench.records.schema import WEIGHTS
+from specbench.records.studies import Study
 
 GRACE = 90  # seconds beyond its minutes, after which a training that is not through with a step is interrupted
 
@@ -52,12 +53,12 @@ def training_of(member: Member, study: Study, users: Sequence[str]) -> tuple[str
     model = [o for o in users if o.split("=")[0].split(".")[0] in ("model", "threads")]
     overrides = [*model, *own, *source.get("train", []), f"train.settings.seed={member.seed}"]
     drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]
-    starts = [weights.PROJECT / o.partition("=")[2] / weights.WEIGHTS for o in overrides if o.startswith("train.start=")]
+    starts = [storage.PROJECT / o.partition("=")[2] / WEIGHTS for o in overrides if o.startswith("train.start=")]
     named_by = [
         [o for o in overrides if not o.startswith("threads=")],
-        [contents.of_file(path) for path in starts if path.is_file()],
+        [hashing.of_file(path) for path in starts if path.is_file()],
     ]
-    return f"{drafter}-{contents.of(named_by)[:12]}", overrides
+    return f"{drafter}-{hashing.of(named_by)[:12]}", overrides
 
 
 def weights_folder(member: Member, study: Study, users: Sequence[str]) -> Path | None:
@@ -73,12 +74,12 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
     unfinished: set[str] = set()
     for member in members:
         training, folder = training_of(member, study, users), weights_folder(member, study, users)
-        if training is None or folder is None or (folder / weights.WEIGHTS).exists():
+        if training is None or folder is None or (folder / WEIGHTS).exists():
             continue
         if folder not in done and budget.allows(None):
             print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
             done[folder] = _train(*training, folder, budget)
-        if not (folder / weights.WEIGHTS).exists():
+        if not (folder / WEIGHTS).exists():
             (unfinished if done.get(folder, True) else failed).add(member.label)
             if not done.get(folder, True):
                 print(f"specbench: {name}: the training of {member.label} failed; see above", file=sys.stderr)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbench import measure
-from specbench.children import dying_with_parent
-from specbench.evaluation.budget import Budget
+from specbench.common import timing
+from specbench.common.budget import Budget
+from specbench.common.processes import dying_with_parent
 from specbench.evaluation.plan import Scope, Task, all_tasks
 
 SHORTEST = 30.0  # seconds that a slice must have
@@ -96,7 +96,7 @@ def _quiet(budget: Budget) -> bool:
 
 def _busy() -> float:
     """Cores that other processes keep busy; 0 where nobody can tell."""
-    others = measure.Others()
+    others = timing.Others()
     others.start()
     time.sleep(WATCHED)
     return others.read() or 0.0

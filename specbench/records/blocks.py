@@ -23,11 +23,11 @@ from typing import Annotated, Any
 from filelock import FileLock, Timeout
 from pydantic import Discriminator
 
-from specbench.errors import SpecBenchError
-from specbench.files import parse, parse_lines, read_bytes
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import parse, parse_lines, read_bytes
 from specbench.records import identity
 from specbench.records.rows import Failure, Measurement, QuestionEnd, Record, Row, contradiction
-from specbench.shapes import SCHEMA, Header
+from specbench.records.schema import SCHEMA, Header
 
 NAME = "[12][0-9][0-9][0-9]-[01][0-9]-[0-3][0-9]T*-*.jsonl"  # of a block's file, as a pattern
 LOCKS = ".locks"  # folder of a cell's locks, which is no part of the results
@@ -328,3 +328,8 @@ def scan_all(folder: Path, baseline: str) -> Iterator[Known]:
     for path in sorted(folder.glob(NAME)):
         if (known := scan(path, baseline)) is not None:
             yield known
+
+
+def trace_path(folder: Path, label: str) -> Path:
+    """Where an arm's traces lie: in its cell's folder, whatever it is called."""
+    return folder / ("trace-" + re.sub(r"[^A-Za-z0-9_.+=@-]", "_", label)[:100] + ".json")

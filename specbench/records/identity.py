@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specbench.contents import of
+from specbench.common.hashing import of
 
 # Raised when code emits, accepts or counts otherwise than before: rows of lower numbers no longer count.
 DECODING = 1
@@ -56,10 +56,20 @@ def plain_options(value: Any) -> Any:
     """Options without what is null, a place or a name, classes without their modules."""
     if isinstance(value, Mapping):
         kept = {key: plain_options(v) for key, v in value.items() if v is not None and key not in FILES}
-        if "_target_" in kept:
-            kept["_target_"] = str(kept["_target_"]).rpartition(".")[2]
-        return kept
+        return kept | _class_of(kept)
     return [plain_options(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def unplaced(value: Any) -> Any:
+    """The same options, classes without their modules: a file that moved makes no other training."""
+    if isinstance(value, Mapping):
+        kept = {key: unplaced(v) for key, v in value.items()}
+        return kept | _class_of(kept)
+    return [unplaced(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _class_of(options: Mapping[str, Any]) -> dict[str, str]:
+    return {"_target_": str(options["_target_"]).rpartition(".")[2]} if "_target_" in options else {}
 
 
 def cell_key(header: Mapping[str, Any]) -> str:

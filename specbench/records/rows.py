@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AllowInfNan
 
-from specbench.assets import atomic_path
-from specbench.contents import of
-from specbench.files import read_json
-from specbench.shapes import Measure, Natural, Seconds
+from specbench.common.hashing import of
+from specbench.common.io import read_json
+from specbench.common.storage import atomic_path
+from specbench.records.schema import Measure, Natural, Seconds
 
 if TYPE_CHECKING:
     from specbench.engine.interface import Step
 
 VERDICTS = ("identical", "numerical tie", "bug", "simulated acceptance")  # of an audit
 
+BINS = 10  # of a drafter's probability for a token: [0, 0.1), …, [0.9, 1]
 
 Bin = tuple[Natural, Natural, Annotated[float, AllowInfNan()]]  # nodes, those accepted, sum of the drafter's probabilities
 
 
 @dataclass
 class LinkUse:
-    """What a generation sent and received: see `specbench.engine.connection.Traffic`."""
+    """What a generation sent and received: see `specbench.remote.client.Traffic`."""
 
     sent: dict[str, Natural]
     received: dict[str, Natural]
@@ -87,7 +88,7 @@ class Row:
     audit: dict[str, Any] | None = None
     others: Seconds | None = None  # cores that other processes kept busy meanwhile
     replayed: bool = False
-    confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.known`
+    confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.replay`
     link: LinkUse | None = None  # of a target on a server
     served: Served | None = None  # another engine's answer, by its own clock; it has no cycles
     alone: list[Natural] = field(

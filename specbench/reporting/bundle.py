@@ -12,18 +12,20 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from specbench import studies, trace
-from specbench.errors import SpecBenchError
-from specbench.files import read_json, readable
-from specbench.measure import ROOT
-from specbench.metrics import BASELINE
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_json, readable
+from specbench.common.storage import PROJECT
+from specbench.records import blocks, studies
+from specbench.records.metrics import BASELINE
+from specbench.records.schema import Trace
+from specbench.records.studies import Study
 from specbench.reporting import (
+    analysis_tables,
     cells,
     claims,
     document,
     figures,
     freshness,
-    insight_tables,
     names,
     overview,
     published,
@@ -38,8 +40,6 @@ from specbench.reporting.claims import Evidence
 from specbench.reporting.document import Section
 from specbench.reporting.groups import groups
 from specbench.reporting.overview import Overview, where
-from specbench.shapes import Trace
-from specbench.studies import Study
 
 BENCH = "bench"  # the study that the answer is about
 MOST = 2  # traces of a drafter on the page
@@ -60,9 +60,9 @@ class Sources:
     """
 
     results: Path
-    published: Path = ROOT / "results" / "published"
+    published: Path = PROJECT / "results" / "published"
     studies: Path = studies.FOLDER
-    weights: Path = ROOT / "drafters" / "weights"
+    weights: Path = PROJECT / "drafters" / "weights"
     chosen: Sequence[str] | None = None
 
 
@@ -94,7 +94,7 @@ class Report:
         self.view, *self.others = [Overview(group) for group in places.values()] or [Overview([])]
         self.parts = [_part(caption, group) for caption, group in groups(self.main)]
         self.answer = verdict.sentence(self.view.timed(self.view.first))
-        self.insights = insight_tables.all_of(self.view.known(self.view.first), self.view.timed(self.view.first))
+        self.insights = analysis_tables.all_of(self.view.known(self.view.first), self.view.timed(self.view.first))
         self.training = tables.training_lines(self.main)
         self.weights = _weights(sources.weights, self.main, self.problems)
         self.traces = self._traces()
@@ -213,7 +213,7 @@ class Report:
 def _trace(entry: Entry) -> Path:
     """Where an arm's traces lie; of several seeds the first one's."""
     label = next(label for label, arm in entry.header["arms"].items() if arm is entry.arm)
-    return trace.path_of(entry.path.parent, label)
+    return blocks.trace_path(entry.path.parent, label)
 
 
 def _main(entries: Sequence[Entry]) -> list[Entry]:
@@ -300,7 +300,7 @@ def _embedded(traces: list[dict[str, Any]]) -> Any:
 def chosen(folder: Path, names: Sequence[str] | None = None, problems: list[str] | None = None) -> dict[str, Study]:
     """All studies of a folder, or the named ones. Raises `SpecBenchError` for one that is not there.
 
-    problems: see `specbench.files.readable`.
+    problems: see `specbench.common.io.readable`.
     """
     names = [names] if isinstance(names, str) else names
     there = [path.stem for path in sorted(folder.glob("*.yaml"))]

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specbench.errors import SpecBenchError
-from specbench.files import read_bytes, readable
-from specbench.metrics import BASELINE, Summary, Totals, busy, summarise
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_bytes, readable
 from specbench.records import blocks, identity
+from specbench.records.metrics import BASELINE, Summary, Totals, busy, summarise
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
-from specbench.shapes import Arm, Header
+from specbench.records.schema import Arm, Header
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Source:
 def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str] | None = None) -> list[Entry]:
     """Entries of all drafters of all cells, each cell's blocks pooled; every generation counts once, the newest one.
 
-    problems: see `specbench.files.readable`; a last row that was cut off is one too.
+    problems: see `specbench.common.io.readable`; a last row that was cut off is one too.
     """
     grouped: dict[tuple[str, ...], list[Source]] = {}
     for source in _sources(paths, root, problems):

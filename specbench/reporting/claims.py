@@ -1,6 +1,6 @@
 """The ledger of claims: what papers say, against what the rows of their studies say. Knows rows and metrics, no drafter.
 
-A claim is a list of tests (`specbench/studies.py`); a test compares a metric of one arm with that of another,
+A claim is a list of tests (`specbench/records/studies.py`); a test compares a metric of one arm with that of another,
 
     {metric: tau, of: hass, over: eagle2, is: more}               tau(hass) - tau(eagle2) > 0
     {metric: speed_up, of: beagle, over: eagle2, within: 0.05}    the ratio lies in 1 +- 0.05
@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from specbench.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval, medians, repeated
 from specbench.records import identity
+from specbench.records.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval, medians, repeated
+from specbench.records.studies import Study, unmet
 from specbench.reporting.cells import Entry, pooled
-from specbench.studies import Study, unmet
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
 NOT_TESTABLE, NOT_RUN = "not testable here", "not run"

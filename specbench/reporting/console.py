@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rich.cells import cell_len, set_cell_size
 
-from specbench.errors import visible
-from specbench.metrics import BASELINE, PHASES
+from specbench.common.errors import visible
 from specbench.records.blocks import Ledger
+from specbench.records.metrics import BASELINE, PHASES
 from specbench.reporting import names, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Verdict

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from specbench.metrics import BASELINE, Interval
-from specbench.reporting import insight_figures, look, names, study_figures
+from specbench.records.metrics import BASELINE, Interval
+from specbench.reporting import analysis_figures, names, study_figures, styles
 from specbench.reporting.cells import Entry
 from specbench.reporting.console import cost
 from specbench.reporting.overview import Overview, chosen, families, ranking
@@ -114,7 +114,7 @@ def step_alphas(entries: Sequence[Entry]) -> Figure | None:
     ends, lines = [], []
     for e, depths in found:
         steps, alphas = np.arange(1, depths + 1), np.array(e.summary.alphas[:depths])
-        style = look.line(e.title)
+        style = styles.line(e.title)
         axes.plot(steps, alphas, markersize=5, linewidth=1.3, **style)
         ends.append((steps[-1], alphas[-1], e.title, style["color"]))
         dense = np.linspace(1, depths, 12 * depths)
@@ -145,7 +145,7 @@ def label(axes: Axes, points: Sequence[tuple[float, float, str, str]], taken: Se
     places = axes.transData.transform([(x, y) for x, y, *_ in points] + [tuple(p) for p in taken])
     used = [Bbox([p - 3.5 * unit, p + 3.5 * unit]) for p in places]
     for (x, y, name, colour), place in zip(points, places, strict=False):
-        said = axes.annotate(insight_figures.short(name), (x, y), xytext=(0, 0), textcoords="offset points",
+        said = axes.annotate(analysis_figures.short(name), (x, y), xytext=(0, 0), textcoords="offset points",
                              fontsize="small", color=colour, ha="center", va="center", zorder=4)  # fmt: skip
         box = said.get_window_extent()
         shift, where = _free(place, box, axes.bbox, used, unit)
@@ -210,7 +210,7 @@ def draw_all(
         ),
     }
     made |= study_figures.draw(everything, leviathan.timed(leviathan.first) or timed, weights)
-    made |= insight_figures.draw(chosen(view))
+    made |= analysis_figures.draw(chosen(view))
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     with matplotlib.rc_context({"svg.hashsalt": "specbench", "svg.fonttype": "path"}):

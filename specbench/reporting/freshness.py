@@ -6,7 +6,7 @@ The digest is of paths and contents, so neither modification times nor a version
 import hashlib
 from pathlib import Path
 
-from specbench.assets import sha256_of
+from specbench.common.storage import sha256_of
 from specbench.records import blocks
 from specbench.reporting.cells import below
 

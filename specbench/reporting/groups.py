@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specbench.metrics import BASELINE, summarise
 from specbench.records import blocks
+from specbench.records.metrics import BASELINE, summarise
 from specbench.reporting.cells import Entry, collect
 
 Captioned = tuple[str, list[Entry]]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbench.records.rows import Row
+from specbench.remote.network_emulator import Shape
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, shown
-from specbench.shaper import Shape
 
 COLUMNS = (
     "drafter", "tokens/s", "predicted", "speed-up [95%]", "predicted ms a cycle: drafting / server / line / round trips",

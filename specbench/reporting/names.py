@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specbench.files import read_yaml
-from specbench.metrics import BASELINE
+from specbench.common.io import read_yaml
 from specbench.records.identity import plain_options
+from specbench.records.metrics import BASELINE
+from specbench.records.studies import FOLDER
 from specbench.reporting.cells import Entry
-from specbench.studies import FOLDER
 
 WORDS = {BASELINE: "plain", "vanilla": "vanilla SD"}
 TREES = {  # classes that grow trees

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbench.assets import atomic_path
-from specbench.metrics import BASELINE, Interval
+from specbench.common.storage import atomic_path
+from specbench.records.metrics import BASELINE, Interval
 from specbench.reporting import console, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.groups import groups

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specbench.metrics import BASELINE, RATES, Interval, contrast, free_width_speed_up, pooled
+from specbench.records.metrics import BASELINE, RATES, Interval, contrast, free_width_speed_up, pooled
 from specbench.reporting import console, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import unlike

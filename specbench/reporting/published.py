@@ -18,9 +18,9 @@ import pandas as pd
 from pydantic import StringConstraints
 from typing_extensions import TypedDict
 
-from specbench.errors import SpecBenchError
-from specbench.files import hold, read_text, readable
-from specbench.metrics import RATES, interval
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import hold, read_text, readable
+from specbench.records.metrics import RATES, interval
 from specbench.reporting import text
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import TIMED, Evidence
@@ -61,7 +61,7 @@ def load(folder: Path, problems: list[str] | None = None) -> pd.DataFrame:
     """All published numbers, in the order of the files.
 
     Args:
-        problems: see `specbench.files.readable`.
+        problems: see `specbench.common.io.readable`.
 
     Raises:
         SpecBenchError: no file, other columns, or a value that is no number; file and line are named.

@@ -6,9 +6,20 @@ Then, for one who has longer: other runs, the claims, the papers' tables, the st
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.metrics import BASELINE
+from specbench.records.metrics import BASELINE
 from specbench.records.rows import by_error
-from specbench.reporting import claims, console, insight, insight_tables, links, overview, published, tables, text, verdict
+from specbench.reporting import (
+    analysis,
+    analysis_tables,
+    claims,
+    console,
+    links,
+    overview,
+    published,
+    tables,
+    text,
+    verdict,
+)
 from specbench.reporting.cells import Entry
 from specbench.reporting.document import Block, Cell, Figures, Fold, Link, Row, Says, Section, Table, Tally
 from specbench.reporting.groups import Captioned, groups
@@ -74,7 +85,7 @@ def _cost(report: "Report") -> list[Block]:
     if memory := tables.memory_lines(group):
         caption = "Peak memory while decoding, MiB, each drafter in a process of its own"
         folds.append(Fold("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
-    folds += _insights(report, insight_tables.TIMED)
+    folds += _insights(report, analysis_tables.TIMED)
     if report.training:
         trained = Table(tables.TRAINING, report.training)
         folds.append(Fold("What training cost", [trained, Figures(("learning_curves",))], "tables/trained.md"))
@@ -90,8 +101,8 @@ def _accepted(report: "Report") -> list[Block]:
     said = f"tau: tokens that one pass of the target yields, the bonus included. {rows.summary.prompts} generations" + (
         ", replayed: they accept what decoding accepts, and hold no speeds." if rows.replayed else "."
     )
-    steps = f"Acceptance by draft step of all drafters; steps tried fewer than {insight.FEWEST} times are left out"
-    others = [name for name in report.insights if name not in insight_tables.TIMED]
+    steps = f"Acceptance by draft step of all drafters; steps tried fewer than {analysis.FEWEST} times are left out"
+    others = [name for name in report.insights if name not in analysis_tables.TIMED]
     sets = [overview.acceptance(view), *([overview.speeds(view)] if view.timed(view.first) else [])]
     return [
         Says(said, "note"),
@@ -147,7 +158,7 @@ def _runs(report: "Report") -> list[Block]:
 def _beside(group: Sequence[Entry]) -> list[Block]:
     """What rows hold beside the decoding table."""
     beside = {
-        "Problems solved": insight_tables.solved(group),
+        "Problems solved": analysis_tables.solved(group),
         "Over the link": links.table(group),
         "Several clients of one server, tokens/s": links.clients(group),
     }

@@ -13,8 +13,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specbench.metrics import BASELINE, RATES, Interval, interval, repeated
-from specbench.reporting import look
+from specbench.records.metrics import BASELINE, RATES, Interval, interval, repeated
+from specbench.reporting import styles
 from specbench.reporting.cells import Entry
 from specbench.reporting.text import mathtext
 
@@ -25,7 +25,7 @@ COST = 0.1  # of a draft step in target passes, for the curves
 
 def _styles(names: Iterable[str]) -> list[dict[str, Any]]:
     """Colour, marker and line of every series."""
-    return [look.line(n) | {"label": mathtext(n)} for n in names]
+    return [styles.line(n) | {"label": mathtext(n)} for n in names]
 
 
 def _axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figure, Any]:
@@ -139,7 +139,7 @@ def tree_cost(entries: Sequence[Entry]) -> Figure | None:
     points = {n: repeated([v[name] for v in repetitions if name in v]) for n, name in sorted(sizes.items())}
     figure, axes = _axes()
     values = [p.value for p in points.values()]
-    axes.errorbar(list(points), values, yerr=_bars(list(points.values())), color=look.BLUE, marker="o", capsize=2)
+    axes.errorbar(list(points), values, yerr=_bars(list(points.values())), color=styles.BLUE, marker="o", capsize=2)
     axes.set(xlabel="nodes in the pass, root included", ylabel="milliseconds", ylim=(0, None))
     axes.grid(alpha=0.3)
     return figure
@@ -156,13 +156,15 @@ def cost_of_cycles(passes: Mapping[int, Mapping[str, float]], parts: Mapping[str
         left.plot(
             list(points),
             list(points.values()),
-            color=look.COLOURS[number % len(look.COLOURS)],
+            color=styles.COLOURS[number % len(styles.COLOURS)],
             marker="o",
             label=f"{context} tokens before",
         )
     for number, (name, title) in enumerate((("first", "first level, observing included"), ("level", "one level more"))):
         found_s = parts[name]
-        right.plot(list(found_s), [1000 * s for s in found_s.values()], color=look.COLOURS[number], marker="o", label=title)
+        right.plot(
+            list(found_s), [1000 * s for s in found_s.values()], color=styles.COLOURS[number], marker="o", label=title
+        )
     left.set(xlabel="nodes in the pass, root included", ylabel="milliseconds", ylim=(0, None))
     right.set(xlabel="nodes of a level", ylabel="milliseconds", ylim=(0, None))
     for axes in (left, right):

@@ -5,12 +5,11 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from specbench import elsewhere
-from specbench.metrics import BASELINE, RATES, Interval, interval
-from specbench.reporting import text
+from specbench.records.metrics import BASELINE, RATES, Interval, interval
+from specbench.reporting import served, text
+from specbench.reporting.analysis import FEWEST
 from specbench.reporting.cells import Entry
 from specbench.reporting.groups import groups
-from specbench.reporting.insight import FEWEST
 
 ABSENT = "-"
 
@@ -160,7 +159,7 @@ def disturbances(group: Sequence[Entry]) -> list[str]:
     Of lines that differ in their numbers alone, block by block, the worst stands for all.
     """
     worst = {re.sub(r"[\d.]+", "", line): line for line in sorted(e.busy for e in group if e.busy)}
-    served = (elsewhere.said(e.arm, e.rows, e.baseline) for e in group)
+    served = (served.said(e.arm, e.rows, e.baseline) for e in group)
     return list(dict.fromkeys(filter(None, (*worst.values(), *served))))
 
 

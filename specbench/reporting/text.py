@@ -1,7 +1,7 @@
 """Text of others, such as names, errors and claims, into a medium: one function each, applied once, where it enters.
 
-All of them make control characters visible first (`specbench.errors.visible`), and then take the medium's own signs for
-what they are: letters. Knows errors and nothing else in the project.
+All of them make control characters visible first (`common.errors.visible`), and then take the medium's own signs for what
+they are: letters. Knows errors and nothing else in the project.
 """
 
 import re
@@ -12,7 +12,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 from rich.text import Text
 
-from specbench.errors import visible
+from specbench.common.errors import visible
 
 # What GitHub's Markdown would take for a mark, as a character reference: no renderer takes those for anything else.
 # Underscores inside words, brackets that are no link and signs between spaces mean nothing to it and stay readable.

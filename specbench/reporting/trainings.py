@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from specbench.engine.weights import PROVENANCE
-from specbench.errors import SpecBenchError
-from specbench.files import read_json, readable
-from specbench.metrics import Interval, resamples
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_json, readable
+from specbench.records.metrics import Interval, resamples
+from specbench.records.schema import PROVENANCE, Provenance
 from specbench.reporting.tables import ABSENT, number
-from specbench.shapes import Provenance
 
 HELD_OUT = (
     "drafter", "trained parameters", "different tokens", "tokens seen", "steps", "hours",
@@ -34,7 +33,7 @@ def read(path: Path) -> Mapping[str, Any]:
 def below(folder: Path, problems: list[str] | None = None) -> dict[str, Mapping[str, Any]]:
     """Provenances of trainings anywhere below a folder, by the name of their own; weights of others have no training.
 
-    problems: see `specbench.files.readable`.
+    problems: see `specbench.common.io.readable`.
     """
     found = readable(sorted(folder.rglob(PROVENANCE)), read, problems)
     return {path.parent.name: said for path, said in found if said.get("history")}
@@ -73,7 +72,7 @@ def gain(ours: np.ndarray, theirs: np.ndarray) -> Interval:
 
 
 def held_out_lines(folder: Path, problems: list[str] | None = None) -> list[list[str]]:
-    """One line a drafter. problems: see `specbench.files.readable`."""
+    """One line a drafter. problems: see `specbench.common.io.readable`."""
     lines = []
     for name, said in below(folder, problems).items():
         last = said.get("held_out") or said["history"][-1]  # older ones kept no answers apart: no interval then

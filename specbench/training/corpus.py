@@ -26,13 +26,13 @@ from pydantic import ConfigDict, Field
 from safetensors.torch import load, save
 from typing_extensions import TypedDict
 
-from specbench.assets import atomic_path, sha256_of
-from specbench.datasets import Chat, Message
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.common.io import parse, read_bytes, read_json
+from specbench.common.progress import progress
+from specbench.common.storage import atomic_path, sha256_of
+from specbench.common.types import Count, Seed, Weight
+from specbench.data.chat import Chat, Message
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError, refusing
-from specbench.files import parse, read_bytes, read_json
-from specbench.options import Count, Seed, Weight
-from specbench.progress import progress
 from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, fastest, rows_of, write, writing
 
 PACKED, PACKED_PROVENANCE = "corpus.safetensors.xz", "corpus.json"

@@ -22,11 +22,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specbench.assets import atomic_path
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.common.progress import progress
+from specbench.common.storage import atomic_path
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError, refusing
-from specbench.progress import progress
 from specbench.training.corpus import Text, Writer
 from specbench.training.precision import wide
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specbench.engine.weights import PROVENANCE
-from specbench.errors import SpecBenchError
-from specbench.files import differing, read_json
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import differing, read_json
+from specbench.records import identity
+from specbench.records.schema import PROVENANCE
 
 UNDECIDED = {  # options that say where, when and how fast, not what comes out
     "train": (
@@ -71,4 +72,4 @@ def made_by(drafter: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, 
     parts = {"drafter": drafter, "train": recipe, **{name: recipe.get(name) or {} for name in ("settings", "corpus")}}
     found = {name: {k: v for k, v in part.items() if k not in UNDECIDED[name]} for name, part in parts.items()}
     found["train"] = {k: v for k, v in found["train"].items() if k not in found}
-    return found
+    return {name: identity.unplaced(part) for name, part in found.items()}

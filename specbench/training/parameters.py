@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from specbench.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError
 from specbench.training.recipe import TrainSettings
 
 Named = list[tuple[str, nn.Parameter]]

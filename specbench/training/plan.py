@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from specbench import measure
+from specbench.common import environment
+from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
-from specbench.errors import SpecBenchError
 from specbench.training.features import Shards
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings
@@ -58,7 +58,7 @@ class Plan:
         return shutil.disk_usage(self.folder).free
 
     def free_memory(self) -> int:
-        return measure.free_memory(self.device)
+        return environment.free_memory(self.device)
 
     def check(self) -> None:
         """Raises `SpecBenchError` where disk or memory do not suffice, with what would."""

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specbench.errors import SpecBenchError
-from specbench.options import Count, Natural, Positive, Seed, Share, Text, Weight
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Natural, Positive, Seed, Share, Text, Weight
 
 Decay = Literal["constant", "linear", "cosine"]
 Beta = Annotated[float, Field(ge=0, lt=1)]

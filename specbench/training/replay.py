@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specbench.engine.decode import Limits, decode
-from specbench.engine.grow import named
 from specbench.engine.interface import Batch, Drafter, Step
-from specbench.engine.known import Known
+from specbench.engine.policies import named
+from specbench.engine.replay import Known
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless

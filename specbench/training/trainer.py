@@ -23,12 +23,12 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from rich.console import Console
 from torch import Tensor, nn
 
-from specbench.assets import atomic_path
+from specbench.common.budget import Budget
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.common.io import differing
+from specbench.common.storage import atomic_path
 from specbench.engine.interface import Batch
 from specbench.engine.tensors import unpickled
-from specbench.errors import SpecBenchError, refusing
-from specbench.evaluation.budget import Budget
-from specbench.files import differing
 from specbench.training import parameters
 from specbench.training.features import Corpus, Row
 from specbench.training.overwriting import UNDECIDED

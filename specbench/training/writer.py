@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specbench.engine.int8 import multiplies_bytes, quantised
+from specbench.engine.backends.quantised import multiplies_bytes, quantised
 from specbench.engine.rows import Rows
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import CausalLM, Target

@@ -1,0 +1,101 @@
+"""Clock, peak memory, and how busy other processes keep the machine. Knows no drafter."""
+
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+
+class Clock:
+    """Seconds, after everything issued so far has run: on a GPU each reading waits for the device."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device if device.type == "cuda" else None
+
+    def __call__(self) -> float:
+        if self.cuda is not None:
+            torch.cuda.synchronize(self.cuda)
+        return time.perf_counter()
+
+
+class Others:
+    """How many cores other processes kept busy, on average since `start`: what makes a timing worthless."""
+
+    def start(self) -> None:
+        self.begin = self._now()
+
+    def read(self) -> float | None:
+        """Cores; None where the kernel does not tell (`/proc/stat`)."""
+        if self.begin is None or (now := self._now()) is None:
+            return None
+        seconds, busy, own = (b - a for a, b in zip(self.begin, now, strict=True))
+        return round(max(0.0, busy - own) / seconds, 2) if seconds > 0 else None
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds on the clock, of all processors' work, of this process's and its dead children's."""
+        try:
+            ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+            idle = ticks[3] + ticks[4]
+            own = os.times()
+            busy = (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
+            return time.perf_counter(), busy, own.user + own.system + own.children_user + own.children_system
+        except (OSError, ValueError, IndexError):  # not Linux
+            return None
+
+
+class PeakMemory:
+    """Peak memory since `start`. On a GPU the allocator's peak and the driver's view; else the peak resident set.
+
+    Where the kernel cannot reset a process's peak (`/proc/self/clear_refs`), the peak is that of the whole process so
+    far, which the result then says.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def start(self) -> None:
+        self.reset = True
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.reset = False
+
+    def read(self) -> dict[str, int | bool]:
+        """Bytes by source."""
+        if self.device.type == "cuda":
+            return {"allocator": torch.cuda.max_memory_allocated(self.device), "driver": _driver_bytes(self.device)}
+        try:
+            line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+            return {"resident": int(line.split()[1]) * 1024, "since_start": self.reset}
+        except (OSError, StopIteration):  # not Linux
+            import resource
+
+            scale = 1 if platform.system() == "Darwin" else 1024
+            return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale, "since_start": False}
+
+    def bytes(self) -> int:
+        """Of the allocator on a GPU, else of the process."""
+        found = self.read()
+        return int(found["allocator"] if "allocator" in found else found["resident"])
+
+
+def _driver_bytes(device: torch.device) -> int:
+    """This process's memory as the NVIDIA driver counts it; 0 where the driver does not tell."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        mine = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+        return int(mine[0].usedGpuMemory or 0) if mine else 0
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,18 @@
+"""What an option may be, as types: its range stands where the option is declared. Knows nothing else in the project.
+
+The doors hold a configuration to these types before anything is loaded (`specbench/config/validation.py`).
+"""
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(ge=0)]  # of a loss term, a noise, a penalty
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, StringConstraints(pattern=r"^\w[\w.+=@-]{0,99}$")]  # becomes a folder's name
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Text = Annotated[str, StringConstraints(min_length=1)]

@@ -1,0 +1,205 @@
+"""What every door does around its job: whatever goes wrong ends in one line and exit code 2.
+
+In a sweep the next job begins, and the exit code follows at the end.
+"""
+
+import functools
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from specbench.common import storage
+from specbench.common.errors import SpecBenchError, one_line, visible
+from specbench.common.faults import told
+from specbench.config import catalog, usage, validation
+
+CONF = str(storage.PROJECT / "conf")
+QUOTES = "'\""
+_lost: list[str] = []  # what jobs of this process's sweep said when they failed
+
+
+def spoken(job: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a job: it says what went wrong here, before Hydra adds lines of its own."""
+
+    @functools.wraps(job)
+    def wrapped(*args: Any) -> None:
+        try:
+            job(*args)
+        except KeyboardInterrupt:
+            sys.exit(_complain("interrupted; run the same command again to continue"))
+        except Exception as error:
+            line = _no_choice(error) or told(error)  # once: it may write a traceback down
+            code = _complain(line)
+            if not sweeping():
+                sys.exit(code)
+            _lost.append(line)
+
+    return wrapped
+
+
+def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Make a job the main function of a command: it is called with the configuration that `conf/<name>.yaml` begins."""
+
+    def wrap(job: Callable[..., None]) -> Callable[[], None]:
+        made: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(spoken(job))
+        return made
+
+    return wrap
+
+
+def choice(group: str) -> str:
+    """Which file of a group the running command was told to take: `choice("study")`."""
+    return str(HydraConfig.get().runtime.choices[group])
+
+
+def typed_overrides() -> list[tuple[str, str]]:
+    """What the running command was told: the option and the whole override, in order."""
+    task = list(HydraConfig.get().overrides.task)
+    parsed = OverridesParser.create().parse_overrides(task)
+    return [(option.key_or_group, word) for option, word in zip(parsed, task, strict=True)]
+
+
+def run_door(main: Callable[[], None], name: str | None = None) -> None:
+    """Run a command-line door. name: of its configuration, to say which option a misspelt one is near to."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
+    _lost.clear()
+    sys.argv[1:] = spelt_out(sys.argv[1:])
+    try:
+        if name is not None and usage.asked(sys.argv[1:]):
+            print(usage.of(name, sys.argv[1:]))
+            return
+        if name is not None:
+            catalog.require_optional(name, sys.argv[1:])
+        main()
+    except KeyboardInterrupt:
+        sys.exit(_complain("interrupted; run the same command again to continue"))
+    except HydraException as error:
+        sys.exit(_complain(_no_choice(error) or _unknown(error, name) or told(error)))
+    except SpecBenchError as error:
+        sys.exit(_complain(told(error)))
+    except Exception as error:
+        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+        if os.path.dirname(hydra.__file__) in innermost:  # a mistake in the command line that its reader did not foresee
+            sys.exit(_complain(f"{' '.join(sys.argv[1:])}: {one_line(error) or type(error).__name__}"))
+        sys.exit(_complain(told(error)))
+    if _lost:
+        sys.exit(2)
+
+
+def spelt_out(typed: list[str]) -> list[str]:
+    """What words of a command line stand for, as overrides.
+
+    `link=tcp://host:port`  an address is no file under `conf/link`
+    `drafter=[a,b]`         several drafters beside one baseline: the first one's options, and the names of all
+    `prompts=FILE`          a data set of that file's prompts and name, see `conf/dataset/prompts.yaml`
+    `model.path=DIR`        alone: a model of that folder's name, or its rows would stand under the default target's
+    """
+    words: list[str] = []
+    for word in typed:
+        name, _, value = word.partition("=")
+        several = re.match(r"drafter=\[([^\]]*)\]$", word)
+        if several:
+            words += [f"drafter={several[1].split(',')[0].strip()}", f"drafters=[{several[1]}]"]
+        elif name == "prompts":
+            words += ["dataset=prompts", f"dataset.path={','.join(map(_quoted, value.split(',')))}"]
+        elif name == "link" and value.startswith("tcp://"):
+            words += ["link=direct", f"link.to={value}"]
+        else:
+            words.append(word)
+    folders = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
+    if folders and folders[-1] not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
+        words.append(f"model.name={called(Path(folders[-1].strip(QUOTES)).resolve().name, 'model')}")
+    return words
+
+
+def _quoted(value: str) -> str:
+    """What Hydra's grammar takes as a text, whatever it holds."""
+    plain = value[:1] in ("", *QUOTES) or re.fullmatch(r"[A-Za-z0-9./_-]+", value)
+    return value if plain else "'" + value.replace("'", "\\'") + "'"
+
+
+def called(name: str, otherwise: str) -> str:
+    """A file's or folder's name as far as it can be a folder of rows, see `specbench.common.types.Name`."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.")[:100] or otherwise
+
+
+def composed(name: str, overrides: list[str]) -> DictConfig:
+    """The configuration of a door as if these overrides had been typed behind it, from within a job or outside of one."""
+    if GlobalHydra.instance().is_initialized():
+        return compose(name, overrides)
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return compose(name, overrides)
+
+
+def trained_drafter(name: str, vocabulary: int | None = None, *, _parent_: Any) -> DictConfig:
+    """The options of a trained drafter, as its own file has them, within those of another: `${trained_drafter:eagle2}`.
+
+    vocabulary: so many ids for it to draft from; None: as its file has it.
+
+    Raises:
+        SpecBenchError: there is no trained drafter of this name.
+    """
+    files: dict[str, Any] = {path.stem: OmegaConf.load(path) for path in sorted(Path(CONF, "drafter").glob("*.yaml"))}
+    known = {stem: file.drafter for stem, file in files.items() if "weights" in file.get("drafter", {})}
+    if name not in known:
+        raise SpecBenchError(f"there is no trained drafter {name}{validation.nearest(name, known)}")
+    found: DictConfig = known[name]
+    if vocabulary is not None:
+        found.vocabulary = vocabulary
+    found._set_parent(_parent_)  # its own interpolations are into the whole configuration
+    return found
+
+
+OmegaConf.register_new_resolver("trained_drafter", trained_drafter)
+OmegaConf.register_new_resolver("stem", lambda path: called(Path(str(path or "prompts")).stem, "prompts"))
+
+
+def sweeping() -> bool:
+    """Is this job one of several?"""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _no_choice(error: BaseException) -> str | None:
+    """Of a file of options that there is not, or that was not named: which one may have been meant."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        folder, _, name = error.missing_cfg_file.rpartition("/")
+        return catalog.unknown(folder, name, error.options)
+    unnamed = re.match(r"You must specify '(\w+)'", str(error)) if isinstance(error, ConfigCompositionException) else None
+    return f"{unnamed[1]} is missing: name one with {unnamed[1]}=; {catalog.where(unnamed[1])}" if unnamed else None
+
+
+def _unknown(error: HydraException, name: str | None) -> str | None:
+    """Of an override that names no option: which one may have been meant."""
+    found = re.match(r"Could not override '([^']+)'", str(error))
+    if found is None or name is None:
+        return None
+    GlobalHydra.instance().clear()
+    typed = [word for word in sys.argv[1:] if word.startswith("study=")]  # without one there is no configuration
+    with initialize_config_dir(CONF, version_base="1.3"):
+        known: Any = OmegaConf.to_container(compose(name, [word.split(",")[0] for word in typed]))
+    return f"{found[1]}: no such option{validation.nearest(found[1], dict.fromkeys(_keys(known)))}"
+
+
+def _keys(node: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    for name, value in node.items():
+        yield f"{place}{name}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{place}{name}.")
+
+
+def _complain(line: str) -> int:
+    print(f"specbench: {visible(line)}", file=sys.stderr)
+    return 2

@@ -1,0 +1,228 @@
+"""`specbench list`: what there is to choose from, one line each: what it is, what it needs, whether it is here.
+
+Nothing is loaded and nothing is fetched.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+from specbench.common.errors import SpecBenchError, nearest, visible
+from specbench.common.storage import PROJECT, cache_root
+from specbench.config import catalog
+from specbench.config.catalog import File
+from specbench.data.download import Wheel, Wheels, wheel_name
+
+Rows = list[tuple[str, ...]]  # the first are the columns' names
+WIDTH = 80  # where there is no terminal
+LEAST = 17  # characters that a column keeps: as many as "Beagle, Figure 11" has
+
+
+def of(words: Sequence[str]) -> str:
+    """The list that `specbench list` is asked for. Raises `SpecBenchError` for one that there is not."""
+    if not words:
+        raise SpecBenchError(f"list: name one of {', '.join(KINDS)}")
+    kind, *options = words
+    if kind not in KINDS:
+        raise SpecBenchError(f"list {visible(kind)}: there is no such list{nearest(kind, KINDS)}")
+    said = [word.lstrip("-").partition("=") for word in options]
+    if said and (kind != "drafters" or any(key != "model" for key, _, _ in said)):
+        raise SpecBenchError(f"list {visible(' '.join(words))}: there is no such option; list drafters takes --model=NAME")
+    rows = drafters(*[name for _, _, name in said][-1:]) if kind == "drafters" else KINDS[kind]()
+    return table(rows, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def table(rows: Rows, width: int) -> str:
+    """Columns in plain text, cut where fewest cells lose something until all fit."""
+    lengths = [[len(cell) for cell in column] for column in zip(*rows, strict=True)]
+    widths = [max(column) for column in lengths]
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        cuttable = [place for place, size in enumerate(widths) if place and size > LEAST]
+        if not cuttable:
+            break
+        cost = {place: sum(length >= widths[place] for length in lengths[place]) for place in cuttable}
+        widths[min(cuttable, key=lambda place: (cost[place], -widths[place]))] -= 1
+    lines = ("  ".join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(visible(line.rstrip()) for line in lines)
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else text[: size - 1].rstrip(" ,;:") + "…"
+
+
+def _files(folder: str) -> list[File]:
+    return [catalog.file(folder, name) for name in catalog.names(folder)]
+
+
+# Drafters -------------------------------------------------------------------------------------------------------------
+
+
+def drafters(model: str | None = None) -> Rows:
+    """model: whose weights are looked for; None: the one that is taken by default."""
+    model = model or catalog.groups("run")["model"].chosen
+    published = catalog.file("model", model).content.get("published") or {}
+    rows: Rows = [("drafter", "what", "needs", "here")]
+    for found in _files("drafter"):
+        parts = _trained(found.node)
+        needs = "training" if parts else "nothing"
+        rows.append((found.path.stem, found.sentence, needs, _weights(parts, model, published)))
+    return rows
+
+
+def _trained(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parts of a drafter that have weights of their own, itself first."""
+    if "trained" in node:
+        return _trained(catalog.file("drafter", node["trained"]).node)
+    base = node.get("base")
+    return [*([node] if "weights" in node else []), *(_trained(base) if isinstance(base, Mapping) else [])]
+
+
+def _weights(parts: Sequence[Mapping[str, Any]], model: str, published: Mapping[str, str]) -> str:
+    folders = [str(part["weights"]).replace("${model.name}", model) for part in parts]
+    if all((PROJECT / folder / "model.safetensors").is_file() for folder in folders):
+        return "yes"
+    return "on the hub" if parts[0]["name"] in published else "no"
+
+
+# Models and prompts ---------------------------------------------------------------------------------------------------
+
+
+def models() -> Rows:
+    """size: parameters. memory: of the weights in bfloat16, and in float32, which most CPUs take."""
+    rows: Rows = [("model", "what", "size", "memory", "from", "here")]
+    for found in _files("model"):
+        size = _billions(found)
+        rows.append((found.path.stem, found.sentence, *_sizes(found, size), _source(found), _here(found, 2 * (size or 0))))
+    return rows
+
+
+def _billions(found: File) -> float | None:
+    """As the file says, else as the model's name does, if that does."""
+    if (said := found.content.get("billions")) is not None:
+        return float(said)
+    named = re.search(r"-(\d+(?:\.\d+)?)([mb])$", found.path.stem)
+    return float(named[1]) / (1000 if named[2] == "m" else 1) if named else None
+
+
+def _sizes(found: File, billions: float | None) -> tuple[str, str]:
+    """Parameters, and the memory that they take."""
+    if billions is None:
+        return "?", "?"
+    dtype = found.content.get("dtype", "auto")
+    sizes = (2 * billions, 4 * billions) if dtype == "auto" else ((4 if dtype == "float32" else 2) * billions,)
+    memory = "–".join(_number(gigabytes) for gigabytes in sizes) + " GB"
+    return (f"{_number(billions)} B" if billions >= 1 else f"{1000 * billions:.0f} M"), memory
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def datasets() -> Rows:
+    """A file of `data.root` comes before what is said here."""
+    rows: Rows = [("dataset", "what", "from", "here")]
+    files = map(_with_parents, _files("dataset"))
+    return rows + [(found.path.stem, found.sentence, _source(found) or "a file", _here(found)) for found in files]
+
+
+def _with_parents(found: File) -> File:
+    """A file with the content of those that it begins with."""
+    content = dict(found.content)
+    for name in found.parents:
+        content = {**catalog.file(found.path.parent.name, name).content, **content}
+    return replace(found, content=content)
+
+
+def _source(found: File) -> str:
+    """Where it comes from, in the order in which places are asked."""
+    places = [place for place in ("path", "hub", "wheel") if found.content.get(place)]
+    return " or ".join(places) + (", gated" if "Gated on the hub" in found.about else "")
+
+
+def _here(found: File, gigabytes: float | None = None) -> str:
+    """If not, how much is to be fetched on first use. gigabytes: from the hub, if that is known."""
+    content = found.content
+    if content.get("path"):
+        return "yes" if Path(content["path"]).expanduser().exists() else "no"
+    if _fetched(found):
+        return "yes"
+    size = re.search(r"\((\d+ [KMG]B)\)", found.about)
+    if size or (gigabytes and content.get("hub")):
+        return f"no, {size[1] if size else f'{gigabytes:.0f} GB'}"
+    return "no"
+
+
+def _fetched(found: File) -> bool:
+    """Does a cache hold it, ours of wheels or that of the hub's client?"""
+    wheel, hub = found.content.get("wheel"), found.content.get("hub")
+    if wheel and (
+        (cache_root() / "models" / found.path.stem).exists() or (cache_root() / wheel_name(_wheel(wheel))).exists()
+    ):
+        return True
+    if isinstance(hub, Mapping):
+        cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+        return _any(cache / hub["path"].replace("/", "___"), "**/*.arrow")
+    patterns = "snapshots/*/*.safetensors", "snapshots/*/*.bin"
+    return hub is not None and _any(Path(constants.HF_HUB_CACHE) / f"models--{hub.replace('/', '--')}", *patterns)
+
+
+def _any(folder: Path, *patterns: str) -> bool:
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
+
+
+def _wheel(content: Mapping[str, Any]) -> Wheel | Wheels:
+    """As a file of `conf/` names it."""
+    if "parts" in content:
+        return Wheels(tuple(_one_wheel(part) for part in content["parts"]), content["name"])
+    return _one_wheel(content)
+
+
+def _one_wheel(content: Mapping[str, Any]) -> Wheel:
+    return Wheel(**{key: value for key, value in content.items() if not key.startswith("_")})
+
+
+# Trees and studies ----------------------------------------------------------------------------------------------------
+
+
+def trees() -> Rows:
+    return [("tree", "what"), *((found.path.stem, found.sentence) for found in _files("tree"))]
+
+
+def studies() -> Rows:
+    """Rows are looked for under `results/`, where `specbench evidence` and `specbench study` write them."""
+    rows: Rows = [("study", "what", "of", "needs", "rows")]
+    for found in _files("study"):
+        name, content = found.path.stem, found.content
+        measured = any(_any(Path(place) / name, "**/*.jsonl") for place in ("results", "results/local"))
+        needs = ", ".join(_need(key, value) for key, value in content.get("needs", {}).items()) or "nothing"
+        rows.append(
+            (
+                name,
+                content.get("title", found.sentence),
+                "; ".join(content.get("source", [])),
+                needs,
+                "yes" if measured else "no",
+            )
+        )
+    return rows
+
+
+def _need(key: str, value: Any) -> str:
+    """In words, see `specbench.records.studies.Needs`."""
+    words = {"device": "a GPU", "billions": f"a target of {value} B", "vocabulary": f"a target with {value} ids"}
+    return words.get(key) or (str(value) if key in ("project", "pretrained") else f"{key} {value}")
+
+
+KINDS: dict[str, Callable[[], Rows]] = {
+    "drafters": drafters,
+    "datasets": datasets,
+    "models": models,
+    "trees": trees,
+    "studies": studies,
+}

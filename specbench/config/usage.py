@@ -1,0 +1,100 @@
+"""What `--help` says: a command's options, their defaults and meanings, and the files it chooses among."""
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from specbench.common.errors import visible
+from specbench.common.storage import PROJECT
+from specbench.config import catalog
+
+WIDTH, COLUMN = 80, 28
+FLAGS = ("-h", "--help")
+REFUSED = {"study": "drafter"}  # a group that a command takes no choice of: a study has arms
+COMMANDS = ("run", "study", "train", "report", "export", "cost", "serve", "evidence", "trials")
+
+
+def asked(words: Sequence[str]) -> bool:
+    """Does a command line ask for help?"""
+    return any(word in FLAGS for word in words)
+
+
+def of(command: str, words: Sequence[str] = ()) -> str:
+    """The help of a command. Raises `SpecBenchError` for a file that there is not.
+
+    words: of its command line; of the files that they choose the options are shown, else of those that it takes by itself.
+    """
+    chosen = catalog.choices(command, words)
+    groups = {key: group for key, group in catalog.groups(command).items() if key != REFUSED.get(command)}
+    first, *rest = _docstring(command)
+    blocks = [[f"usage: specbench {command} [OPTION=VALUE ...]"], textwrap.wrap(first, WIDTH), *_paragraphs(rest)]
+    blocks.append(["options:", *_options(catalog.options(catalog.CONF / f"{command}.yaml").values())])
+    if groups:
+        blocks.append(["files of options, to choose by name:", *_files(groups, chosen)])
+    for key, group in groups.items():
+        if group.folder not in catalog.PRESETS:
+            title = f"{key}={chosen[key]}: {catalog.file(group.folder, chosen[key]).sentence}"
+            options = catalog.chosen_options(group, chosen[key], group.chosen)
+            blocks.append([*textwrap.wrap(visible(title), WIDTH), *_options(options)])
+    blocks.append(_end(command, groups))
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def summary(command: str) -> str:
+    """What a command does, in one sentence."""
+    return _docstring(command)[0]
+
+
+def row(left: str, right: str, column: int = COLUMN) -> list[str]:
+    """Two columns, the right one below the left one where that is too long."""
+    lines = textwrap.wrap(visible(right), WIDTH - column, break_on_hyphens=False) or [""]
+    left = f"  {visible(left)}"
+    if len(left) + 2 > column:
+        return [left, *(" " * column + line for line in lines)]
+    return [left.ljust(column) + lines[0], *(" " * column + line for line in lines[1:])]
+
+
+def _docstring(command: str) -> list[str]:
+    """Of a command's module, which is not imported: that takes seconds."""
+    text = (PROJECT / "specbench" / f"{command}.py").read_text()
+    first, *rest = (ast.get_docstring(ast.parse(text)) or "").replace("python -m specbench.", "specbench ").split("\n")
+    first = re.sub(r"^Door \w+: ", "", first).rstrip(".")
+    return [first[:1].upper() + first[1:], *rest]
+
+
+def _paragraphs(lines: Iterable[str]) -> list[list[str]]:
+    """Examples as they are, with their comments below; prose wrapped."""
+    found = []
+    for paragraph in "\n".join(lines).strip().split("\n\n"):
+        if "specbench " in paragraph.split("\n")[0]:
+            examples = (re.split(r"\s+# ", line, maxsplit=1) for line in paragraph.split("\n"))
+            found.append([line for words in examples for line in _example(*words)])
+        else:
+            found.append(textwrap.wrap(paragraph, WIDTH))
+    return found
+
+
+def _example(command: str, comment: str = "") -> list[str]:
+    lines = textwrap.wrap(command, WIDTH - 2, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+    comments = textwrap.wrap(comment, WIDTH, initial_indent="      # ", subsequent_indent="      # ")
+    return [*" \\\n".join(lines).split("\n"), *comments]
+
+
+def _options(options: Iterable[catalog.Option]) -> list[str]:
+    said = ((f"{o.name}={o.default}" if o.default else f"{o.name}.*", o.meaning) for o in options)
+    return [line for left, right in said for line in row(left, right)]
+
+
+def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for key, group in groups.items():
+        title = f"{key}={chosen[key].replace('???', 'NAME')}" if group.folder != "trial" else "trial@drafters.NAME=NAME"
+        found.setdefault(title, row(title, ", ".join(catalog.names(group.folder))))
+    return [line for lines in found.values() for line in lines]
+
+
+def _end(command: str, groups: dict[str, catalog.Group]) -> list[str]:
+    example = next((key for key in ("drafter", "model") if key in groups), None)
+    said = f"Options of another file: specbench {command} --help {example}=NAME. " if example else ""
+    return textwrap.wrap(f"{said}Hydra's own flags, such as --multirun and --cfg job: --hydra-help.", WIDTH)

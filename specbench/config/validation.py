@@ -1,0 +1,203 @@
+"""Holds a configuration to what the classes that take it declare, before anything is loaded.
+
+Every option is declared once: as an annotated parameter of the class that a node's `_target_` names, or as a field of the
+door's own dataclass. Types and ranges are those annotations (`specbench/common/types.py`); nothing is converted, so that
+`"3"` is no number. Whatever is wrong ends in one line: the option, its value, what is allowed.
+"""
+
+import dataclasses
+import functools
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+
+from specbench.common.errors import SpecBenchError, nearest, visible
+
+INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
+_RULES = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+
+def check(config: DictConfig, door: type) -> None:
+    """Hold a composed configuration, interpolations resolved, to a door's dataclass.
+
+    Raises:
+        SpecBenchError: an unknown, missing or unfit option.
+    """
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        place = getattr(error, "full_key", None) or "configuration"
+        raise SpecBenchError(f"{place}: {str(error).splitlines()[0]}") from error
+    assert isinstance(plain, dict)
+    hold(plain, (door,))
+
+
+def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> None:
+    """Hold one node to the class that takes it, one of some. place: of the node, as the command line names it."""
+    taker = takers[0]
+    if "_target_" in node:
+        taker = target(node["_target_"], takers, place)
+    elif not dataclasses.is_dataclass(taker):
+        raise SpecBenchError(f"{place}._target_ is missing: the class, of the kind {taker.__name__}, that takes this node")
+    declared = options(taker)
+    for name in node:
+        if name in INSTANTIATION and place:
+            continue
+        if name not in declared:
+            raise SpecBenchError(f"{_join(place, visible(str(name)))}: no such option{nearest(name, declared)}")
+    for name, option in declared.items():  # in the order of declaration: what a message names comes first
+        if name in node:
+            _value(node[name], option, _join(place, name))
+        elif option.required:
+            raise SpecBenchError(f"{_join(place, name)} is missing; {taker.__name__} needs it")
+
+
+def hold_some(node: Mapping[str, Any], taker: type, among: Sequence[str], place: str) -> None:
+    """Hold values to some options of a class, of which none need be there."""
+    known = {name: option for name, option in options(taker).items() if name in among}
+    for name, value in node.items():
+        if name not in known:
+            raise SpecBenchError(f"{place}.{name}: no such option{nearest(name, known)}")
+        _value(value, known[name], f"{place}.{name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option of a class, as declared."""
+
+    annotation: Any
+    required: bool
+    owner: type
+    name: str
+
+
+@functools.cache
+def options(taker: type) -> dict[str, Option]:
+    """The options of a class: its constructor's parameters, those of its parents where it passes them on."""
+    found: dict[str, Option] = {}
+    for owner in taker.__mro__:
+        constructor = vars(owner).get("__init__")
+        if not inspect.isfunction(constructor):
+            continue
+        hints = typing.get_type_hints(owner if dataclasses.is_dataclass(owner) else constructor, include_extras=True)
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                required = parameter.default is parameter.empty
+                name = parameter.name.removesuffix("_")  # of an option that Python has a keyword for
+                found.setdefault(name, Option(hints.get(parameter.name, Any), required, owner, name))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def _value(value: Any, option: Option, place: str) -> None:
+    """Hold one option's value: a node to its class, plain values to their type."""
+    takers = tuple(classes(option.annotation))
+    if isinstance(value, Mapping) and ("_target_" in value or takers):
+        return hold(value, takers or (object,), place)
+    if isinstance(value, list) and takers:
+        for index, each in enumerate(value):
+            if not isinstance(each, Mapping):
+                raise SpecBenchError(f"{place}[{index}]={_shown(each)}: the options of {takers[0].__name__} were expected")
+            hold(each, takers, f"{place}[{index}]")
+        return None
+    if value is None and type(None) in typing.get_args(option.annotation):
+        return None
+    if takers:
+        raise SpecBenchError(f"{place}={_shown(value)}: a node with a _target_ was expected, {takers[0].__name__}")
+    try:
+        _adapter(option.owner, option.name).validate_json(json.dumps(value))
+    except ValidationError as error:
+        raise SpecBenchError(f"{place}{_said(error, value)}") from error
+    return None
+
+
+@functools.cache
+def _adapter(owner: type, name: str) -> TypeAdapter[Any]:
+    annotation = options(owner)[name].annotation
+    if hasattr(annotation, "__pydantic_config__"):  # a shape of files, which has rules of its own
+        return TypeAdapter(annotation)
+    return TypeAdapter(annotation, config=_RULES)
+
+
+def _said(error: ValidationError, value: Any) -> str:
+    """Where in the value, what is there, what is allowed: `[2]=abc: must be a valid number`."""
+    errors = error.errors(include_url=False)
+    deepest = max(errors, key=lambda e: len(_within(value, e["loc"])))
+    place = _within(value, deepest["loc"])
+    for step in place:
+        value = value[step]
+    allowed = [e["msg"].replace("Input should", "must", 1) for e in errors if e["loc"][: len(place)] == place]
+    where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    return f"{where}={_shown(value)}: {' or '.join(dict.fromkeys(allowed))}"
+
+
+def _within(value: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The part of an error's place that is in the value: behind it stand the types that were tried."""
+    found: list[Any] = []
+    for step in loc:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            break
+        found.append(step)
+    return tuple(found)
+
+
+def target(path: Any, expected: tuple[type, ...], place: str) -> type:
+    """The class that a `_target_` names, which must be of a kind expected there."""
+    try:
+        taker = get_class(path)
+    except Exception as error:  # imports can raise anything
+        raise SpecBenchError(f"{place}._target_={_shown(path)}: no such class") from error
+    if not any(_is(taker, kind) for kind in expected):
+        raise SpecBenchError(f"{place}._target_={path}: is no {' or '.join(kind.__name__ for kind in expected)}")
+    return taker
+
+
+def _is(taker: type, kind: type) -> bool:
+    """Is it one, or does it have the methods of a protocol?"""
+    if getattr(kind, "_is_protocol", False):
+        asked = [n for n, v in vars(kind).items() if inspect.isfunction(v) and (n == "__call__" or n[0] != "_")]
+        return all(hasattr(taker, name) for name in asked)
+    return issubclass(taker, kind)
+
+
+def classes(annotation: Any) -> Iterator[type]:
+    """Classes in an annotation whose nodes are taken apart: dataclasses, protocols and what pydantic does not know."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        yield from classes(typing.get_args(annotation)[0])
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, list, tuple):
+        for part in typing.get_args(annotation):
+            yield from classes(part)
+    elif isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or not _plain(annotation)):
+        yield annotation
+
+
+@functools.cache
+def _plain(annotation: type) -> bool:
+    try:
+        TypeAdapter(annotation)
+    except PydanticSchemaGenerationError:
+        return False
+    return True
+
+
+def _join(place: str, name: Any) -> str:
+    return f"{place}.{name}" if place else str(name)
+
+
+def _shown(value: Any) -> str:
+    shown = "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+    shown = visible(shown)
+    return shown if len(shown) <= 60 else shown[:57] + "…"

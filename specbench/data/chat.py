@@ -1,0 +1,66 @@
+"""Messages to token ids, by the model's own chat template."""
+
+import zlib
+from typing import Any
+
+from specbench.common.errors import SpecBenchError, refusing
+
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
+class Chat:
+    """Turns messages into token ids with the tokenizer's chat template.
+
+    Attributes:
+        system: the system prompt; None leaves it to the template (CORAL, Appendix E: a drafter trained under another
+            system prompt loses acceptance, so training and benchmark must agree).
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None = None):
+        self.tokenizer, self.system = tokenizer, system
+
+    def encode(self, messages: list[Message], answer_follows: bool = True) -> list[int]:
+        """Token ids of a conversation; with the header of the coming answer if one follows.
+
+        Raises:
+            SpecBenchError: a template that is damaged, or that does not take these messages.
+        """
+        if self.system is not None:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        if self.tokenizer.chat_template is None:  # a base model: plain text is all it knows
+            text = "\n\n".join(m["content"] for m in messages) + ("\n\n" if answer_follows else "")
+            return self.tokenizer(text)["input_ids"]
+        whose = getattr(self.tokenizer, "name_or_path", "this tokenizer")
+        with refusing(f"the chat template of {whose} does not take this conversation; mend it, or change model.system"):
+            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, return_dict=True)
+            return encoded["input_ids"]
+
+    def follow_up(self, content: str) -> list[int]:
+        """Ids between an answer's text and the next one: the answer's end, the user's turn, the coming answer's header.
+
+        Raises:
+            SpecBenchError: a template that does not lay turns end to end.
+        """
+        user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
+        opening = self.encode([user])
+        whole = self.encode([user, answer, {"role": "user", "content": content}])
+        said = self.tokenizer("x", add_special_tokens=False)["input_ids"]
+        if whole[: len(opening) + len(said)] != opening + said:
+            raise SpecBenchError("this tokenizer's chat template does not lay turns end to end; set train.corpus.turns=1")
+        return whole[len(opening) + len(said) :]
+
+
+class Pieces:
+    """Stands in for a tokenizer where only time and memory count: about four characters an id, whatever they are."""
+
+    chat_template = None
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        pieces = (text[i : i + 4] for i in range(0, len(text), 4))
+        return {"input_ids": [zlib.crc32(p.encode()) % self.vocab_size for p in pieces]}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(f"{i:03}" for i in ids)  # as long as its ids say

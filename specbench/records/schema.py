@@ -1,0 +1,234 @@
+"""What stands in the files that runs and trainings leave, as shapes to read them by (`specbench/common/io.py`).
+
+Everything a table or figure relies on is declared, with its range; an `OPEN` shape keeps other keys beside as they are.
+Rows and failures are declared where they are written, in `specbench/records/rows.py`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Interval, MinLen
+from pydantic import AfterValidator, AllowInfNan, Discriminator, Tag, with_config
+from typing_extensions import NotRequired, TypedDict
+
+from specbench.common.io import OPEN
+
+SCHEMA = 3  # of blocks
+WEIGHTS, PROVENANCE, SKIP = "model.safetensors", "provenance.json", "skip.json"  # files of a weights folder
+
+Natural = Annotated[int, Interval(ge=0, lt=2**53)]  # what a double holds exactly
+Count = Annotated[int, Interval(ge=1, lt=2**53)]
+Seconds = Annotated[float, Interval(ge=0, le=1e9)]
+Measure = Annotated[float, Interval(ge=-1e15, le=1e15)]  # of which sums and ratios stay finite
+Shares = Annotated[list[Annotated[float, AllowInfNan()]], MinLen(1)]  # by depth; NaN where none was tried
+
+
+# Provenance of weights ----------------------------------------------------------------------------------------------
+
+
+@with_config(OPEN)
+class Machine(TypedDict):
+    """The part of `measure.hardware` that tables show."""
+
+    device: str
+    cores: Natural
+    instructions: NotRequired[str]
+
+
+@with_config(OPEN)
+class HeldOut(TypedDict):
+    """What a drafter does with answers it was not trained on."""
+
+    chain_tau: Measure
+    n_alpha: Shares
+    answers: NotRequired[list[tuple[Natural, Natural]]]  # tokens emitted and cycles; older ones did not keep them
+
+
+@with_config(OPEN)
+class Point(TypedDict):
+    """One entry of a training's history."""
+
+    tokens: Natural
+    chain_tau: NotRequired[Measure]
+    n_alpha: NotRequired[Shares]
+
+
+@with_config(OPEN)
+class Data(TypedDict):
+    """Of a training's corpus."""
+
+    unique_tokens: Natural
+
+
+@with_config(OPEN)
+class Trained(TypedDict):
+    """`provenance.json` of weights trained here. base: of the drafter below a second stage."""
+
+    parameters: Natural
+    tokens_seen: Natural
+    steps: Natural
+    hours: Seconds
+    data: Data
+    machine: Machine
+    history: Annotated[list[Point], MinLen(1)]
+    held_out: NotRequired[HeldOut]
+    base: NotRequired["Provenance"]
+
+
+@with_config(OPEN)
+class Foreign(TypedDict):
+    """Weights that others trained, or none at all: no table tells of their training."""
+
+    base: NotRequired["Provenance"]
+
+
+def _kind(value: Any) -> str:
+    return "trained" if isinstance(value, dict) and value.get("history") else "foreign"
+
+
+Provenance = Annotated[
+    Annotated[Trained, Tag("trained")] | Annotated[Foreign, Tag("foreign")],
+    Discriminator(_kind),
+]
+
+
+# Header of a cell's rows --------------------------------------------------------------------------------------------
+
+
+@with_config(OPEN)
+class Named(TypedDict):
+    """A choice of the configuration."""
+
+    name: str
+
+
+@with_config(OPEN)
+class Sampling(TypedDict):
+    """temperature: 0 is greedy."""
+
+    temperature: Annotated[float, Interval(ge=0, le=1e6)]
+
+
+@with_config(OPEN)
+class Config(TypedDict):
+    """What all arms of a cell have in common, as far as a report needs it."""
+
+    model: Named
+    dataset: Named
+    sampler: Sampling
+    decode: NotRequired[dict[str, Any]]
+    threads: NotRequired[int | None]
+    backend: NotRequired[str]
+    link: NotRequired[dict[str, Any]]
+
+
+@with_config(OPEN)
+class Shape(TypedDict):
+    """A tree among which was chosen, and what was expected of it: tokens a cycle, speed-up over plain decoding."""
+
+    depth: Count
+    top_k: Count
+    nodes: Count
+    tau: Seconds
+    speedup: Seconds
+
+
+@with_config(OPEN)
+class Fit(TypedDict):
+    """What a fitted growth chose, and from which costs: seconds by nodes or width."""
+
+    choice: Shape
+    runner_up: NotRequired[Shape]
+    costs: dict[str, dict[str, Seconds]]
+
+
+@with_config(OPEN)
+class Arm(TypedDict):
+    """One drafter of a cell, with its tree and weights. of: the arm that it is a seed of."""
+
+    drafter: Named
+    parameters: Natural  # that a draft pass multiplies, the shared LM head included
+    passes: Natural  # draft passes a cycle, at most; a row's own `passes` are those that ran
+    lossy: bool
+    weights: Provenance
+    bytes: NotRequired[Natural]  # of its own parameters
+    of: NotRequired[str]
+    seed: NotRequired[Natural]
+    fitted: NotRequired[Fit]
+    tree: NotRequired[dict[str, Any] | None]
+    contents: NotRequired[dict[str, str]]  # SHA-256 of its files
+
+
+@with_config(OPEN)
+class Of(TypedDict):
+    """The target of a cell. parameters: that a pass multiplies, likewise. vocabulary: its ids."""
+
+    dtype: str
+    parameters: Count
+    bytes: NotRequired[Count]
+    vocabulary: NotRequired[Count]
+
+
+@with_config(OPEN)
+class Versions(TypedDict):
+    """Of libraries."""
+
+    torch: str
+
+
+def _ours(schema: int) -> int:
+    if schema != SCHEMA:
+        raise ValueError(f"{schema}, while this code reads blocks of schema {SCHEMA}")
+    return schema
+
+
+@with_config(OPEN)
+class Header(TypedDict):
+    """The first line of a block: what was measured, how, by what and where.
+
+    started: UTC. decoding, timing: see `specbench.records.identity`. study: that the cell is of. replay: its drafters
+    drafted against known answers, without target passes. load: processes that wanted a core when it began.
+    """
+
+    kind: Literal["header"]
+    schema: Annotated[int, AfterValidator(_ours)]
+    started: str
+    decoding: Natural
+    timing: Natural
+    config: Config
+    target: Of
+    arms: Annotated[dict[str, Arm], MinLen(1)]
+    versions: Versions
+    hardware: Machine
+    study: NotRequired[str | None]
+    replay: NotRequired[bool]
+    simulated: NotRequired[bool]
+
+
+# Traces ---------------------------------------------------------------------------------------------------------------
+
+
+class Cycle(TypedDict):
+    """One cycle of a trace; see `specbench.evaluation.trace.trace`."""
+
+    root: str
+    nodes: list[tuple[str, Natural, Measure, Measure | None]]
+    path: list[Count]
+    bonus: str
+    ms: dict[Literal["draft", "target", "verify", "rest"], Annotated[float, Ge(0)]]
+
+
+def _within(cycle: Cycle) -> Cycle:
+    size = len(cycle["nodes"])
+    if max(cycle["path"], default=0) > size or any(n[1] > size for n in cycle["nodes"]):
+        raise ValueError(f"a path or parent beyond the {size} nodes of its tree")
+    return cycle
+
+
+class Trace(TypedDict):
+    """One generation of a `trace-<arm>.json`."""
+
+    question: str
+    drafter: str
+    prompt: str
+    first: str
+    cycles: list[Annotated[Cycle, AfterValidator(_within)]]

@@ -1,0 +1,151 @@
+"""A client's way to a server: one question, one answer, and how many bytes of what they were.
+
+Nobody waits for ever: an answer has a deadline, and a link that breaks is known at once.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from specbench.common.errors import SpecBenchError
+from specbench.remote import protocol
+from specbench.remote.transport import TOKEN, connected
+
+SENT: Mapping[str, Iterable[str]] = {"prompt": ["prompt"], "tree": ["tokens", "parents", "others"], "q": ["drawn"]}
+NOTICE_S = 4.0  # of waiting, before it is said
+RECEIVED: Mapping[str, Iterable[str]] = {
+    "tokens": ["path", "drafted", "token"],
+    "last": ["last"],
+    "hidden": ["hidden"],
+    "kv": ["kv"],
+    "condensed": ["condensed"],
+    "logits": ["ids", "logits"],
+}
+
+
+class LinkLost(SpecBenchError):
+    """Nobody answers any more."""
+
+
+@dataclass
+class Traffic:
+    """What one generation sent and received.
+
+    Attributes:
+        sent, received: bytes of messages by kind. round_trips: questions answered. resumed: how often another link went on.
+        waited_s: from questions to their answers; server_s: of that, in passes.
+        prompt_bytes, prompt_s: of `sent` and `received`, and of server_s, what the prompt took.
+    """
+
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    round_trips: int = 0
+    waited_s: float = 0.0
+    server_s: float = 0.0
+    resumed: int = 0
+    prompt_bytes: int = 0
+    prompt_s: float = 0.0
+
+
+def _count(into: dict[str, int], found: Mapping[str, int]) -> None:
+    for kind, size in found.items():
+        into[kind] = into.get(kind, 0) + size
+
+
+class Connection:
+    """One client's way to a server.
+
+    Args:
+        address: tcp://host:port. patience_s: how long an answer may take.
+
+    Attributes:
+        welcome: what the server said of itself. traffic: of the generation that runs.
+    """
+
+    def __init__(self, address: str, patience_s: float):
+        self.address, self.patience_s = address, patience_s
+        self.socket: zmq.Socket[bytes] | None = None
+        self.traffic, self.number = Traffic(), 0
+
+    def open(self) -> None:
+        """Connect anew. Raises `SpecBenchError` for a server that does not fit, `LinkLost` for none."""
+        self.close()
+        self.socket = connected(self.address)
+        self.watch = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self.welcome: protocol.Welcome = self.ask({"kind": "hello", "version": protocol.VERSION})
+        except LinkLost as error:
+            raise LinkLost(
+                f"no answer from {self.address}: is specbench.serve running there, with the same {TOKEN}?"
+            ) from error
+        if self.welcome["version"] != protocol.VERSION:
+            raise SpecBenchError(f"{self.address} speaks version {self.welcome['version']}; install the same SpecBench")
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.disable_monitor()
+            self.watch.close()
+            self.socket.close()
+            self.socket = None
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Say something that nobody answers."""
+        self.number += 1
+        if self.socket is not None:
+            self.socket.send(protocol.encode({**message, "n": self.number}))
+
+    def ask(self, message: Mapping[str, Any]) -> Any:
+        """The answer to a message. Raises `SpecBenchError` for one that the server refuses, `LinkLost` if none comes."""
+        self.number += 1
+        message = {**message, "n": self.number}
+        data = protocol.encode(message)
+        if message["kind"] != "hello" and len(data) > self.welcome["limits"]["message"]:
+            most = self.welcome["limits"]["message"]
+            raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {most}; raise its limits.message")
+        begin = time.perf_counter()
+        self._there().send(data)
+        answer = self.listen(begin)
+        self.traffic.round_trips += 1
+        _count(self.traffic.sent, protocol.sizes(message, SENT))
+        return answer
+
+    def listen(self, since: float | None = None) -> Any:
+        """The next answer to what was asked last, awaited since then or from now on; raises as `ask` does."""
+        begin = time.perf_counter() if since is None else since
+        answer = self._answer(begin + self.patience_s)
+        self.traffic.waited_s += time.perf_counter() - begin
+        if answer["kind"] == "error":
+            raise SpecBenchError(f"{self.address} says: {answer['said']}")
+        _count(self.traffic.received, protocol.sizes(answer, RECEIVED))
+        self.traffic.server_s += answer.get("seconds", 0.0)
+        return answer
+
+    def _there(self) -> "zmq.Socket[bytes]":
+        if self.socket is None:
+            raise LinkLost(f"the link to {self.address} is broken")
+        return self.socket
+
+    def _answer(self, deadline: float) -> Any:
+        socket = self._there()
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self.watch, zmq.POLLIN)
+        notice = time.perf_counter() + NOTICE_S
+        while (left := deadline - time.perf_counter()) > 0:
+            ready = dict(poller.poll(int(1000 * min(left, NOTICE_S)) + 1))
+            if not ready and time.perf_counter() > notice:
+                notice = deadline
+                print(f"waiting for {self.address}, {left:.0f} s at most", file=sys.stderr, flush=True)
+            if socket in ready:
+                answer = protocol.decode(socket.recv(), protocol.REPLY)
+                if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a question that was given up
+                    return answer
+            elif self.watch in ready:
+                self.close()
+                raise LinkLost(f"the link to {self.address} broke")
+        self.close()
+        raise LinkLost(f"no answer from {self.address} for {self.patience_s:.0f} s")

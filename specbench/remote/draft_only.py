@@ -1,0 +1,76 @@
+"""What a drafter says when nobody verifies it any more: it goes on from what was verified last, and believes itself.
+
+A network drafts one chain, as long as it can, from all that the target ever said of this text, observed anew: the tree that
+was under way when the link broke left rows in its caches. A drafter without one takes its first choice for true, and so on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specbench.engine.interface import DraftTree, TargetStates
+from specbench.engine.policies import Chain
+from specbench.engine.sampling import Sampler
+
+
+def joined(parts: Sequence[TargetStates]) -> TargetStates:
+    """States of consecutive positions as one."""
+    first = parts[0]
+    return replace(
+        TargetStates(first.tokens, first.positions, first.last, first.logits[:0]),
+        tokens=torch.cat([p.tokens for p in parts]),
+        positions=torch.cat([p.positions for p in parts]),
+        last=torch.cat([p.last for p in parts]),
+        hidden={i: torch.cat([p.hidden[i] for p in parts]) for i in first.hidden},
+        kv={i: (torch.cat([p.kv[i][0] for p in parts], 1), torch.cat([p.kv[i][1] for p in parts], 1)) for i in first.kv},
+        condensed=tuple(torch.cat([p.condensed[i] for p in parts]) for i in range(len(first.condensed))),
+    )
+
+
+@torch.inference_mode()
+def alone(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
+    """At most `count` ids behind the root, greedily; none if the drafter has nothing to say.
+
+    states: of all verified tokens before the root.
+    """
+    while not hasattr(drafter, "regrow") and hasattr(drafter, "base"):
+        drafter = drafter.base
+    return _chain(drafter, states, root, count) if hasattr(drafter, "regrow") else _believing(drafter, states, root, count)
+
+
+def _chain(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
+    growth = drafter.growth
+    drafter.regrow(Chain(min(count, drafter.deepest or count), candidates="top"))
+    try:
+        drafter.reset(len(states.tokens) + drafter.nodes)
+        drafter.observe(states, root)
+        tokens: list[int] = drafter.propose(root, Sampler(), None).tokens.tolist()
+        return tokens[1:]
+    finally:
+        drafter.regrow(growth)
+
+
+def _believing(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
+    said: list[int] = []
+    while len(said) < count and (path := first_choice(drafter.propose(root, Sampler(), None))):
+        start = int(states.positions[-1]) + 1 + len(said)
+        seen = torch.tensor([root, *path[:-1]], device=states.tokens.device)
+        where = torch.arange(start, start + len(path), device=seen.device)
+        nothing = states.last.new_empty(len(path), 0)
+        drafter.observe(TargetStates(seen, where, nothing, nothing), path[-1])
+        said, root = said + path, path[-1]
+    return said[:count]
+
+
+def first_choice(tree: DraftTree) -> list[int]:
+    """The ids down the best acceptable child of every node."""
+    tokens, parents, ranks = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
+    acceptable = [True] * len(tokens) if tree.acceptable is None else tree.acceptable.tolist()
+    found: list[int] = []
+    node = 0
+    while below := [n for n in range(node + 1, len(tokens)) if parents[n] == node and acceptable[n]]:
+        node = min(below, key=ranks.__getitem__)
+        found.append(tokens[node])
+    return found

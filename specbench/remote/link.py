@@ -1,0 +1,68 @@
+"""Where the target is, and what the way there is like: one `conf/link/*.yaml`."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import StringConstraints
+
+from specbench.common.errors import SpecBenchError
+from specbench.common.types import Count, Name, Positive, Share, Weight
+from specbench.remote.network_emulator import Shape
+from specbench.remote.target import RemoteTarget, Then
+from specbench.remote.transport import parsed, secret
+
+Address = Annotated[str, StringConstraints(pattern=r"^tcp://\S+:\d{1,5}$")]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link; what each option means stands in `conf/link/local.yaml`."""
+
+    name: Name
+    to: Address | None = None
+    delay_ms: Weight = 0.0
+    jitter_ms: Weight = 0.0
+    mbit: Positive | None = None
+    loss: Share = 0.0
+    pause_ms: Weight = 200.0
+    patience_s: Positive = 60.0
+    cut_after: Count | None = None
+    then: Then = "wait"
+    condense: Name | None = None
+    states: Literal["exact", "int8"] = "exact"
+
+    @property
+    def local(self) -> bool:
+        """Is the target in this process?"""
+        return self.name == "local"
+
+    def connect(self, path: Path, dtype: torch.dtype, device: torch.device) -> RemoteTarget:
+        """The server's target. path: the folder of its model, here."""
+        assert self.to is not None
+        address, shape = self.to, Shape(self.delay_ms, self.jitter_ms, self.mbit, self.loss, self.pause_ms)
+        if shape != Shape(pause_ms=self.pause_ms):
+            address = _shaped(address, shape)
+        more = {"patience_s": self.patience_s, "then": self.then, "cut_after": self.cut_after}
+        return RemoteTarget.at(address, path, dtype, device, eight=self.states == "int8", **more)
+
+
+_shapers: list[subprocess.Popen[str]] = []  # they end with this process, which holds their standard input
+
+
+def _shaped(address: str, shape: Shape) -> str:
+    """An address on loopback from which a shaped way leads to another."""
+    host, port = parsed(address)
+    secret(address)  # from here on it looks like loopback
+    command = [sys.executable, "-m", "specbench.remote.network_emulator", host, str(port), json.dumps(asdict(shape))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = process.stdout.readline().strip()
+    if not found:
+        raise SpecBenchError("the link's shaper did not start (python -m specbench.remote.network_emulator)")
+    _shapers.append(process)
+    return f"tcp://127.0.0.1:{found}"

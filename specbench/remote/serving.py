@@ -1,0 +1,79 @@
+"""A server of a model as a configuration names it: for the door, or in a process beside the run that uses it."""
+
+from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from specbench.common.errors import SpecBenchError
+from specbench.common.faults import told
+from specbench.common.processes import end_with_parent
+from specbench.engine.loading import ModelSpec
+from specbench.remote.protocol import Limits
+from specbench.remote.server import Server
+
+PATIENCE_S = 600  # for a model to load
+_beside: dict[str, str] = {}  # addresses of servers that this process has started, by what they serve
+
+
+def server(
+    model: ModelSpec,
+    address: str,
+    clients: int = 16,
+    megabytes: int = 64,
+    nodes: int = 256,
+    prompt: int | None = None,
+    idle_s: float = 3600.0,
+    condensers: Sequence[Any] = (),
+) -> Server:
+    """A server that listens already, and serves when it is `run`; its options are those of `conf/serve.yaml`.
+
+    condensers: drafters, not yet bound, that condense states before they travel.
+    """
+    target, _ = model.load(beside=condensers)
+    if model.forward == "lean":
+        target.hasten()
+    context = target.max_context
+    limits: Limits = {
+        "clients": clients,
+        "message": megabytes << 20,
+        "prompt": prompt or context,
+        "context": context,
+        "nodes": nodes,
+    }
+    for drafter in condensers:
+        drafter.bind(target)
+    return Server(target, address, limits, idle_s, [c for c in condensers if c.taps.condensed])
+
+
+def beside(model: ModelSpec, threads: int | None, condensers: Sequence[Any] = ()) -> str:
+    """The address of a server on loopback that ends with this process; one a model. condensers: see `server`."""
+    wanted = f"{model} {threads} {[c.name for c in condensers]}"
+    if wanted not in _beside:
+        spawning = get_context("spawn")
+        ours, theirs = spawning.Pipe()
+        spawning.Process(target=_serve, args=(model, threads, list(condensers), theirs), daemon=True).start()
+        theirs.close()
+        try:
+            said = ours.recv() if ours.poll(PATIENCE_S) else {"error": f"no server within {PATIENCE_S} s"}
+        except EOFError:
+            said = {"error": "the server's process was killed while it started; is there enough memory?"}
+        if "error" in said:
+            raise SpecBenchError(said["error"])
+        _beside[wanted] = said["address"]
+    return _beside[wanted]
+
+
+def _serve(model: ModelSpec, threads: int | None, condensers: list[Any], pipe: Connection) -> None:
+    """In the other process."""
+    end_with_parent()
+    torch.set_num_threads(threads or torch.get_num_threads())
+    try:
+        made = server(model, "tcp://127.0.0.1:0", condensers=condensers)
+    except Exception as error:
+        pipe.send({"error": told(error)})
+        return
+    pipe.send({"address": made.address})
+    made.run()

@@ -1,0 +1,81 @@
+"""How client and server find each other: addresses, ZeroMQ sockets with their limits, and the token that they share.
+
+Beyond loopback both sides need the same token (`SPECBENCH_TOKEN`). It never travels: the server's CURVE key follows from
+it, so who does not know it gets no message through, and what is said is encrypted. On loopback it is used if it is set.
+"""
+
+import hashlib
+import ipaddress
+import os
+import re
+
+import zmq
+from zmq.utils import z85
+
+from specbench.common.errors import SpecBenchError
+
+TOKEN = "SPECBENCH_TOKEN"
+BEAT_MS, GONE_MS = 1000, 5000  # of ZeroMQ's heartbeats: how often, and how long without an answer until a peer has vanished
+_ADDRESS = re.compile(r"^tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})$")
+
+
+def parsed(address: str) -> tuple[str, int]:
+    """Host and port of tcp://host:port. Raises `SpecBenchError` for anything else."""
+    found = _ADDRESS.match(address)
+    if found is None or int(found[2]) > 65535:
+        raise SpecBenchError(f"{address} is no address; write tcp://host:port")
+    return found[1].strip("[]"), int(found[2])
+
+
+def loopback(host: str) -> bool:
+    """Does nobody but this machine hear what is said there?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listening(address: str, most: int) -> zmq.Socket[bytes]:
+    """A server's socket. most: bytes of a message; who announces more is cut off before any of it is stored."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to one that has vanished says so
+    socket.set(zmq.MAXMSGSIZE, most)
+    _common(socket)
+    if (key := secret(address)) is not None:
+        socket.curve_server = True
+        socket.curve_secretkey = key
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise SpecBenchError(f"cannot listen at {address}: {str(error).lower()}; choose another port=") from error
+    return socket
+
+
+def connected(address: str) -> zmq.Socket[bytes]:
+    """A client's socket; whether anybody is there shows later."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    _common(socket)
+    if (key := secret(address)) is not None:
+        socket.curve_serverkey = zmq.curve_public(key)
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.connect(address)
+    return socket
+
+
+def _common(socket: zmq.Socket[bytes]) -> None:
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.HEARTBEAT_IVL, BEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, GONE_MS)
+    socket.set(zmq.HANDSHAKE_IVL, GONE_MS)
+
+
+def secret(address: str) -> bytes | None:
+    """The server's secret key as the token makes it. Raises `SpecBenchError` where there must be one."""
+    host, _ = parsed(address)
+    token = os.environ.get(TOKEN)
+    if not token:
+        if not loopback(host):
+            raise SpecBenchError(f"{address} is not this machine alone: set {TOKEN} to the same secret on both sides")
+        return None
+    return z85.encode(hashlib.scrypt(token.encode(), salt=b"specbench", n=1 << 14, r=8, p=1, dklen=32))
