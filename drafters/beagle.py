@@ -37,11 +37,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from drafters.blocks import TrainedDrafter, llama_config, noisy
 from drafters.layers import attend, rotate, split_heads
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, TargetStates
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 
 
@@ -65,7 +65,7 @@ class Beagle(TrainedDrafter):
     def __init__(
         self,
         name: Name,
-        growth: Growth,
+        growth: TreePolicy,
         weights: Text | None = None,
         concat: bool = True,
         grouped: bool = False,
@@ -156,11 +156,11 @@ class Beagle(TrainedDrafter):
         return stage(batch, window, int(torch.randint(window, ())))
 
     def early(self, batch: Batch, window: int, offset: int) -> dict[str, Tensor]:
-        """Block attention over true states; see `Teacher` for the objective."""
+        """Block attention over true states; see `DistillationLoss` for the objective."""
         keys, values = self.keys_values(noisy(batch.states, self.noise, "normal", batch), batch.positions)
         mask = early_mask(batch, window, offset)
         predicted = self.network(batch.tokens, batch.positions, keys, values, mask)
-        return Teacher(batch, self.head).loss(predicted, self.regression, self.classification)
+        return DistillationLoss(batch, self.head).loss(predicted, self.regression, self.classification)
 
     def late(self, batch: Batch, steps: int, offset: int) -> dict[str, Tensor]:
         """The loss of every simulated step, earlier steps counting more; step 1's metrics are logged."""
@@ -169,7 +169,7 @@ class Beagle(TrainedDrafter):
         counts = torch.stack([(batch.scored & (index == step)).sum() for step in range(steps)]).clamp(min=1)
         worth = steps - index if self.decreasing else (steps + 1) / 2
         weights = worth / (steps * counts[index])  # [B, T]
-        teacher = Teacher(batch, self.head)
+        teacher = DistillationLoss(batch, self.head)
         return teacher.loss(predicted, self.regression, self.classification, weights=weights, logged=index == 0)
 
     def predict_windows(self, batch: Batch, steps: int, offset: int) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,10 @@ from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Text
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
-from specbench.engine.backends.packed_linear import hasten
+from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Outline, Sampler, Taps
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 from specbench.engine.target import CausalLM, Target
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
@@ -26,8 +26,8 @@ Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 class TrainedDrafter(nn.Module):
     """An autoregressive drafter with weights of its own, trained for one target.
 
-    A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`; `official` if its authors publish
-    weights, and `fit` if these may have another shape than the default.
+    A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`; `map_checkpoint` if its authors
+    publish weights, and `fit` if these may have another shape than the default.
 
     Attributes:
         taps: what it reads from the target.
@@ -41,7 +41,7 @@ class TrainedDrafter(nn.Module):
         phased: options of the objective that may change from phase to phase of a training.
         deepest: levels that its trees can have at most; None for as many as one likes.
         parallel: one forward drafts all levels (heads); otherwise each level takes one.
-        formats: servers (`vllm`, `sglang`) that have a model of its kind, see `publish`.
+        formats: servers (`vllm`, `sglang`) that have a model of its kind, see `export_tensors`.
     """
 
     compiled: tuple[str, ...] = ("network",)
@@ -51,21 +51,21 @@ class TrainedDrafter(nn.Module):
     formats: tuple[str, ...] = ()
 
     taps = Taps()
-    listed: vocabularies.Listed | None = None
+    listed: vocabularies.DraftVocabulary | None = None
 
     embedding: nn.Embedding  # shared with the target by `build`, like the head
     head: nn.Linear
     target_logits: Callable[[Tensor], Tensor]  # of states, while drafting: over all ids, or the listed ones
 
-    def __init__(self, name: Name, growth: Growth, weights: Text | None = None, vocabulary: Count | None = None):
+    def __init__(self, name: Name, growth: TreePolicy, weights: Text | None = None, vocabulary: Count | None = None):
         super().__init__()
         self.name, self.weights, self.vocabulary = name, weights, vocabulary
-        self.regrow(growth)
+        self.set_tree_policy(growth)
         self.checkpoint: stored.Checkpoint | None = None
         self.provenance: dict[str, Any] = {}
         self.contents: dict[str, str] = {}
 
-    def regrow(self, growth: Growth) -> None:
+    def set_tree_policy(self, growth: TreePolicy) -> None:
         """Grow other trees from now on."""
         self.growth = growth
         self.nodes, self.passes = growth.nodes, self._forwards(growth.depth)
@@ -93,7 +93,7 @@ class TrainedDrafter(nn.Module):
             self.active_parameters += self.head.weight.numel()  # tied: counted once, looked up and multiplied
         if self.checkpoint is not None:
             with self.checkpoint.understood():
-                named, used = self.official(self.checkpoint, target)
+                named, used = self.map_checkpoint(self.checkpoint, target)
             stored.adopt(stored.trained(self), named, self.checkpoint, used)
             self.check(self.checkpoint, target)
             self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
@@ -116,7 +116,7 @@ class TrainedDrafter(nn.Module):
             for name, layer in part.named_children():
                 if isinstance(layer, nn.Linear) and layer.out_features == target.vocab_size and layer is not self.head:
                     before = sum(p.numel() for p in layer.parameters())
-                    setattr(part, name, vocabularies.narrowed(layer, self.listed.ids))
+                    setattr(part, name, vocabularies.slice_head(layer, self.listed.ids))
                     self.active_parameters -= before - sum(p.numel() for p in getattr(part, name).parameters())
         model: CausalLM = getattr(self, "lm", target)  # whose head it multiplies
         head = vocabularies.Head(model, self.listed.ids)
@@ -145,7 +145,7 @@ class TrainedDrafter(nn.Module):
     def fit(self, checkpoint: stored.Checkpoint) -> None:
         """Take over what a published checkpoint says of the network's shape, before `build`."""
 
-    def official(self, checkpoint: stored.Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+    def map_checkpoint(self, checkpoint: stored.Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         """A published checkpoint's tensors under this drafter's names, and the names there that were understood.
 
         Raises:
@@ -161,7 +161,7 @@ class TrainedDrafter(nn.Module):
         """Why a server has no place for this network, as its options make it; None: it has one."""
         return None if server in cls.formats else f"{server} has no model of {cls.__name__}'s kind"
 
-    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and `config.json` of this drafter as a server reads them, one of `formats`.
 
         Raises:
@@ -174,15 +174,15 @@ class TrainedDrafter(nn.Module):
         for name in self.compiled:
             setattr(self, name, torch.compile(getattr(self, name), backend=backend, dynamic=True))
 
-    def hasten(self) -> None:
+    def optimize_for_inference(self) -> None:
         """Make drafting fast, once weights and device are final; not for training."""
         model = getattr(self, "lm", None)  # the whole language model that it is, if it is one
         if isinstance(model, CausalLM):
-            model.hasten()
+            model.optimize_for_inference()
         else:
-            hasten([self])
+            optimize_for_inference([self])
         if isinstance(head := getattr(self, "target_logits", None), vocabularies.Head):
-            hasten([head.rows])
+            optimize_for_inference([head.rows])
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""
@@ -269,7 +269,7 @@ def likeliest(states: Tensor, logits: Callable[[Tensor], Tensor], rows: int = 25
     return torch.cat([logits(part).argmax(-1) for part in states.split(rows)])
 
 
-def chooser(states: Tensor, logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def argmax_at(states: Tensor, logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A step of `drafts` from the states [B, T, D] that the head is to read there."""
     return lambda places: likeliest(states[places], logits)
 

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from drafters.eagle import following
 from drafters.hass import Hass
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.common.types import Count, Name, Positive, Text, Weight
 from specbench.engine.interface import Batch
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 
 
 class Coral(Hass):
@@ -49,7 +49,7 @@ class Coral(Hass):
     def __init__(
         self,
         name: Name,
-        growth: Growth,
+        growth: TreePolicy,
         weights: Text | None = None,
         temperature: Positive = 0.07,
         samples: Count = 512,
@@ -66,7 +66,7 @@ class Coral(Hass):
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The sum over steps; what is logged beside it is step 1's."""
         truth, weight = following(batch), 1.0
-        teacher = Teacher(truth, self.head, uses=self.steps)
+        teacher = DistillationLoss(truth, self.head, uses=self.steps)
         contrasted = self.steps > 1 and self.csra_weight != 0
         places = truth.scored.nonzero()  # [P, 2]
         places = places[torch.randperm(len(places), device=places.device)[: self.samples]]

@@ -44,14 +44,14 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.blocks import Noise, TrainedDrafter, chooser, llama_config, noisy, served
+from drafters.blocks import Noise, TrainedDrafter, argmax_at, llama_config, noisy, served
 from drafters.layers import behind
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Taps, TargetStates
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
@@ -80,7 +80,7 @@ class Eagle(TrainedDrafter):
     def __init__(
         self,
         name: Name,
-        growth: Growth,
+        growth: TreePolicy,
         weights: Text | None = None,
         regression: Weight = 1.0,
         classification: Weight = 0.1,
@@ -124,7 +124,7 @@ class Eagle(TrainedDrafter):
         """Whether fc has a bias is decided by the tensor: published configurations are known to be wrong."""
         self.bias = "fc.bias" in checkpoint.tensors
 
-    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+    def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         """EAGLE's and HASS's files: `fc.*`, `layers.0.*` without an input norm, a frozen copy of the target's embedding."""
         tensors = checkpoint.tensors
         if "layers.0.input_layernorm.weight" in tensors:
@@ -169,7 +169,7 @@ class Eagle(TrainedDrafter):
             )
         return super().unserved(server, options)
 
-    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The official layout without embedding and head, which servers take from the target."""
         if reason := self.unserved(server, vars(self)):
             raise SpecBenchError(reason)
@@ -230,9 +230,9 @@ class Eagle(TrainedDrafter):
     # Training -----------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `Teacher` for the objective."""
+        """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `DistillationLoss` for the objective."""
         predicted = self.predict(self.noisy(batch), batch)
-        return Teacher(following(batch), self.head).loss(predicted, self.regression, self.classification)
+        return DistillationLoss(following(batch), self.head).loss(predicted, self.regression, self.classification)
 
     def predict(self, states: Tensor, batch: Batch) -> Tensor:
         """f_hat of all pairs of a batch, of which its states are not read. states [B, T - 1, D] -> [B, T - 1, D]"""
@@ -266,7 +266,7 @@ class Eagle(TrainedDrafter):
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         for states in self.draft_states(batch, steps):
-            yield chooser(states, self.target_logits)
+            yield argmax_at(states, self.target_logits)
 
 
 def behind_one(x: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from typing import Any
 from torch import Tensor
 
 from drafters.eagle import Eagle, following
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.interface import Batch
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 
 
 class Hass(Eagle):
@@ -40,7 +40,7 @@ class Hass(Eagle):
     def __init__(
         self,
         name: Name,
-        growth: Growth,
+        growth: TreePolicy,
         weights: Text | None = None,
         steps: Count = 3,
         beta: Weight = 0.5,
@@ -53,7 +53,7 @@ class Hass(Eagle):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The sum over steps; what is logged beside it is step 1's, comparable with EAGLE's."""
-        teacher, weight = Teacher(following(batch), self.head, uses=self.steps), 1.0
+        teacher, weight = DistillationLoss(following(batch), self.head, uses=self.steps), 1.0
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
         for predicted in self.aligned(self.noisy(batch), batch, self.steps):

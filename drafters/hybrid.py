@@ -98,8 +98,8 @@ class Hybrid(nn.Module):
     def compile_network(self, backend: str = "inductor") -> None:
         self.base.compile_network(backend)
 
-    def hasten(self) -> None:
-        self.base.hasten()
+    def optimize_for_inference(self) -> None:
+        self.base.optimize_for_inference()
 
     def reset(self, capacity: int) -> None:
         self.retrieval.reset(capacity)

@@ -33,7 +33,7 @@ from drafters.blocks import TrainedDrafter, likeliest
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Natural, Text, Weight
 from specbench.engine.interface import Batch, TargetStates
-from specbench.engine.policies import Calibrated, Growth
+from specbench.engine.policies import Calibrated, TreePolicy
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
@@ -69,7 +69,7 @@ class Medusa(TrainedDrafter):
     def __init__(
         self,
         name: Name,
-        growth: Growth,
+        growth: TreePolicy,
         weights: Text | None = None,
         heads: Count = 5,
         layers: Count = 1,
@@ -87,10 +87,10 @@ class Medusa(TrainedDrafter):
         if not isinstance(growth, Calibrated) and growth.depth > heads:
             raise SpecBenchError(f"tree of depth {growth.depth}, but drafter.heads={heads}; choose a tree= of that depth")
 
-    def regrow(self, growth: Growth) -> None:
-        super().regrow(growth)
-        if hasattr(growth, "at_most"):
-            growth.at_most(self.heads)
+    def set_tree_policy(self, growth: TreePolicy) -> None:
+        super().set_tree_policy(growth)
+        if hasattr(growth, "limit_depth"):
+            growth.limit_depth(self.heads)
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -139,7 +139,7 @@ class Medusa(TrainedDrafter):
         self.head_per_level = len(places) > len(blocks) and not checkpoint.config.get("original_lm_head", False)
         self.head_rank = 0
 
-    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+    def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         """`k.i.linear.*` of block i of head k, `k.L.weight` of its output layer if it has its own; or vLLM's names."""
         named: dict[str, Tensor] = {}
         used = set()
@@ -158,10 +158,10 @@ class Medusa(TrainedDrafter):
                 raise checkpoint.refuse("its output layer is not the target's: it was trained for another target")
         return named, used
 
-    def publish(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """vLLM's names. It keeps no head of the target's for Medusa: heads that share it carry a copy, or one each."""
         if server != "vllm":
-            return super().publish(server, target)
+            return super().export_tensors(server, target)
         tensors = {}
         for name, tensor in trained(self).items():
             part, head, *rest = name.split(".")

@@ -53,12 +53,12 @@ from transformers.models.llama.modeling_llama import (
 from drafters.blocks import TrainedDrafter, llama_config
 from drafters.layers import attend, behind, rotate, split_heads
 from drafters.lsa import LayerSelfAttention
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Natural, Positive, Share, Text, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Taps, TargetStates
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 from specbench.engine.pretrained import fingerprint
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
@@ -167,7 +167,7 @@ class MoA(TrainedDrafter):
     def __init__(
         self,
         name: Name,
-        growth: Growth,
+        growth: TreePolicy,
         weights: Text | None = None,
         tli: Natural = 0,
         lsa: bool = True,
@@ -238,7 +238,7 @@ class MoA(TrainedDrafter):
             )
         self.shapes = {part: _shape(theirs, checkpoint) for part, theirs in PARTS.items()}
 
-    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+    def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         """The released layout: `layer_self_attention.*`, `Ekv2E.*`, `self_attention.*`, `cross_attention.*`."""
         own = trained(self)
         named: dict[str, Tensor] = {}
@@ -346,7 +346,7 @@ class MoA(TrainedDrafter):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens up to i, states of tokens before i's window, predict f_i; the mean over `draws` of the windows."""
-        teacher, found = Teacher(batch, self.head), []
+        teacher, found = DistillationLoss(batch, self.head), []
         regression = 0.5 * self.regression if self.tli else self.regression
         for before, final in self.predict(batch, [self._windows(batch) for _ in range(self.draws)]):
             metrics = teacher.loss(final, regression, self.classification)

@@ -86,8 +86,8 @@ class Ouroboros(nn.Module, Remembering):
     def compile_network(self, backend: str = "inductor") -> None:
         self.base.compile_network(backend)
 
-    def hasten(self) -> None:
-        self.base.hasten()
+    def optimize_for_inference(self) -> None:
+        self.base.optimize_for_inference()
 
     def forget(self) -> None:
         self.pool = Pool(self.guesses)

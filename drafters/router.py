@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.blocks import TrainedDrafter, chooser
+from drafters.blocks import TrainedDrafter, argmax_at
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text
 from specbench.engine.backends.packed_linear import products
 from specbench.engine.interface import Batch, NoShortcut, Outline, TargetStates
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 
 MEASURED = 256  # states of a batch on which agreement is counted: it takes a second product with the head
@@ -48,7 +48,7 @@ class Routed(TrainedDrafter):
     def __init__(
         self,
         name: Name,
-        growth: Growth,
+        growth: TreePolicy,
         base: Any,
         weights: Text | None = None,
         groups: Count = 16,
@@ -83,13 +83,13 @@ class Routed(TrainedDrafter):
     def compile_network(self, backend: str = "inductor") -> None:
         self.base.compile_network(backend)
 
-    def regrow(self, growth: Growth) -> None:
-        super().regrow(growth)
+    def set_tree_policy(self, growth: TreePolicy) -> None:
+        super().set_tree_policy(growth)
         if hasattr(self, "base"):  # whose caches hold the rows
-            self.base.regrow(growth)
+            self.base.set_tree_policy(growth)
 
-    def hasten(self) -> None:
-        super().hasten()
+    def optimize_for_inference(self) -> None:
+        super().optimize_for_inference()
         whole = self.head.weight.split(self.size)
         alike = products([(rows, None) for rows in whole if len(rows) == self.size])
         self.slices = [*alike, *products([(rows, None) for rows in whole[len(alike) :]])]
@@ -159,4 +159,4 @@ class Routed(TrainedDrafter):
         if not hasattr(self.base, "draft_states"):
             raise NoShortcut(self.name)
         for states in self.base.draft_states(batch, steps):
-            yield chooser(states, self.alone)
+            yield argmax_at(states, self.alone)

@@ -27,7 +27,7 @@ MANY = 2**27
 ROWS = 256  # at least, so that a product is worth its reading of the head
 
 
-class Teacher:
+class DistillationLoss:
     """The target where a batch is scored.
 
     Args:
@@ -88,7 +88,7 @@ class _OverVocabulary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, guess: Tensor, teacher: Teacher, classification: float, topk: int, topk_weight: float
+        ctx: Any, guess: Tensor, teacher: DistillationLoss, classification: float, topk: int, topk_weight: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """guess [M, D] -> [M] each: classification * CE + topk_weight * TopK, CE alone, does the argmax agree?"""
         terms, entropies, hits, gradients = [], [], [], []

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from drafters.blocks import TrainedDrafter, chooser, llama_config
+from drafters.blocks import TrainedDrafter, argmax_at, llama_config
 from drafters.layers import behind
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Outline, Taps, TargetStates
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 from specbench.engine.pretrained import contents_of, local, random_model, read_config, read_model, read_tokenizer
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.weights import Checkpoint
@@ -62,7 +62,7 @@ class Vanilla(TrainedDrafter):
     def __init__(
         self,
         name: Name,
-        growth: Growth,
+        growth: TreePolicy,
         weights: Text | None = None,
         path: Text | None = None,
         layers: Count = 2,
@@ -137,7 +137,7 @@ class Vanilla(TrainedDrafter):
         """A whole language model: as `path` says. Its special tokens do not matter, the target's are used."""
         self.path = checkpoint.folder
 
-    def official(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
+    def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         return {}, set(checkpoint.tensors)  # Transformers has loaded them
 
     def _pretrained(self, path: str, target: Target) -> nn.Module:
@@ -198,10 +198,10 @@ class Vanilla(TrainedDrafter):
     # Training -----------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """Tokens up to i predict f_i; see `Teacher` for the objective."""
+        """Tokens up to i predict f_i; see `DistillationLoss` for the objective."""
         if self.path is not None:
             raise SpecBenchError("drafter.path names a finished draft model; leave it out to train one")
-        return Teacher(batch, self.head).loss(self._states(batch), self.regression, self.classification)
+        return DistillationLoss(batch, self.head).loss(self._states(batch), self.regression, self.classification)
 
     def _states(self, batch: Batch) -> Tensor:
         """What the draft model makes of a batch's tokens, sequence by sequence. [B, T, D']"""
@@ -213,7 +213,7 @@ class Vanilla(TrainedDrafter):
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """The same in every step: a draft model reads tokens alone."""
-        yield from [chooser(self._states(batch), self.target_logits)] * steps
+        yield from [argmax_at(self._states(batch), self.target_logits)] * steps
 
 
 def _narrower(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:

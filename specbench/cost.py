@@ -18,7 +18,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
 from specbench.common.types import Count, Text
 from specbench.config import run_spec
-from specbench.config.cli import command, run_door
+from specbench.config.cli import command, run_cli
 from specbench.config.run_spec import RunOptions
 from specbench.evaluation import arms
 from specbench.reporting.study_figures import cost_of_cycles
@@ -101,4 +101,4 @@ def _words(said: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    run_door(main, "cost")
+    run_cli(main, "cost")

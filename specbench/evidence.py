@@ -14,7 +14,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
 from specbench.common.types import Name, Positive, Text
 from specbench.config import run_spec
-from specbench.config.cli import command, run_door
+from specbench.config.cli import command, run_cli
 from specbench.evaluation import plan, workers
 from specbench.records.studies import Override
 from specbench.reporting.tables import markdown_table
@@ -58,4 +58,4 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    run_door(main, "evidence")
+    run_cli(main, "evidence")

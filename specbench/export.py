@@ -20,10 +20,10 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import atomic_path, require_writable
 from specbench.common.types import Text
 from specbench.config import validation
-from specbench.config.cli import CONF, run_door, spoken
+from specbench.config.cli import CONF, handle_errors, run_cli
 from specbench.engine.interface import Drafter
 from specbench.engine.loading import ModelSpec, model_folder
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 
 Format = Literal["vllm", "sglang"]
 
@@ -35,12 +35,12 @@ class Options:
     format: Format
     out: Text
     model: ModelSpec
-    tree: Growth
+    tree: TreePolicy
     drafter: Drafter
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="export")
-@spoken
+@handle_errors
 def main(config: DictConfig) -> None:
     """Load the drafter beside its target, rename its tensors, write both files, say how to serve them."""
     validation.check(config, Options)
@@ -57,7 +57,7 @@ def main(config: DictConfig) -> None:
     drafter: Any = instantiate(config.drafter)
     target, _ = spec.load(beside=[drafter])
     drafter.bind(target)
-    tensors, settings = drafter.publish(config.format, target)
+    tensors, settings = drafter.export_tensors(config.format, target)
     with atomic_path(out) as folder:
         folder.mkdir()
         save_file(
@@ -110,4 +110,4 @@ def _untaken(options: Any, server: str) -> str | None:
 
 
 if __name__ == "__main__":
-    run_door(main, "export")
+    run_cli(main, "export")

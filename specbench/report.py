@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from specbench.common.errors import SpecBenchError, visible
 from specbench.common.types import Name, Text
 from specbench.config import validation
-from specbench.config.cli import CONF, run_door, spoken
+from specbench.config.cli import CONF, handle_errors, run_cli
 from specbench.records.rows import by_error
 from specbench.reporting import cells, console, foreign_results, tables, trainings
 from specbench.reporting.bundle import Report, Sources
@@ -38,7 +38,7 @@ class Options:
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="report")
-@spoken
+@handle_errors
 def main(config: DictConfig) -> None:
     """Collect, print, and write the report beside the rows."""
     validation.check(config, Options)
@@ -74,4 +74,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_door(main, "report")
+    run_cli(main, "report")

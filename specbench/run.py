@@ -18,7 +18,7 @@ from specbench.common.errors import SpecBenchError, visible
 from specbench.common.faults import told
 from specbench.common.storage import require_writable
 from specbench.config import run_spec
-from specbench.config.cli import command, run_door, sweeping, typed_overrides
+from specbench.config.cli import command, run_cli, sweeping, typed_overrides
 from specbench.config.run_spec import RunOptions as Options
 from specbench.config.run_spec import RunSpec
 from specbench.evaluation import arms, cell
@@ -115,4 +115,4 @@ def main() -> None:
 if __name__ == "__main__":
     from specbench import run  # under its own name, by which launchers find it in other processes
 
-    run_door(run.main, "run")
+    run_cli(run.main, "run")

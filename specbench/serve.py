@@ -16,7 +16,7 @@ from pydantic import Field
 
 from specbench.common.types import Count, Name, Positive, Text
 from specbench.config import run_spec, validation
-from specbench.config.cli import CONF, run_door, spoken
+from specbench.config.cli import CONF, handle_errors, run_cli
 from specbench.engine.loading import ModelSpec
 from specbench.remote import serving
 from specbench.remote.transport import parsed, secret
@@ -39,7 +39,7 @@ class Options:
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="serve")
-@spoken
+@handle_errors
 def main(config: DictConfig) -> None:
     """Load, say where to find it, serve until interrupted."""
     validation.check(config, Options)
@@ -58,4 +58,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_door(main, "serve")
+    run_cli(main, "serve")

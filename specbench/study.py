@@ -20,7 +20,7 @@ from specbench.common.errors import SpecBenchError, visible
 from specbench.common.storage import require_writable
 from specbench.common.types import Name, Natural
 from specbench.config import run_spec
-from specbench.config.cli import choice, command, run_door, typed_overrides
+from specbench.config.cli import choice, command, run_cli, typed_overrides
 from specbench.config.run_spec import RunOptions
 from specbench.engine.target import pick_device
 from specbench.evaluation import arms, cell, several, study_runs
@@ -159,4 +159,4 @@ def typed() -> None:
 
 
 if __name__ == "__main__":
-    run_door(typed, "study")
+    run_cli(typed, "study")

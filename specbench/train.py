@@ -34,12 +34,12 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import atomic_path, cache_root, require_writable
 from specbench.common.types import Count, Name, Positive, Text
 from specbench.config import validation
-from specbench.config.cli import CONF, run_door, spoken
+from specbench.config.cli import CONF, handle_errors, run_cli
 from specbench.data.conversations import Conversations
 from specbench.engine import vocabulary, weights
 from specbench.engine.interface import Drafter, NoShortcut
 from specbench.engine.loading import ModelSpec
-from specbench.engine.policies import Chain, Growth
+from specbench.engine.policies import Chain, TreePolicy
 from specbench.engine.target import Target, pick_device
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import VALIDATION, Answer, Corpus, Shards, held_out
@@ -86,13 +86,13 @@ class Options:
 
     threads: Annotated[int, Field(ge=1, le=4096)] | None
     model: ModelSpec
-    tree: Growth
+    tree: TreePolicy
     drafter: Drafter
     train: Train
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
-@spoken
+@handle_errors
 def main(config: DictConfig) -> None:
     """Build what is missing of the corpus, train, write the weights."""
     validation.check(config, Options)
@@ -273,7 +273,7 @@ def _search(config: DictConfig, shards: Shards) -> None:
     """Which of the target's sublayers a drafter had best leave out, as decoding runs them here."""
     _hold_out(shards)
     target, out = shards.text.target, Path(config.train.out)
-    target.hasten()
+    target.optimize_for_inference()
     drafter: Any = instantiate(config.drafter, searched=None)
     drafter.bind(target)
     journal = _progress_of(config) / f"search-{target.fingerprint()[:12]}.journal"
@@ -299,7 +299,7 @@ def _follow(config: DictConfig, shards: Shards) -> None:
     drafter: Any = instantiate(config.drafter, weights=str(Path(config.train.out).absolute()))
     drafter.bind(shards.text.target)
     drafter.eval()
-    drafter.hasten()
+    drafter.optimize_for_inference()
     trees.write(Path(config.train.out), trees.measure(shards.text.target, drafter, held_out(shards.folder, trees.ANSWERS)))
     print(f"acceptance in {Path(config.train.out) / trees.FILE}")
 
@@ -356,4 +356,4 @@ def acceptance(target: Target, drafter: Any, answers: list[Answer]) -> Acceptanc
 
 
 if __name__ == "__main__":
-    run_door(main, "train")
+    run_cli(main, "train")

@@ -28,7 +28,7 @@ from specbench.common.io import STRICT
 from specbench.common.storage import atomic_path, cache_root, require_writable
 from specbench.common.types import Count, Name, Natural, Share, Text
 from specbench.config import validation
-from specbench.config.cli import CONF, run_door, spoken
+from specbench.config.cli import CONF, handle_errors, run_cli
 from specbench.engine.target import pick_device
 from specbench.records.schema import PROVENANCE
 from specbench.records.studies import Override
@@ -75,7 +75,7 @@ class Options:
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="trials")
-@spoken
+@handle_errors
 def main(config: DictConfig) -> None:
     """Train what is missing; write rows and table."""
     validation.check(config, Options)
@@ -169,4 +169,4 @@ Written by `specbench.trials` from `trials.jsonl` ({machines}).
 
 
 if __name__ == "__main__":
-    run_door(main, "trials")
+    run_cli(main, "trials")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specbench.config import validation
-from specbench.config.cli import run_door
+from specbench.config.cli import run_cli
 
 
 @dataclass
@@ -54,7 +54,7 @@ def attempt(door: types.ModuleType, name: str, *arguments: str) -> tuple[int, st
     code = 0
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            run_door(door.main, name)
+            run_cli(door.main, name)
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else 1
     finally:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafters import beagle
 from drafters.beagle import Beagle, early_mask, late_mask
 from drafters.eagle import Eagle
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
@@ -146,7 +146,7 @@ def late_by_steps(made, batch, steps, offset):
         pairs = zip(made.keys_values(batch.states, positions), made.keys_values(predicted, positions), strict=True)
         found = made.network(batch.tokens, positions, *(torch.cat(pair, 2) for pair in pairs), mask)
         due = positions - begins == step
-        metrics = Teacher(replace(batch, scored=batch.scored & due), made.head).loss(
+        metrics = DistillationLoss(replace(batch, scored=batch.scored & due), made.head).loss(
             found, made.regression, made.classification
         )
         total = total + metrics["loss"] * ((steps - step) / steps if made.decreasing else (steps + 1) / (2 * steps))
@@ -220,9 +220,9 @@ def test_drafts_from_every_position_are_those_of_replayed_chains(concat):
 def test_noise_is_on_the_states_that_are_keys_not_on_those_to_predict(stage, monkeypatch):
     target = tiny()
     made, batch, seen, taught = make("beagle", target), batch_of(target), [], []
-    keys_values, teacher = made.keys_values, beagle.Teacher
+    keys_values, teacher = made.keys_values, beagle.DistillationLoss
     monkeypatch.setattr(made, "keys_values", lambda states, at: seen.append(states) or keys_values(states, at))
-    monkeypatch.setattr(beagle, "Teacher", lambda part, head: taught.append(part) or teacher(part, head))
+    monkeypatch.setattr(beagle, "DistillationLoss", lambda part, head: taught.append(part) or teacher(part, head))
     getattr(made, stage)(batch, 3, 0)
     assert (seen[0] - batch.states).std() == pytest.approx(0.2, rel=0.05)
     clean = {tuple(state.tolist()) for state in batch.states.flatten(0, 1)}

@@ -355,7 +355,7 @@ def trained_eagle(target: Any, *overrides: str) -> Any:
 
 def test_swapped_halves_of_fc_are_seen(tmp_path):
     target = tiny()
-    tensors, _ = trained_eagle(target).publish("sglang", target)
+    tensors, _ = trained_eagle(target).export_tensors("sglang", target)
     adopted("eagle2", write(tmp_path / "right", tensors), target)
     tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, 1)[::-1], 1)
     with pytest.raises(SpecBenchError, match="swap the halves"):
@@ -378,7 +378,7 @@ LAYER = {
 
 
 def served(drafter: Any, server: str, target: Any, folder: Path) -> tuple[dict, dict]:
-    tensors, config = drafter.publish(server, target)
+    tensors, config = drafter.export_tensors(server, target)
     write(folder, tensors)
     (folder / "config.json").write_text(json.dumps(config, default=str))
     return load_file(folder / "model.safetensors"), config
@@ -419,7 +419,7 @@ def test_an_exported_head_is_what_the_server_loads_and_comes_back_the_same(draft
 def test_vllm_would_drop_a_bias_so_it_is_refused():
     target = tiny()
     with pytest.raises(SpecBenchError, match=r"drafter\.bias=false.*format=sglang"):
-        make("eagle2", target).publish("vllm", target)
+        make("eagle2", target).export_tensors("vllm", target)
 
 
 @pytest.mark.parametrize("own_heads", [True, False])
@@ -448,14 +448,14 @@ def test_an_exported_medusa_has_vllms_names_and_comes_back_the_same(own_heads, t
 def test_what_a_server_cannot_hold_is_refused_with_the_reason(drafter, server):
     target = tiny()
     with pytest.raises(SpecBenchError, match=f"{server} has no model"):
-        make(drafter, target).publish(server, target)
+        make(drafter, target).export_tensors(server, target)
 
 
 def test_a_format_says_which_drafters_it_takes_as_they_are_configured():
     assert export.taken("vllm") == ["medusa"], "EAGLE's heads have a bias here, which vLLM would drop"
     assert export.taken("sglang") == ["coral", "eagle1", "eagle2", "eagle2-chain", "eagle2_small", "hass"]
     for drafter in export.taken("sglang"):
-        assert make(drafter, target := tiny()).publish("sglang", target)
+        assert make(drafter, target := tiny()).export_tensors("sglang", target)
 
 
 def test_a_served_head_is_asked_for_the_tree_that_it_had_here(tmp_path):

@@ -301,14 +301,14 @@ def test_arms_are_compared_whatever_commit_measured_them_and_only_on_one_kind_of
     write(tmp_path / "second", {**header(), **change}, "none", "poor")
     (ours,) = (e for e in cells.collect(below(tmp_path / "first")) if e.name == "good")
     (theirs,) = (e for e in cells.collect(below(tmp_path / "second")) if e.name == "poor")
-    assert claims.unlike(ours, theirs) == said == claims.unlike(theirs, ours)
+    assert claims.config_differences(ours, theirs) == said == claims.config_differences(theirs, ours)
 
 
 def test_replayed_arms_are_compared_whatever_machine_replayed_them(tmp_path):
     write(tmp_path, {**header(), "replay": True}, "none", "good")
     write(tmp_path, {**header(), "replay": True, "hardware": {"device": "fridge", "cores": 8}}, "none", "poor")
     found = {e.name: e for e in cells.collect(below(tmp_path))}
-    assert claims.unlike(found["good"], found["poor"]) == []
+    assert claims.config_differences(found["good"], found["poor"]) == []
     effect, _ = compare({"metric": "tau", "of": "good", "over": "poor", "is": "more"}, gathered(tmp_path))
     assert effect is not None and effect.value == pytest.approx(2)
 
@@ -327,7 +327,11 @@ def test_questions_that_both_sides_have_must_be_the_same_text(tmp_path, texts, s
     write(tmp_path, header(), "good", change=change)
     write(tmp_path, header(), "poor", questions=7, change=change)
     found = {e.name: e for e in cells.collect(below(tmp_path))}
-    assert claims.unlike(found["good"], found["poor"]) == said == claims.unlike(found["poor"], found["good"])
+    assert (
+        claims.config_differences(found["good"], found["poor"])
+        == said
+        == claims.config_differences(found["poor"], found["good"])
+    )
 
 
 def test_readers_are_told_effects_in_words(known):

@@ -11,7 +11,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Step, Taps
 from specbench.engine.policies import Dynamic
-from specbench.engine.replay import Known
+from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, root_only
 from specbench.engine.verify import Lossless, Typical
@@ -398,5 +398,5 @@ def test_answers_that_are_known_take_the_same_passes():
     for drafter in ("eagle2", "hybrid", "medusa", "self_speculation"):
         made = make(drafter, target)
         tokens, steps = generate(target, made)
-        replayed, again = generate(Known(target, PROMPT, tokens, made.taps), made)
+        replayed, again = generate(ReplayTarget(target, PROMPT, tokens, made.taps), made)
         assert replayed == tokens and [s.passes for s in again] == [s.passes for s in steps], drafter

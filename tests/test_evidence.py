@@ -23,7 +23,7 @@ from specbench.engine.decode import RunSettings
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation import plan, several, study_runs, workers
-from specbench.evaluation.runner import Bench, Contender
+from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records import blocks, studies
 from specbench.records.blocks import Ledger, read_block
 from specbench.records.rows import QuestionEnd, Row
@@ -76,7 +76,7 @@ class Words:
 
 def test_whole_questions_are_decoded_as_long_as_they_fit(tmp_path):
     target = tiny()
-    contenders = [Contender(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
+    contenders = [BoundDrafter(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
     questions = [Question(str(i), "c", (f"{i} 3 14 15", "9 26")) for i in range(5)]
     for allowed, done in ((2, 2), (1, 3), (9, 5)):
         bench = Bench(target, Words, contenders, Sampler(), RunSettings(max_new_tokens=8))
@@ -111,7 +111,7 @@ def test_a_budget_is_over_when_its_time_is_or_when_no_question_fits(monkeypatch)
 @pytest.mark.parametrize("replay", [False, True])
 def test_how_much_there_is_is_said_before_the_first_question(tmp_path, capsys, replay):
     target = tiny()
-    contenders = [Contender(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
+    contenders = [BoundDrafter(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
     questions = [Question(str(i), "c", (f"{i} 3 14 15",)) for i in range(3)]
     bench = Bench(target, Words, contenders, Sampler(), RunSettings(max_new_tokens=8), replay)
     ledger = Ledger(tmp_path, settings("eagle2"), "none", timed=not replay)

@@ -168,7 +168,7 @@ def test_whatever_pays_the_answer_is_the_targets(answers, temperature, costs, dr
     for growth in (Rate(depth=4, top_k=4, nodes=20), Fitted(depth=3, top_k=4, nodes=20)):
         growth.fit(made_up(), costs)
         drafter = agreeing(target)
-        drafter.regrow(growth)
+        drafter.set_tree_policy(growth)
         prompt = texts[0].ids[: texts[0].begin]
         sampler, rng = Sampler(temperature), torch.Generator().manual_seed(1)
         events = list(decode(target, drafter, prompt, Limits(24), Lossless(), sampler, rng))
@@ -187,7 +187,7 @@ def test_a_generous_rate_drafts_what_a_dynamic_tree_does(answers):
     found = []
     for growth in (free, fixed):
         drafter = agreeing(target)
-        drafter.regrow(growth)
+        drafter.set_tree_policy(growth)
         trees, grow = [], growth.grow
         growth.grow = lambda *a, grow=grow, trees=trees: trees.append(grow(*a)) or trees[-1]
         list(decode(target, drafter, texts[1].ids[:6], Limits(16), Lossless(), Sampler()))
@@ -200,7 +200,7 @@ def test_passes_are_the_levels_that_were_drafted_though_none_of_them_was_verifie
     target, texts = answers
     growth, drafter, levels = Rate(depth=4, top_k=4, nodes=20), agreeing(target), []
     growth.fit(made_up(), costs)
-    drafter.regrow(growth)
+    drafter.set_tree_policy(growth)
     expand, propose = drafter.expand, drafter.propose
     drafter.propose = lambda *a: levels.append(1) or propose(*a)  # the first level comes out of `observe`
     drafter.expand = lambda *a: levels.append(levels.pop() + 1) or expand(*a)
@@ -229,14 +229,14 @@ def test_every_tree_accepts_what_decoding_with_it_accepts(answers, name):
     assert levels == (5 if name == "medusa" else measured.LEVELS)
     assert found.tau[10][levels - 1][-1] > 1.2, "the drafter is never right: nothing is compared"
     for depth, k, nodes in ((1, 1, 2), (levels, 1, 5), (3, 10, 16), (levels, 10, 64), (2, 10, 40)):
-        drafter.regrow(Dynamic(depth, k, nodes))
+        drafter.set_tree_policy(Dynamic(depth, k, nodes))
         counted = replay(target, drafter, texts)
         tau = found.tau[k][depth - 1][NODES.index(nodes)]
         assert tau == pytest.approx(counted.tau, abs=1e-4), (depth, k, nodes)
     for depth, k, nodes in ((3, 2, 6), (levels, 4, 24), (4, 6, 32)):  # frontiers of the large tree hardly ever lack any
-        drafter.regrow(Dynamic(depth, k, nodes))
+        drafter.set_tree_policy(Dynamic(depth, k, nodes))
         assert found.tau[k][depth - 1][NODES.index(nodes)] == pytest.approx(replay(target, drafter, texts).tau, rel=0.03)
-    drafter.regrow(before)
+    drafter.set_tree_policy(before)
 
 
 def test_shares_by_rank_are_counted_below_right_nodes(answers):

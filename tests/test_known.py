@@ -10,7 +10,7 @@ from conftest import DRAFTERS, make, tiny
 from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Step, Taps
-from specbench.engine.replay import Known
+from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 
@@ -36,13 +36,13 @@ def test_replay_accepts_cycle_by_cycle_what_decoding_accepts(name: str, architec
     drafter = make(name, target)
     if hasattr(drafter, "review"):  # what other nodes say is not known
         with pytest.raises(SpecBenchError, match=f"drafter={name} learns from"):
-            counted(Known(target, PROMPTS[0], [4, 5], drafter.taps), drafter, PROMPTS[0], Limits(2))
+            counted(ReplayTarget(target, PROMPTS[0], [4, 5], drafter.taps), drafter, PROMPTS[0], Limits(2))
         return
     for prompt in PROMPTS:
         for stop in ((), (counted(target, drafter, prompt, Limits(24))[0][13],)):
             limits = Limits(24, stop)
             answer, decoded = counted(target, drafter, prompt, limits)
-            known = Known(target, prompt, answer, drafter.taps)
+            known = ReplayTarget(target, prompt, answer, drafter.taps)
             assert counted(known, drafter, prompt, Limits(len(answer), stop)) == (answer, decoded)
 
 
@@ -51,7 +51,7 @@ def test_target_layers_of_the_drafter_read_the_known_text(extra: tuple[str, ...]
     target = tiny()
     drafter = make("moa", target, *extra)
     answer, decoded = counted(target, drafter, PROMPTS[0], Limits(24))
-    known = Known(target, PROMPTS[0], answer, drafter.taps)
+    known = ReplayTarget(target, PROMPTS[0], answer, drafter.taps)
     assert counted(known, drafter, PROMPTS[0], Limits(24)) == (answer, decoded)
 
 
@@ -61,7 +61,7 @@ def test_one_prefill_serves_several_drafters() -> None:
     answer, _ = counted(target, make("none", target), PROMPTS[0], Limits(24))
     expected = {d.name: counted(target, d, PROMPTS[0], Limits(24))[1] for d in (moa, eagle)}
     everything = Taps(tuple({*moa.taps.hidden, *eagle.taps.hidden}), tuple({*moa.taps.kv, *eagle.taps.kv}))
-    known = Known(target, PROMPTS[0], answer, everything)
+    known = ReplayTarget(target, PROMPTS[0], answer, everything)
     for drafter in (moa, eagle, moa):
         assert counted(known, drafter, PROMPTS[0], Limits(24)) == (answer, expected[drafter.name])
 
@@ -72,13 +72,13 @@ def test_a_wrong_answer_is_not_what_decoding_accepts() -> None:
     drafter = make("eagle2", target)
     answer, decoded = counted(target, drafter, PROMPTS[0], Limits(24))
     wrong = [*answer[:5], (answer[5] + 1) % target.vocab_size, *answer[6:]]
-    known = Known(target, PROMPTS[0], wrong, drafter.taps)
+    known = ReplayTarget(target, PROMPTS[0], wrong, drafter.taps)
     found, cycles = counted(known, drafter, PROMPTS[0], Limits(24))
     assert found == wrong and cycles != decoded
 
 
 def test_nothing_is_accepted_beyond_an_answer_of_one_token() -> None:
     target = tiny()
-    known = Known(target, PROMPTS[0], [4], Taps())
+    known = ReplayTarget(target, PROMPTS[0], [4], Taps())
     assert counted(known, make("eagle2", target), PROMPTS[0], Limits(1)) == ([4], [])
     assert torch.equal(known.states.tokens, torch.tensor(PROMPTS[0]))

@@ -23,7 +23,7 @@ from specbench.common.budget import Budget
 from specbench.engine.backends import packed_linear
 from specbench.engine.verify import Lossless
 from specbench.evaluation import costs, isolated, measurements
-from specbench.evaluation.runner import Contender
+from specbench.evaluation.runner import BoundDrafter
 from specbench.records import metrics, studies
 from specbench.records.blocks import below, read_block
 from specbench.records.rows import Measurement, Row
@@ -41,7 +41,7 @@ def contender(name, target, *overrides):
         drafter.bind(target)
     else:
         drafter = make(name, target, *overrides)
-    return Contender(name, drafter, Lossless())
+    return BoundDrafter(name, drafter, Lossless())
 
 
 def state(target, drafter):
@@ -118,7 +118,7 @@ def test_measuring_changes_nothing_of_what_it_measures(name):
 def test_a_network_is_found_where_a_lean_forward_runs_past_its_module(name):
     target = tiny()
     side = contender(name, target)
-    side.drafter.hasten()
+    side.drafter.optimize_for_inference()
     assert costs.drafting(target, side, PROMPTS, TOKENS)["network"] > 0
 
 

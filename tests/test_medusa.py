@@ -100,7 +100,7 @@ def test_a_correction_of_low_rank_is_a_head_of_its_own_wherever_it_is_read(tmp_p
     shared, made = (make("medusa", target, f"+drafter.head_rank={rank}") for rank in (0, 4))
     losses = [optimise(m, batch, 80)[-1] for m in (shared, made)]
     assert losses[1] < 0.9 * losses[0], "it learnt no more than the shared head"
-    tensors, config = made.publish("vllm", target)
+    tensors, config = made.export_tensors("vllm", target)
     assert not config["original_lm_head"]
     state = batch.states[0, -1]
     with torch.inference_mode():

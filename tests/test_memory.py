@@ -62,10 +62,10 @@ def nothing_loaded(monkeypatch):
 def decoded(shape, dtype, folder, prompt):
     """A target, its products made fast, an EAGLE head; some tokens behind a prompt."""
     target = Target.load(folder, dtype, CPU) if folder else Target.random(shaped(shape, "shape"), dtype, CPU)
-    target.hasten()
+    target.optimize_for_inference()
     made = Eagle("eagle2", Dynamic(3, 4, 12))
     made.bind(target)
-    made.hasten()
+    made.optimize_for_inference()
     for _ in decode(target, made, [3] * prompt, Limits(8), Lossless(), Sampler()):
         pass
 
@@ -337,7 +337,7 @@ def test_bfloat16_is_packed_only_where_the_processor_can(monkeypatch):
     assert packed_linear.packable(half) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if not packed_linear.packable(half):
         target = Target.random(shaped({"model_type": "llama", **SIZES}, "shape"), torch.bfloat16, CPU)
-        target.hasten()
+        target.optimize_for_inference()
         assert target.lean is not None
 
 

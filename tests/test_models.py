@@ -20,7 +20,7 @@ from specbench.engine.decode import RunSettings
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
-from specbench.evaluation.runner import Bench, Contender
+from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.blocks import below, read_block
 from specbench.records.rows import Failure, Row
 
@@ -143,7 +143,7 @@ def test_out_of_memory_in_one_generation_is_a_failed_row_and_the_rest_goes_on(tm
     drafter.reset = reset
     questions = [Question(str(i), "writing", (f"tell me {i}",)) for i in range(3)]
     known = ledger(tmp_path, settings("eagle2"))
-    contenders = [Contender(d.name, d, Lossless()) for d in (baseline, drafter)]
+    contenders = [BoundDrafter(d.name, d, Lossless()) for d in (baseline, drafter)]
     bench = Bench(target, chat, contenders, Sampler(), RunSettings(max_new_tokens=6))
     bench.run(questions, known)
     _, records = read_block(known.block.path)
@@ -164,7 +164,7 @@ def test_no_other_answer_stands_for_that_of_a_baseline_that_failed(tmp_path, rep
         encode=lambda history: [int(x) for m in history for x in m["content"].split()],
         tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
     )
-    contenders = [Contender(d, make(d, target), Lossless()) for d in ("none", "eagle2", "vanilla")]
+    contenders = [BoundDrafter(d, make(d, target), Lossless()) for d in ("none", "eagle2", "vanilla")]
     bench = Bench(target, chat, contenders, Sampler(), RunSettings(max_new_tokens=6, warmup=0), replay)
     propose, calls = contenders[0].drafter.propose, []
 

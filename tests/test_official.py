@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from safetensors.torch import load_file
 
 import specbench.engine.verify as judging
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.engine import checkpoints
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Batch
@@ -178,7 +178,7 @@ def batch_of(method: str, target: Target, drafter: Any) -> Batch:
 
 
 def assert_gradients(drafter: Any, target: Target, norms: dict[str, float]) -> None:
-    named, _ = drafter.official(drafter.checkpoint, target)
+    named, _ = drafter.map_checkpoint(drafter.checkpoint, target)
     own = dict(drafter.named_parameters())
     for theirs, norm in norms.items():
         mine = next(name for name, tensor in named.items() if tensor is drafter.checkpoint.tensors[theirs])
@@ -247,7 +247,7 @@ def test_moas_states_loss_and_gradients_are_the_authors_under_their_mask(case):
         before = F.smooth_l1_loss(mixed[batch.scored], true[batch.scored])
         assert float(before.detach()) == pytest.approx(said["prev_feature_loss"], rel=1e-5)
         loss = weights["prev_feature_loss"] * before
-    metrics = Teacher(batch, made.head).loss(final, weights["feature_loss"], weights["forward_KL"])
+    metrics = DistillationLoss(batch, made.head).loss(final, weights["feature_loss"], weights["forward_KL"])
     loss = loss + metrics["loss"]
     for found, theirs in {"regression": "feature_loss", "classification": "forward_KL"}.items():
         assert float(metrics[found]) == pytest.approx(said[theirs], rel=1e-5)

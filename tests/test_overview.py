@@ -313,6 +313,6 @@ def test_ones_own_page_is_short(tmp_path):
     (other,) = parts["runs"].blocks
     assert other.open and "T=1" in other.title
     (line,) = parts["claims"].blocks
-    assert isinstance(line, document.Says)
+    assert isinstance(line, document.Paragraph)
     found.write()
     assert len((tmp_path / "README.md").read_text().splitlines()) < 80

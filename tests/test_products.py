@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from specbench.engine.backends import packed_linear
-from specbench.engine.backends.fused_llama import Lean
+from specbench.engine.backends.fused_llama import FusedLlama
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
@@ -60,7 +60,7 @@ def test_a_packed_product_is_the_product(rows, biased):
     layer = nn.Linear(48, 40, bias=biased).requires_grad_(False)
     x = torch.randn(1, rows, 48)
     expected = layer(x)
-    packed_linear.hasten([layer])
+    packed_linear.optimize_for_inference([layer])
     with torch.inference_mode():
         assert isinstance(layer.forward, packed_linear.Packed)
         assert torch.allclose(layer(x), expected, atol=1e-5) and layer(x).shape == expected.shape
@@ -70,7 +70,7 @@ def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
     monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: tuple(rows >= 4 for rows in packed_linear.ROWS))
     monkeypatch.setattr(packed_linear, "found", {})
     layer, seen = nn.Linear(48, 40), []
-    packed_linear.hasten([layer])
+    packed_linear.optimize_for_inference([layer])
     monkeypatch.setattr(
         packed_linear, "multiply", lambda x, packed, bias: seen.append(x.shape[0]) or F.linear(x, layer.weight)
     )
@@ -82,7 +82,7 @@ def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
 
 def test_what_is_trained_or_cast_multiplies_as_before():
     layer = nn.Linear(8, 8)
-    packed_linear.hasten([layer])
+    packed_linear.optimize_for_inference([layer])
     x = torch.randn(3, 8, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None and layer.weight.grad is not None
@@ -90,8 +90,8 @@ def test_what_is_trained_or_cast_multiplies_as_before():
 
 def test_products_can_be_set_aside():
     layer = nn.Linear(8, 8)
-    packed_linear.hasten([layer])
-    with packed_linear.as_made([nn.Sequential(layer)]):
+    packed_linear.optimize_for_inference([layer])
+    with packed_linear.unpacked([nn.Sequential(layer)]):
         assert "forward" not in vars(layer)
     assert isinstance(layer.forward, packed_linear.Packed)
 
@@ -100,8 +100,8 @@ def test_products_can_be_set_aside():
 def test_the_lean_forward_is_the_models(kind):
     plain, lean = loud(OTHERS[kind]()), loud(OTHERS[kind]())
     before = lean.fingerprint()
-    lean.hasten()
-    assert isinstance(lean.lean, Lean)
+    lean.optimize_for_inference()
+    assert isinstance(lean.lean, FusedLlama)
     assert lean.fingerprint() == before, "the parameters are not what they were"
     taps = Taps(hidden=(0, -1), kv=(1,))
     with torch.inference_mode():
@@ -133,7 +133,7 @@ def branching():
 def test_a_kind_that_is_not_known_keeps_its_own_forward_with_fast_products(architecture):
     target = tiny(architecture)
     expected = answer(target, make("none", target))
-    target.hasten()
+    target.optimize_for_inference()
     assert target.lean is None
     assert isinstance(target.decoder.layers[0].mlp.up_proj.forward, packed_linear.Packed)
     assert answer(target, make("none", target)) == expected
@@ -143,7 +143,7 @@ def test_a_model_that_does_otherwise_than_its_kind_keeps_its_own_forward():
     model = ARCHITECTURES["llama"]()
     model.model.layers[1].mlp.act_fn = nn.GELU()
     target = loud(model)
-    target.hasten()
+    target.optimize_for_inference()
     assert target.lean is None
 
 
@@ -152,7 +152,7 @@ def test_drafters_draft_the_same_on_fast_products(drafter):
     slow = tiny()
     expected = answer(slow, make(drafter, slow))
     fast = tiny()
-    fast.hasten()
+    fast.optimize_for_inference()
     made = make(drafter, fast)
-    made.hasten()
+    made.optimize_for_inference()
     assert answer(fast, made) == expected

@@ -16,7 +16,7 @@ from specbench.engine import tree as trees
 from specbench.engine.decode import RunSettings
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Simulated, verify
-from specbench.evaluation.runner import Bench, Contender
+from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.blocks import NAME, Ledger, read_block
 from specbench.records.rows import QuestionEnd, Row
 from specbench.reporting.bundle import Report, Sources
@@ -73,7 +73,7 @@ def rows_alone_or_together(folder, target, sampler, orders):
         encode=lambda history: [int(x) for m in history for x in m["content"].split()][-40:],
         tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
     )
-    contenders = [Contender(d, make(d, target), Simulated([0.7, 0.6, 0.5])) for d in ("none", "eagle2")]
+    contenders = [BoundDrafter(d, make(d, target), Simulated([0.7, 0.6, 0.5])) for d in ("none", "eagle2")]
     found = []
     for number, order in enumerate(orders):
         bench = Bench(target, chat, contenders, sampler, RunSettings(max_new_tokens=20))

@@ -80,7 +80,7 @@ def test_fast_products_leave_greedy_ids_unchanged_on_fifty_prompts(real):
     """Rounding differs in the last bits; a tie so close that it turns would show here first."""
     config = configuration("none", "model.dtype=float32", "data.limit=50")
     fast, chat = instantiate(config.model).load()
-    fast.hasten()
+    fast.optimize_for_inference()
     assert fast.lean is not None
     for question in instantiate(config.dataset).load():
         prompt = chat.encode([{"role": "user", "content": question.turns[0]}])[-32:]

@@ -17,7 +17,7 @@ from specbench.engine.decode import Limits, RunSettings, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation.audit import _narrow, _plain, audit
-from specbench.evaluation.runner import Bench, Contender
+from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.rows import Row
 from specbench.remote import protocol
 from specbench.remote.client import SENT
@@ -162,7 +162,9 @@ def test_a_link_that_waits_goes_on_from_what_was_verified(drafter, more, server,
 
 def benched(there, drafter, *more, cap=20, expected=None):
     """The row of one generation. expected: the baseline's answer, against which it is audited."""
-    bench = Bench(there, None, [Contender(drafter, make(drafter, there, *more), Lossless())], Sampler(), RunSettings(cap))
+    bench = Bench(
+        there, None, [BoundDrafter(drafter, make(drafter, there, *more), Lossless())], Sampler(), RunSettings(cap)
+    )
     row = Row(drafter, "q", "c", 0, len(PROMPT), [], 0.0, 0.0)
     reference = None if expected is None else replace(row, tokens=expected)
     bench._decoded(row, bench.contenders[0], PROMPT, reference)
@@ -206,7 +208,7 @@ def test_warming_up_is_never_cut(server, folder):
     """However early the link is to break, the first generation that can lose it is a row."""
     chat = SimpleNamespace(encode=lambda messages: PROMPT)
     with client(server, folder, then="stop", cut_after=2) as there:
-        contenders = [Contender("eagle2", make("eagle2", there), Lossless())]
+        contenders = [BoundDrafter("eagle2", make("eagle2", there), Lossless())]
         Bench(there, chat, contenders, Sampler(), RunSettings(20))._warm_up(Question("q", "c", ("anything",)))
         assert there.traffic.round_trips > 2
         assert benched(there, "eagle2").link.cut

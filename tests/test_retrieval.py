@@ -26,11 +26,11 @@ from specbench.config.run_spec import RunOptions
 from specbench.data.prompts import Question
 from specbench.engine.decode import RunSettings
 from specbench.engine.interface import Taps
-from specbench.engine.replay import Known
+from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check, paths_of
 from specbench.engine.verify import Lossless
-from specbench.evaluation.runner import Bench, Contender
+from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.blocks import below, read_block
 from specbench.records.rows import Row
 
@@ -321,7 +321,7 @@ def test_a_hybrid_copies_where_enough_matches_and_else_drafts_as_if_alone(traine
     tree = {"vanilla": "chain"}.get(trained, "eagle2")
     text = list(range(5, 30))
     prompt, answer = [*text, 40, text[0]], [*text[1:12], 50, 51, *text[3:20]]
-    known = Known(target, prompt, answer, Taps())
+    known = ReplayTarget(target, prompt, answer, Taps())
     made = make("hybrid", target, f"drafter.trained={trained}", f"tree={tree}")
     alone = make(trained, target, f"tree={tree}")
     assert (made.passes, made.active_parameters) == (alone.passes, alone.active_parameters)
@@ -424,7 +424,7 @@ def make_bare(name):
 def test_a_stop_token_inside_a_copied_draft_ends_the_answer_there(name, aware):
     """The target says its prompt again, which is copied, with each token once as the stop token."""
     target, text = tiny(), list(range(5, 40))
-    known = Known(target, [*text, text[0]], text[1:], Taps())
+    known = ReplayTarget(target, [*text, text[0]], text[1:], Taps())
     target.stop_ids = ()
     tokens, steps = generate(known, make(name, target), [*text, text[0]], cap=len(text) - 1)
     assert tokens == text[1:] and max(s.accepted for s in steps) > 5, "nothing was copied"
@@ -457,7 +457,7 @@ def decoded(folder, *names, target=None, **options):
     target = target or tiny()
     target.stop_ids = ()
     made = [(name.split()[0], make(*name.split()[:1], target, *name.split()[1:])) for name in ("none", *names)]
-    contenders = [Contender(label, drafter, Lossless()) for label, drafter in made]
+    contenders = [BoundDrafter(label, drafter, Lossless()) for label, drafter in made]
     bench = Bench(target, CHAT, contenders, Sampler(), RunSettings(max_new_tokens=20), **options)
     known = ledger(folder, header(*(label for label, _ in made[1:])), timed=not bench.replay)
     bench.run(QUESTIONS, known)
@@ -502,7 +502,7 @@ def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
     made = make(name, target, "drafter.state=run")
     for _ in range(2):
         generate(target, made, CHAT.encode([{"content": QUESTIONS[0].turns[0]}]), cap=20)
-    bench = Bench(target, CHAT, [Contender(name, made, Lossless())], Sampler(), RunSettings(max_new_tokens=20, warmup=3))
+    bench = Bench(target, CHAT, [BoundDrafter(name, made, Lossless())], Sampler(), RunSettings(max_new_tokens=20, warmup=3))
     bench.run(QUESTIONS, ledger(tmp_path / "b", header(name)))
     assert cycles(rows_of(tmp_path / "b"), name) == first
     assert not made.remembering

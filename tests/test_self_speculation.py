@@ -124,7 +124,7 @@ def test_chains_are_those_of_a_masked_copy_recomputed_token_by_token(way, skippe
     target = quiet(skipped)
     expected = slowly(target, skipped, 24, 5, 0.2)
     if way == "lean":
-        target.hasten()
+        target.optimize_for_inference()
         assert target.lean is not None
     made = Watched("self_speculation", most=5, threshold=0.2)
     made.bind(target)
@@ -141,7 +141,7 @@ def test_chains_are_those_of_a_masked_copy_recomputed_token_by_token(way, skippe
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_skipped_is_the_whole_model_and_drafts_its_own_tokens(architecture):
     target = tiny(architecture)
-    target.hasten()
+    target.optimize_for_inference()
     made = EarlyExit("early_exit", layers=3, most=4, threshold=0.0, step=0.0)
     made.bind(target)
     tokens, steps = generate(target, made, cap=1 + 5 * 6)
@@ -165,7 +165,7 @@ def test_a_subset_is_the_masked_model_both_ways(architecture, skipped):
             torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
             assert next(iter(cache.storage.values()))[0].shape[0] == len(kept.attention), "rows of skipped layers"
             torch.testing.assert_close(target.model(tokens).logits, before, atol=1e-3, rtol=1e-3)
-            target.hasten()
+            target.optimize_for_inference()
 
 
 def test_a_draft_of_low_confidence_is_verified_and_ends_the_chain():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters import teacher
-from drafters.teacher import Teacher
+from drafters.teacher import DistillationLoss
 from specbench.engine.interface import Batch
 
 B, T, D, V = 3, 11, 16, 97
@@ -45,7 +45,7 @@ def test_it_is_the_definition_with_its_gradient(vocabulary, topk_weight, rows, m
     monkeypatch.setattr(teacher, "LOGITS", {"cpu": 1})  # so that ROWS decides
     batch, head, predicted = setting(vocabulary)
     terms = 0.4, 0.3, 5, topk_weight
-    found, expected = Teacher(batch, head).loss(predicted, *terms), defined(batch, head, predicted, *terms)
+    found, expected = DistillationLoss(batch, head).loss(predicted, *terms), defined(batch, head, predicted, *terms)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=0, rtol=2e-6)
     scale = 1024.0  # as a loss scale has it
@@ -61,7 +61,7 @@ def test_one_teacher_serves_several_predictions(monkeypatch):
     monkeypatch.setattr(F, "linear", lambda *parts: (products.append(0), linear(*parts))[1])
     results = []
     for uses, expected in ((1, 4), (2, 3)):
-        shared, products[:] = Teacher(batch, head, uses), []
+        shared, products[:] = DistillationLoss(batch, head, uses), []
         results.append([float(shared.loss(guess, 1.0, 1.0)["loss"].detach()) for guess in (predicted, 2 * predicted)])
         assert len(products) == expected
     assert results[0] == results[1]
@@ -85,7 +85,7 @@ def test_no_array_is_as_large_as_positions_times_vocabulary(monkeypatch):
     monkeypatch.setattr(teacher, "LOGITS", {"cpu": 1})
     batch, head, predicted = setting()
     with Largest() as seen:
-        Teacher(batch, head).loss(predicted, 1.0, 0.1, 5, 0.5)["loss"].backward()
+        DistillationLoss(batch, head).loss(predicted, 1.0, 0.1, 5, 0.5)["loss"].backward()
     assert seen.elements <= V * D < int(batch.scored.sum()) * V
 
 
@@ -93,7 +93,7 @@ def test_in_half_precision_the_gradient_is_the_one_autograd_finds():
     batch, head, predicted = setting()
     head, half = head.bfloat16(), predicted.detach().bfloat16().requires_grad_()
     batch.states = batch.states.bfloat16()
-    found = Teacher(batch, head).loss(half, 1.0, 1.0)["loss"]
+    found = DistillationLoss(batch, head).loss(half, 1.0, 1.0)["loss"]
     found.backward()
     f, f_hat = batch.states[batch.scored], half[batch.scored]
     p, log_q = F.linear(f, head.weight).float().softmax(-1), F.linear(f_hat, head.weight).float().log_softmax(-1)

@@ -57,7 +57,7 @@ def test_control_characters_are_shown_once():
 
 
 def test_what_a_door_complains_of_moves_no_cursor(capsys):
-    @cli.spoken
+    @cli.handle_errors
     def job():
         raise SpecBenchError("drafter=\x1b]0;owned\x07")
 

@@ -23,7 +23,7 @@ from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
 from specbench.training.features import Corpus, Sequence, save_shard
 from specbench.training.plan import _training_seconds
-from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, masses, phase_at, rates, starts
+from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
 from specbench.training.trainer import EVERY, Trainer, check, drawn
 
 VOCABULARY, BATCHES = 8, 5  # ids; batches an epoch
@@ -117,11 +117,11 @@ def test_drawn_ids_are_the_texts_own_and_as_many_others():
 
 def test_the_mass_of_a_phase_is_its_share_of_all_learning_rates():
     levels = TrainSettings(decay="constant", phases=({"share": 0.5}, {"share": 0.5, "lr": 0.25}))
-    assert masses(levels, 200) == pytest.approx([0.8, 0.2])
+    assert lr_shares(levels, 200) == pytest.approx([0.8, 0.2])
     falling = TrainSettings(decay="linear", phases=({"share": 0.5}, {"share": 0.5}))
-    assert masses(falling, 10_000) == pytest.approx([0.75, 0.25], abs=1e-3)
+    assert lr_shares(falling, 10_000) == pytest.approx([0.75, 0.25], abs=1e-3)
     starved = TrainSettings(decay="cosine", phases=({"share": 0.97}, {"share": 0.03, "vocabulary": None}))
-    assert masses(starved, 1404)[1] < 1e-4  # what a floor and a longer phase are for
+    assert lr_shares(starved, 1404)[1] < 1e-4  # what a floor and a longer phase are for
 
 
 def test_a_phase_restarts_the_schedule_in_its_own_form():
@@ -491,7 +491,7 @@ def objectives(settings: TrainSettings, total: int) -> tuple[dict[str, float], d
     options: dict[str, Any] = {}
     by_options: dict[str, float] = {}
     by_ids: dict[int | None, float] = {}
-    for phase, mass in zip(settings.phases, masses(settings, total), strict=True):
+    for phase, mass in zip(settings.phases, lr_shares(settings, total), strict=True):
         options |= phase.drafter
         by_options[str(options)] = by_options.get(str(options), 0.0) + mass
         ids = settings.vocabulary_in(phase)

@@ -149,7 +149,7 @@ def test_biases_caps_and_missing_rows_are_the_models(target):
 class Listing(Tables):
     """The toy world, whose drafter can say four of the six ids only, in another order."""
 
-    listed = vocabulary.Listed(torch.tensor([4, 1, 5, 2]), V, "")
+    listed = vocabulary.DraftVocabulary(torch.tensor([4, 1, 5, 2]), V, "")
 
     def q(self, prefix):
         return super().q(prefix)[self.listed.ids]
@@ -167,7 +167,7 @@ def test_what_is_emitted_follows_the_target_though_little_can_be_drafted(growth,
 def test_a_q_that_is_not_spread_would_be_noticed(monkeypatch):
     """The order of the list is not that of ids: put behind one another, q would stand at other ids than were drawn."""
     wrong = lambda self, q: torch.nn.functional.pad(q, (0, self.size - q.shape[1]))  # noqa: E731
-    monkeypatch.setattr(vocabulary.Listed, "spread", wrong)
+    monkeypatch.setattr(vocabulary.DraftVocabulary, "spread", wrong)
     world = Listing(seed=3)
     with np.errstate(all="ignore"):
         assert p_value(emitted(world, GROWTHS["static-replacement"], SAMPLED, 3000, 11, 2), joint(world, SAMPLED, 2)) < 1e-6

@@ -20,7 +20,7 @@ class Clock:
         return time.perf_counter()
 
 
-class Others:
+class BackgroundLoad:
     """How many cores other processes kept busy, on average since `start`: what makes a timing worthless."""
 
     def start(self) -> None:

@@ -31,7 +31,7 @@ QUOTES = "'\""
 _lost: list[str] = []  # what jobs of this process's sweep said when they failed
 
 
-def spoken(job: Callable[..., None]) -> Callable[..., None]:
+def handle_errors(job: Callable[..., None]) -> Callable[..., None]:
     """Wrap a job: it says what went wrong here, before Hydra adds lines of its own."""
 
     @functools.wraps(job)
@@ -54,7 +54,7 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
     """Make a job the main function of a command: it is called with the configuration that `conf/<name>.yaml` begins."""
 
     def wrap(job: Callable[..., None]) -> Callable[[], None]:
-        made: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(spoken(job))
+        made: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(handle_errors(job))
         return made
 
     return wrap
@@ -72,7 +72,7 @@ def typed_overrides() -> list[tuple[str, str]]:
     return [(option.key_or_group, word) for option, word in zip(parsed, task, strict=True)]
 
 
-def run_door(main: Callable[[], None], name: str | None = None) -> None:
+def run_cli(main: Callable[[], None], name: str | None = None) -> None:
     """Run a command-line door. name: of its configuration, to say which option a misspelt one is near to."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
     _lost.clear()

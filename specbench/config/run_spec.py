@@ -26,7 +26,7 @@ from specbench.engine import checkpoints
 from specbench.engine.decode import RunSettings
 from specbench.engine.interface import Drafter, Elsewhere
 from specbench.engine.loading import ModelSpec
-from specbench.engine.policies import Growth
+from specbench.engine.policies import TreePolicy
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Alphas, Rule
 from specbench.records.blocks import cell_name
@@ -74,7 +74,7 @@ class RunOptions:
     verify: Rule
     link: Link
     model: ModelSpec
-    tree: Growth
+    tree: TreePolicy
     baseline: Drafter
     drafter: Drafter
     dataset: PromptSet
@@ -254,7 +254,7 @@ def _settle_weights(options: dict[str, Any]) -> None:
     """Where the drafter's weights come from, if it has any; a target without weights assumes its acceptance."""
     node, model = weights_node(options["drafter"]), options["model"]
     if model.get("weights") == "random":
-        _assume(options)
+        use_simulated_acceptance(options)
     elif options["alpha"] is not None:
         raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
     elif options["checkpoint"] is None and node.get("weights") and not (PROJECT / node["weights"]).exists():
@@ -274,7 +274,7 @@ def _settle_link(options: dict[str, Any]) -> None:
     options["memory"] = options["trace"] = 0
 
 
-def _assume(options: dict[str, Any]) -> None:
+def use_simulated_acceptance(options: dict[str, Any]) -> None:
     """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
     if options["alpha"] is None:
         raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")

@@ -1,7 +1,7 @@
 """Drafters that others published, as they lie on disk or on the hub. Knows files and tensors, no drafter.
 
 Only tensors are read: safetensors, or pickles with `weights_only=True`. What the names mean is each drafter's business
-(`TrainedDrafter.official`).
+(`TrainedDrafter.map_checkpoint`).
 """
 
 from pathlib import Path

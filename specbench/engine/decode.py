@@ -11,7 +11,7 @@ from specbench.common.types import Count, Natural, Seed
 from specbench.engine.interface import Drafter, Step
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
-from specbench.engine.verify import Rule, Terms
+from specbench.engine.verify import Rule, VerifyConfig
 
 Clock = Callable[[], float]
 
@@ -79,7 +79,7 @@ def decode(
     """Decode one prompt speculatively: yields one `Prefill`, then one `Step` a cycle.
 
     The emitted ids are the prefill's token followed by every step's `tokens`. `clock` must wait for the device. The drafter
-    draws from the generator, verification from another that is seeded by it: see `Terms`.
+    draws from the generator, verification from another that is seeded by it: see `VerifyConfig`.
 
     Raises:
         SpecBenchError: an empty prompt, one that leaves no room in the context, NaN in the target's logits, or a drafter
@@ -97,7 +97,7 @@ def decode(
     target.reset(capacity, drafter.taps if review is None else drafter.taps.reviewed())
     drafter.reset(capacity)
     seed = None if generator is None else int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
-    judge = target.judge(Terms(rule, sampler, seed))
+    judge = target.judge(VerifyConfig(rule, sampler, seed))
 
     states = target.prefill(torch.tensor(prompt, device=target.device))
     root = judge.first(states)

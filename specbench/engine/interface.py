@@ -34,8 +34,8 @@ class Taps:
         hidden: decoder layers whose output (before the next layer) is wanted, 0-based; negative counts from the end.
         kv: decoder layers whose cached keys and values are wanted, likewise; keys are as cached, after RoPE.
         likeliest: so many best ids of every node, rejected ones included, for `review`; None: all logits.
-        condensed: names the network that condenses these states, where the drafter is a `Condenser`: the fingerprint of its
-            weights. A server that has the same one sends what comes out of it.
+        condensed: names the network that condenses these states, where the drafter is a `StateCompressor`: the fingerprint
+            of its weights. A server that has the same one sends what comes out of it.
         unasked: nothing is ever drafted, so a target on another machine may go on without being asked.
     """
 
@@ -89,7 +89,9 @@ class TargetStates:
     logits: Tensor  # [N, V], or [1, V] after a prefill, where only the last position matters
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [N, D]
     kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([H, N, Dh], [H, N, Dh])
-    condensed: tuple[Tensor, ...] = ()  # [N, …] each: what a `Condenser` made of them where the target is, instead of them
+    condensed: tuple[
+        Tensor, ...
+    ] = ()  # [N, …] each: what a `StateCompressor` made of them where the target is, instead of them
 
     def select(self, nodes: Tensor) -> TargetStates:
         """The states of some nodes, in the given order; a prefill's single row of logits stays. nodes: [A] of N."""
@@ -273,7 +275,7 @@ class Reviewer(Protocol):
         """See what the target said of every node, once a cycle: after verification, before states are selected and kept."""
 
 
-class Condenser(Protocol):
+class StateCompressor(Protocol):
     """A drafter that first of all makes something shorter of a token's states, token by token.
 
     Where target and drafter are two machines the target's side can do that as well, and less has to travel. `observe` takes

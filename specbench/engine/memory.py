@@ -153,6 +153,6 @@ def _passes(shape: Shape, rows: int, dtype: torch.dtype) -> int:
 
 
 def _packed(shape: Shape) -> int:
-    """Weights of which `hasten` may make copies, the head's also where it is tied to the embedding."""
+    """Weights of which `optimize_for_inference` may make copies, the head's also where it is tied to the embedding."""
     linears = {id(m): m for part in (shape.decoder, shape.head) for m in part.modules() if type(m) is nn.Linear}
     return sum(m.weight.numel() for m in linears.values())

@@ -54,7 +54,7 @@ class Expandable(Protocol):
         """
 
 
-class Growth(Protocol):
+class TreePolicy(Protocol):
     """How a tree is grown.
 
     nodes: at most, the root included; rows: nodes expanded at most; depth: levels below root; width: siblings at most.

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.target import Target
-from specbench.engine.verify import Judge, Terms
+from specbench.engine.verify import Verifier, VerifyConfig
 
 
-class Known:
+class ReplayTarget:
     """Greedy decoding of one prompt, replayed for any number of drafters in turn.
 
     Args:
         target: whose answer it is; its cache holds the whole text from here on, so nothing else may run on it meanwhile,
-            or see `apart`.
+            or see `detach`.
         prompt, answer: ids; the answer as the baseline emitted it.
         taps: everything that any of the drafters reads.
     """
@@ -35,7 +35,7 @@ class Known:
         target.reset(len(self.text), taps)
         self.states = target.prefill(torch.tensor(self.text[:-1], device=self.device))  # nothing follows the last token
 
-    def apart(self) -> "Known":
+    def detach(self) -> "ReplayTarget":
         """The same with states of its own: from here on the target may run again."""
         self.states = self.states.select(torch.arange(len(self.states.tokens), device=self.device))
         return self
@@ -45,13 +45,13 @@ class Known:
         self.taps = (taps or Taps()).resolve(self.target.layers)
         self.root = self.begin  # where in the text the root stands
 
-    def judge(self, terms: Terms) -> Judge:
+    def judge(self, terms: VerifyConfig) -> Verifier:
         return self.target.judge(terms)
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """The prompt's states [N, …], and logits [1, V] that say the answer's first token."""
         places = torch.arange(len(tokens), device=self.device)
-        return self._states(tokens, places, self._saying([self.text[self.begin]]))
+        return self._states(tokens, places, self.one_hot_logits([self.text[self.begin]]))
 
     def forward(self, tree: DraftTree) -> TargetStates:
         """What a pass over the tree would say at the nodes that spell the answer; at the others anything."""
@@ -65,13 +65,13 @@ class Known:
                 spells.append(spells[parent] and place < len(self.text) and token == self.text[place])
             said.append(self.text[place + 1] if spells[node] and place + 1 < len(self.text) else nothing)
         places = (self.root + tree.depths).clamp(max=len(self.text) - 2)
-        return self._states(tree.tokens, places, self._saying(said))
+        return self._states(tree.tokens, places, self.one_hot_logits(said))
 
     def keep(self, nodes: Tensor) -> None:
         """The root and the accepted path are behind us."""
         self.root += len(nodes)
 
-    def _saying(self, tokens: list[int]) -> Tensor:
+    def one_hot_logits(self, tokens: list[int]) -> Tensor:
         """Logits [N, V] whose argmax is these ids."""
         logits = torch.zeros(len(tokens), self.target.vocab_size, device=self.device)
         logits[torch.arange(len(tokens), device=self.device), torch.tensor(tokens, device=self.device)] = 1.0

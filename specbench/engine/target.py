@@ -18,13 +18,13 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
-from specbench.engine.backends.fused_llama import Lean, lean_forward
-from specbench.engine.backends.packed_linear import hasten
+from specbench.engine.backends.fused_llama import FusedLlama, fused_forward
+from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.interface import DraftTree, Sublayers, Taps, TargetStates
 from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of, random_model, read_model
 from specbench.engine.tensors import finite
-from specbench.engine.verify import Here, Judge, Terms
+from specbench.engine.verify import LocalVerifier, Verifier, VerifyConfig
 
 UNDECIDING = ("dtype", "transformers_version", "_name_or_path")  # of a configuration: not which model it is
 SPARE = 128  # rows behind the context that a tree may take in a compiled pass
@@ -104,15 +104,15 @@ class CausalLM:
         window = getattr(self.config, "sliding_window", None)
         self.kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         self.window: int | None = window if window and self.kinds != {"full_attention"} else None
-        self.lean: Lean | None = None
+        self.lean: FusedLlama | None = None
 
-    def hasten(self) -> None:
+    def optimize_for_inference(self) -> None:
         """Make passes over few tokens fast, for decoding: a lean forward where one is known, fast products where they pay.
 
         Once weights and device are final, and not for training. What is computed stays the same but for rounding.
         """
-        self.lean = self.lean or lean_forward(self)
-        hasten([self.head] if self.lean else [self.decoder, self.head])
+        self.lean = self.lean or fused_forward(self)
+        optimize_for_inference([self.head] if self.lean else [self.decoder, self.head])
 
     def new_cache(self, capacity: int, only: Collection[int] | None = None) -> KVCache:
         """An empty cache for this model, wherever its layers lie. only: layers whose attention runs; None: all."""
@@ -306,9 +306,9 @@ class Target(CausalLM):
             capacity = max(capacity, self.max_context + SPARE)
         self.cache.begin(capacity)
 
-    def judge(self, terms: Terms) -> Judge:
+    def judge(self, terms: VerifyConfig) -> Verifier:
         """Who says what is accepted of the coming generation's trees."""
-        return Here(terms, self.device)
+        return LocalVerifier(terms, self.device)
 
     def compile(self, backend: str = "inductor") -> None:
         """From now on run trees through one compiled pass of static shapes; prompts stay eager.

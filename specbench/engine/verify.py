@@ -192,7 +192,7 @@ def verify(
 
 
 @dataclass(frozen=True)
-class Terms:
+class VerifyConfig:
     """How one generation is judged.
 
     Attributes:
@@ -205,7 +205,7 @@ class Terms:
     seed: int | None = None
 
 
-class Judge(Protocol):
+class Verifier(Protocol):
     """What decides after each pass of one generation: here, or where the target is."""
 
     def first(self, states: TargetStates) -> int:
@@ -215,10 +215,10 @@ class Judge(Protocol):
         """As the function `verify`."""
 
 
-class Here:
+class LocalVerifier:
     """The judge of a target in this process."""
 
-    def __init__(self, terms: Terms, device: torch.device):
+    def __init__(self, terms: VerifyConfig, device: torch.device):
         self.terms = terms
         self.generator = None if terms.seed is None else torch.Generator(device).manual_seed(terms.seed)
 

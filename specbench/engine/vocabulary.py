@@ -1,7 +1,8 @@
 """A draft vocabulary: drafters multiply only the LM head's rows of the target's most frequent ids. Knows no drafter.
 
 While drafting, logits are [F, v] over listed ids instead of [F, V]; growth picks among these *places* and maps them back
-(`Listed`). The target still judges over all V ids: what is not listed cannot be drafted, and everything can be emitted.
+(`DraftVocabulary`). The target still judges over all V ids: what is not listed cannot be drafted, and everything can be
+emitted.
 Source: FR-Spec (arXiv:2502.14856); EAGLE-3 maps draft ids alike (`d2t`).
 
     vocabulary.safetensors    ids [n] int32, the most frequent first
@@ -41,7 +42,7 @@ class Provenance(TypedDict):
 
 
 @dataclass(frozen=True)
-class Listed:
+class DraftVocabulary:
     """The ids that a drafter may propose, in the order of its logits. ids: [v]; size: V; digest: SHA-256 of their list."""
 
     ids: Tensor
@@ -66,7 +67,7 @@ def digest_of(ids: Tensor) -> str:
     return hashlib.sha256(ids.to("cpu", torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
 
 
-def listed(target: Target, count: int) -> Listed:
+def listed(target: Target, count: int) -> DraftVocabulary:
     """The target's `count` most frequent ids, on its device; of a random target, which says nothing, any.
 
     Raises:
@@ -81,7 +82,7 @@ def listed(target: Target, count: int) -> Listed:
         ids, place = _read(target.listing, target), str(target.listing)
     if count > len(ids):
         raise SpecBenchError(f"drafter.vocabulary={count}: {place} has {len(ids)} ids; ask for no more, or for null, all")
-    return Listed(ids[:count].to(target.device), target.vocab_size, digest_of(ids))
+    return DraftVocabulary(ids[:count].to(target.device), target.vocab_size, digest_of(ids))
 
 
 def _read(path: Path, target: Target) -> Tensor:
@@ -100,7 +101,7 @@ def _read(path: Path, target: Target) -> Tensor:
     return ids.long()
 
 
-def narrowed(layer: nn.Linear, ids: Tensor) -> nn.Linear:
+def slice_head(layer: nn.Linear, ids: Tensor) -> nn.Linear:
     """A copy of an output layer with the rows of some ids alone, in their order."""
     small = nn.Linear(layer.in_features, len(ids), bias=layer.bias is not None, device="meta")
     for name, parameter in layer.named_parameters():
@@ -116,7 +117,7 @@ class Head:
 
     def __init__(self, model: CausalLM, ids: Tensor):
         rows = model.head.weight.shape[0]
-        self.model, self.rows = model, narrowed(model.head, ids.clamp(max=rows - 1))
+        self.model, self.rows = model, slice_head(model.head, ids.clamp(max=rows - 1))
         self.absent = ids >= rows if bool((ids >= rows).any()) else None  # [v]
         self.saved = sum(p.numel() for p in model.head.parameters()) - sum(p.numel() for p in self.rows.parameters())
 

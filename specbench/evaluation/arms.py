@@ -22,7 +22,7 @@ from specbench.engine.interface import Elsewhere
 from specbench.engine.memory import NoRoom
 from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Rule
-from specbench.evaluation.runner import Contender
+from specbench.evaluation.runner import BoundDrafter
 from specbench.records import blocks, identity
 from specbench.records.blocks import read_block
 from specbench.records.metrics import BASELINE
@@ -48,7 +48,7 @@ class Arm:
         contender: what decodes. spec: its run. said: its part of the header.
     """
 
-    contender: Contender
+    contender: BoundDrafter
     spec: RunSpec
     said: Mapping[str, Any]
 
@@ -85,7 +85,7 @@ def load(spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
         torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
         target.compile()
     elif spec.model.forward == "lean":
-        target.hasten()
+        target.optimize_for_inference()
     return target, chat
 
 
@@ -119,8 +119,8 @@ def build(
     drafter.bind(target)
     if spec.backend == "compile" and hasattr(drafter, "compile_network"):
         drafter.compile_network()
-    elif spec.model.forward == "lean" and hasattr(drafter, "hasten"):
-        drafter.hasten()
+    elif spec.model.forward == "lean" and hasattr(drafter, "optimize_for_inference"):
+        drafter.optimize_for_inference()
     own = spec.own
     fitted = _fit(drafter, spec, target, label or drafter.name)
     own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration
@@ -133,7 +133,7 @@ def build(
         "contents": getattr(drafter, "contents", {}),
     }
     served = {"served": drafter.found} if isinstance(drafter, Elsewhere) else {}
-    return Arm(Contender(label or drafter.name, drafter, rule), spec, said | fitted | served | more)
+    return Arm(BoundDrafter(label or drafter.name, drafter, rule), spec, said | fitted | served | more)
 
 
 def _fit(drafter: Any, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _fit(drafter: Any, spec: RunSpec, target: Target, label: str) -> dict[str, A
     if costs is None:
         costs = cost_model.of(target, drafter, spec.model.name, {"drafter": said, "backend": spec.backend})
     growth.fit(followed, costs)
-    drafter.regrow(growth)
+    drafter.set_tree_policy(growth)
     return {"fitted": {**growth.chosen, "costs": asdict(costs)}}
 
 

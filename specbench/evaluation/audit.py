@@ -13,7 +13,7 @@ from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.tree import Trie, root_only
-from specbench.engine.verify import Lossless, Terms
+from specbench.engine.verify import Lossless, VerifyConfig
 
 TAIL = 8  # ids behind a prefix that are run in narrow passes, as decoding runs them
 # The gap of two logits changes by at most twice what the most changed logit does.
@@ -86,5 +86,5 @@ def _narrow(target: Target, text: list[int], rivals: list[int]) -> Iterator[Tens
 def _begin(target: Target, prefix: list[int], room: int) -> None:
     """Prefill a prefix so that trees may follow: a server runs them for a judge alone, and sends logits to who reviews."""
     target.reset(len(prefix) + room, Taps(last=False, likeliest=None))
-    target.judge(Terms(Lossless(), Sampler()))
+    target.judge(VerifyConfig(Lossless(), Sampler()))
     target.prefill(torch.tensor(prefix, device=target.device))

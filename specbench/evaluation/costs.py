@@ -22,14 +22,14 @@ from transformers import GenerationConfig
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.timing import Clock, PeakMemory
-from specbench.engine.backends.packed_linear import as_made
+from specbench.engine.backends.packed_linear import unpacked
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Batch, Step
 from specbench.engine.policies import Chain
 from specbench.engine.pretrained import quiet
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import CausalLM, Target
-from specbench.evaluation.runner import Contender
+from specbench.evaluation.runner import BoundDrafter
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 256, 8192  # of a training batch; ids that its classification loss runs over
 STEPS = 5  # training steps, of which the median counts
@@ -37,7 +37,7 @@ Prompts = Sequence[list[int]]
 Timed = tuple[Any, str, str]  # whose function, its name, the part that its seconds belong to
 
 
-def overhead(target: Target, contender: Contender, prompts: Prompts, tokens: int) -> dict[str, float]:
+def overhead(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
     """What of the cycles is neither a forward of the target nor one of the drafter.
 
     Returns:
@@ -53,7 +53,7 @@ def overhead(target: Target, contender: Contender, prompts: Prompts, tokens: int
     return {"share": outside / whole, "ms_per_cycle": 1000 * outside / len(steps)}
 
 
-def assistance(contender: Contender) -> dict[str, Any]:
+def assistance(contender: BoundDrafter) -> dict[str, Any]:
     """What Transformers' `generate` is told so that it drafts as a contender does; nothing if it cannot.
 
     A draft model must be a whole language model and its candidates a chain; what copies says it itself (`generation`).
@@ -66,7 +66,7 @@ def assistance(contender: Contender) -> dict[str, Any]:
     return dict(getattr(drafter, "generation", {}))
 
 
-def against_transformers(target: Target, contender: Contender, prompts: Prompts, tokens: int) -> dict[str, float]:
+def against_transformers(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
     """Greedy answers of as many tokens by this engine and by Transformers' `generate`, prompt by prompt in turn.
 
     The baseline stands against plain generation, a draft model against assisted generation with as long a chain, prompt
@@ -91,7 +91,7 @@ def against_transformers(target: Target, contender: Contender, prompts: Prompts,
     return {"ours": emitted / ours, "theirs": emitted / theirs, "ratio": theirs / ours, "identical": same / len(prompts)}
 
 
-def _answer(target: Target, contender: Contender, prompt: list[int], tokens: int) -> list[int]:
+def _answer(target: Target, contender: BoundDrafter, prompt: list[int], tokens: int) -> list[int]:
     events = decode(target, contender.drafter, prompt, Limits(tokens), contender.rule, Sampler())
     return [token for e in events for token in ([e.token] if isinstance(e, Prefill) else e.tokens)]
 
@@ -121,14 +121,14 @@ def _generating(target: Target, more: Mapping[str, Any], gamma: int) -> Iterator
     try:
         for model in models:
             model.generation_config = GenerationConfig(do_sample=False, **fixed)
-        with quiet(), as_made(models):
+        with quiet(), unpacked(models):
             yield generate
     finally:
         for model, own in zip(models, kept, strict=True):
             model.generation_config = own
 
 
-def drafting(target: Target, contender: Contender, prompts: Prompts, tokens: int) -> dict[str, float]:
+def drafting(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
     """Milliseconds of drafting a cycle, and what it goes into.
 
     Returns:
@@ -143,7 +143,7 @@ def drafting(target: Target, contender: Contender, prompts: Prompts, tokens: int
     return {"ms": 1000 * whole / len(steps), "head": head, "network": network, "rest": 1 - head - network}
 
 
-def _forwards(target: Target, contender: Contender) -> list[Timed]:
+def _forwards(target: Target, contender: BoundDrafter) -> list[Timed]:
     """What a drafter multiplies: its LM head, and the functions of its network, which it declares to be compilable."""
     drafter: Any = contender.drafter
     inner = getattr(drafter, "base", drafter)  # a router's network is its base's
@@ -195,7 +195,7 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
 
 
 def _steps(
-    target: Target, contender: Contender, prompts: Prompts, tokens: int, clock: Clock, seconds: dict[str, float]
+    target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int, clock: Clock, seconds: dict[str, float]
 ) -> tuple[list[Step], dict[str, float]]:
     """The cycles of some answers, and what `seconds` grew by in them, prefill aside."""
     found: list[Step] = []

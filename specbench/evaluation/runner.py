@@ -18,13 +18,13 @@ from specbench.common.budget import Budget, Pace, longest
 from specbench.common.errors import SpecBenchError
 from specbench.common.faults import told
 from specbench.common.progress import progress, span
-from specbench.common.timing import Clock, Others
+from specbench.common.timing import BackgroundLoad, Clock
 from specbench.data.chat import Chat, Message
 from specbench.data.prompts import Question
 from specbench.data.scoring import Check
 from specbench.engine.decode import Limits, Prefill, RunSettings, decode
 from specbench.engine.interface import Drafter, Elsewhere, Taps
-from specbench.engine.replay import Known
+from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
@@ -42,7 +42,7 @@ NOTHING_TO_REPLAY = "the baseline failed here, so there is no answer to draft ag
 
 
 @dataclass(frozen=True)
-class Contender:
+class BoundDrafter:
     """What decodes, under which name, by which rule of acceptance."""
 
     label: str
@@ -57,22 +57,22 @@ class Bench:
     of its rows is missing all of them are decoded anew, or a cell that was interrupted would differ from one that was not.
 
     Args:
-        replay: the baseline decodes; the others draft against its answers without target passes, see `Known`. Those that
-            learn from rejected drafts decode after all, and their seconds are left out like the others'.
+        replay: the baseline decodes; the others draft against its answers without target passes, see `ReplayTarget`. Those
+            that learn from rejected drafts decode after all, and their seconds are left out like the others'.
     """
 
     def __init__(
         self,
         target: Target,
         chat: Chat,
-        contenders: Sequence[Contender],
+        contenders: Sequence[BoundDrafter],
         sampler: Sampler,
         settings: RunSettings,
         replay: bool = False,
     ):
         self.target, self.chat, self.contenders = target, chat, contenders
         self.sampler, self.settings, self.replay = sampler, settings, replay
-        self.clock, self.others, self.warned = Clock(target.device), Others(), False
+        self.clock, self.others, self.warned = Clock(target.device), BackgroundLoad(), False
         self.remote = target if isinstance(target, RemoteTarget) else None
         if replay and target.dtype != torch.float32:
             kind = str(target.dtype).removeprefix("torch.")
@@ -129,7 +129,7 @@ class Bench:
             if not ledger.done(c.label, question.digest, turn)
         ]  # fmt: skip
 
-    def _anew(self, questions: Sequence[Question], ledger: Ledger, budget: Budget) -> list[Contender]:
+    def _anew(self, questions: Sequence[Question], ledger: Ledger, budget: Budget) -> list[BoundDrafter]:
         """Contenders whose memory goes on from prompt to prompt and that lack a row: all of theirs are decoded again.
 
         Where time is limited they are left out, for half of their prompts would be worth nothing.
@@ -167,7 +167,7 @@ class Bench:
                 ledger.write(QuestionEnd(question.id, len(missing), round(seconds, 3)))
         return True
 
-    def _in_turn(self, place: int) -> list[Contender]:
+    def _in_turn(self, place: int) -> list[BoundDrafter]:
         """The baseline, which the others need; these from question to question begin with another one.
 
         What a machine does meanwhile (it slows down when warm, others come and go) then meets all alike.
@@ -177,7 +177,7 @@ class Bench:
         return [*first, *rest[turned:], *rest[:turned]]
 
     def _question(
-        self, question: Question, contenders: Sequence[Contender], missing: set[tuple[str, int]], ledger: Ledger
+        self, question: Question, contenders: Sequence[BoundDrafter], missing: set[tuple[str, int]], ledger: Ledger
     ) -> None:
         """What is missing of all turns of one question. The history holds the model's own earlier answers: the baseline's.
 
@@ -196,7 +196,7 @@ class Bench:
             history.append({"role": "assistant", "content": self.text(answer.tokens).strip()})
 
     def _turn(
-        self, question: Question, turn: int, prompt: list[int], wanted: Sequence[Contender], ledger: Ledger
+        self, question: Question, turn: int, prompt: list[int], wanted: Sequence[BoundDrafter], ledger: Ledger
     ) -> Row | None:
         """Rows of one turn for those who lack one. Returns the baseline's; a replay takes it from any block."""
         first = self.contenders[0]
@@ -205,7 +205,7 @@ class Bench:
             reference = ledger.answer(question.digest, turn)
         if wanted and reference is None and first not in wanted:
             wanted = [first, *wanted]  # seconds are compared inside one block
-        known: Known | None = None  # one for all that draft against this answer
+        known: ReplayTarget | None = None  # one for all that draft against this answer
         for contender in wanted:
             row = Row(contender.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
             row.text = question.digest
@@ -217,7 +217,7 @@ class Bench:
                 known = None  # its states are the target's, which decodes now
                 done = self._guarded(row, self._followed, contender, self.target, prompt, reference.tokens)
             else:
-                known = known or Known(self.target, prompt, reference.tokens, self.taps)
+                known = known or ReplayTarget(self.target, prompt, reference.tokens, self.taps)
                 done = self._guarded(row, self._followed, contender, known, prompt, reference.tokens)
             ledger.write(done)
             if isinstance(done, Row) and contender is first:
@@ -225,7 +225,7 @@ class Bench:
         return reference
 
     def _timed(
-        self, row: Row, contender: Contender, prompt: list[int], reference: Row | None, question: Question
+        self, row: Row, contender: BoundDrafter, prompt: list[int], reference: Row | None, question: Question
     ) -> Row | Failure:
         """A row, decoded; of a question's last turn the answer is scored, if the question says how."""
         make = self._answered if isinstance(contender.drafter, Elsewhere) else self._decoded
@@ -255,7 +255,7 @@ class Bench:
         except Exception as error:
             return Failure(row.drafter, row.question, row.turn, told(error), row.text)
 
-    def _decoded(self, row: Row, contender: Contender, prompt: list[int], reference: Row | None) -> None:
+    def _decoded(self, row: Row, contender: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with one generation, timed."""
         limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
         rule = contender.rule
@@ -292,7 +292,7 @@ class Bench:
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
 
-    def _answered(self, row: Row, contender: Contender, prompt: list[int], reference: Row | None) -> None:
+    def _answered(self, row: Row, contender: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
         """The same by another engine."""
         generator = self._generator(row.question, row.turn, contender.rule)
         seed = None if generator is None else generator.initial_seed()
@@ -321,7 +321,7 @@ class Bench:
         row.alone_s = self.clock() - begin
 
     def _followed(
-        self, row: Row, contender: Contender, target: Target | Known, prompt: list[int], answer: list[int]
+        self, row: Row, contender: BoundDrafter, target: Target | ReplayTarget, prompt: list[int], answer: list[int]
     ) -> None:
         """Fill a row with the cycles that a drafter has on the way to a known answer, without their seconds."""
         watched = Watched(contender.drafter)
@@ -367,7 +367,7 @@ class Bench:
 
 
 @contextmanager
-def _remembering(contenders: list[Contender]) -> Iterator[None]:
+def _remembering(contenders: list[BoundDrafter]) -> Iterator[None]:
     """What these drafters see goes from prompt to prompt inside, beginning with nothing; outside it never does."""
     drafters: list[Any] = [contender.drafter for contender in contenders]
     for drafter in drafters:

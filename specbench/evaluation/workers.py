@@ -96,7 +96,7 @@ def _quiet(budget: Budget) -> bool:
 
 def _busy() -> float:
     """Cores that other processes keep busy; 0 where nobody can tell."""
-    others = timing.Others()
+    others = timing.BackgroundLoad()
     others.start()
     time.sleep(WATCHED)
     return others.read() or 0.0

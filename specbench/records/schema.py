@@ -75,7 +75,7 @@ class Trained(TypedDict):
 
 
 @with_config(OPEN)
-class Foreign(TypedDict):
+class ExternalWeights(TypedDict):
     """Weights that others trained, or none at all: no table tells of their training."""
 
     base: NotRequired["Provenance"]
@@ -86,7 +86,7 @@ def _kind(value: Any) -> str:
 
 
 Provenance = Annotated[
-    Annotated[Trained, Tag("trained")] | Annotated[Foreign, Tag("foreign")],
+    Annotated[Trained, Tag("trained")] | Annotated[ExternalWeights, Tag("foreign")],
     Discriminator(_kind),
 ]
 
@@ -159,7 +159,7 @@ class Arm(TypedDict):
 
 
 @with_config(OPEN)
-class Of(TypedDict):
+class TargetInfo(TypedDict):
     """The target of a cell. parameters: that a pass multiplies, likewise. vocabulary: its ids."""
 
     dtype: str
@@ -195,7 +195,7 @@ class Header(TypedDict):
     decoding: Natural
     timing: Natural
     config: Config
-    target: Of
+    target: TargetInfo
     arms: Annotated[dict[str, Arm], MinLen(1)]
     versions: Versions
     hardware: Machine

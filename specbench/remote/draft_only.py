@@ -35,21 +35,25 @@ def alone(drafter: Any, states: TargetStates, root: int, count: int) -> list[int
 
     states: of all verified tokens before the root.
     """
-    while not hasattr(drafter, "regrow") and hasattr(drafter, "base"):
+    while not hasattr(drafter, "set_tree_policy") and hasattr(drafter, "base"):
         drafter = drafter.base
-    return _chain(drafter, states, root, count) if hasattr(drafter, "regrow") else _believing(drafter, states, root, count)
+    return (
+        _chain(drafter, states, root, count)
+        if hasattr(drafter, "set_tree_policy")
+        else _believing(drafter, states, root, count)
+    )
 
 
 def _chain(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
     growth = drafter.growth
-    drafter.regrow(Chain(min(count, drafter.deepest or count), candidates="top"))
+    drafter.set_tree_policy(Chain(min(count, drafter.deepest or count), candidates="top"))
     try:
         drafter.reset(len(states.tokens) + drafter.nodes)
         drafter.observe(states, root)
         tokens: list[int] = drafter.propose(root, Sampler(), None).tokens.tolist()
         return tokens[1:]
     finally:
-        drafter.regrow(growth)
+        drafter.set_tree_policy(growth)
 
 
 def _believing(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:

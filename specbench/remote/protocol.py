@@ -27,7 +27,7 @@ from typing_extensions import NotRequired, TypedDict
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
-from specbench.engine.verify import Lossless, Rule, Terms, Typical
+from specbench.engine.verify import Lossless, Rule, Typical, VerifyConfig
 
 VERSION = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -71,7 +71,7 @@ class Tapped(TypedDict):
 
 @with_config(_SHAPE)
 class Judged(TypedDict):
-    """`Terms`: the rule's name and numbers; temperature, top-p, top-k."""
+    """`VerifyConfig`: the rule's name and numbers; temperature, top-p, top-k."""
 
     rule: Literal["lossless", "typical"]
     numbers: Annotated[list[Float], Field(max_length=2)]
@@ -263,7 +263,7 @@ def taps(said: Tapped) -> Taps:
     return Taps(**{**names, "hidden": tuple(said["hidden"]), "kv": tuple(said["kv"])})
 
 
-def judged(terms: Terms) -> Judged:
+def judged(terms: VerifyConfig) -> Judged:
     """Raises `SpecBenchError` for a rule that no server knows."""
     rule, s = terms.rule, terms.sampler
     name: Any = {Lossless: "lossless", Typical: "typical"}.get(type(rule))
@@ -280,6 +280,6 @@ def judged(terms: Terms) -> Judged:
     }
 
 
-def terms(said: Judged) -> Terms:
+def terms(said: Judged) -> VerifyConfig:
     rule: Rule = Typical(*said["numbers"]) if said["rule"] == "typical" else Lossless()
-    return Terms(rule, Sampler(said["temperature"], said["top_p"], said["top_k"]), said["seed"])
+    return VerifyConfig(rule, Sampler(said["temperature"], said["top_p"], said["top_k"]), said["seed"])

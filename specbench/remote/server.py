@@ -19,7 +19,7 @@ from specbench.engine.cache import KVCache
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
-from specbench.engine.verify import Here
+from specbench.engine.verify import LocalVerifier
 from specbench.remote import protocol
 from specbench.remote.transport import listening
 
@@ -38,7 +38,7 @@ class Client:
 
     cache: KVCache
     taps: Taps = field(default_factory=Taps)
-    judge: Here | None = None
+    judge: LocalVerifier | None = None
     eight: bool = False
     streamed: int | None = None
     root: int = 0
@@ -57,7 +57,7 @@ class Server:
         address: tcp://host:port; port 0 takes a free one.
         limits: what a client may ask for, see `wire.Limits`.
         idle_s: a client that says nothing for so long is forgotten.
-        condensers: drafters bound to the target that condense states before they travel, see `interface.Condenser`.
+        condensers: drafters bound to the target that condense states before they travel, see `interface.StateCompressor`.
 
     Attributes:
         address: with the port that was taken.
@@ -176,7 +176,9 @@ class Server:
         except IndexError as error:
             raise SpecBenchError(one_line(error)) from error
         client.taps, client.eight, client.streamed = self.target.taps, request["eight"], None
-        client.judge = None if request["judged"] is None else Here(protocol.terms(request["judged"]), self.target.device)
+        client.judge = (
+            None if request["judged"] is None else LocalVerifier(protocol.terms(request["judged"]), self.target.device)
+        )
         states = self.target.prefill(torch.tensor(prompt, device=self.target.device))
         found: dict[str, Any] = {}
         if client.judge is None:

@@ -34,7 +34,7 @@ def server(
     """
     target, _ = model.load(beside=condensers)
     if model.forward == "lean":
-        target.hasten()
+        target.optimize_for_inference()
     context = target.max_context
     limits: Limits = {
         "clients": clients,

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
-from specbench.engine.backends.packed_linear import hasten
+from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.interface import DraftTree, Taps, TargetStates, Verdict
 from specbench.engine.pretrained import read_ends
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
-from specbench.engine.verify import Judge, Lossless, Sampler, Terms
+from specbench.engine.verify import Lossless, Sampler, Verifier, VerifyConfig
 from specbench.remote import protocol
 from specbench.remote.client import Connection, LinkLost, Traffic
 
@@ -45,7 +45,7 @@ class Kept(TargetStates):
         return self
 
 
-class There:
+class RemoteVerifier:
     """The judge is where the target is: what it decided lies beside the states."""
 
     def first(self, states: TargetStates) -> int:
@@ -116,24 +116,24 @@ class RemoteTarget(Target):
     def traffic(self) -> Traffic:
         return self.connection.traffic
 
-    def hasten(self) -> None:
-        hasten([self.head])
+    def optimize_for_inference(self) -> None:
+        optimize_for_inference([self.head])
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         taps = (taps or Taps()).resolve(self.layers)
         there = taps.condensed in self.connection.welcome["condensers"]
         self.taps = replace(taps, hidden=(), kv=(), last=False) if there else replace(taps, condensed=None)
         self.capacity = capacity
-        self.terms: Terms | None = None
+        self.terms: VerifyConfig | None = None
         self.text: list[int] = []
         self.kept: list[TargetStates] = []
         self.emitted = 0
         self.connection.traffic = Traffic()
 
-    def judge(self, terms: Terms) -> Judge:
+    def judge(self, terms: VerifyConfig) -> Verifier:
         protocol.judged(terms)  # refused here if it cannot travel
         self.terms = terms
-        return There()
+        return RemoteVerifier()
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """A prompt [N]; without a judge the logits of its last position come back instead of a token."""
@@ -183,7 +183,7 @@ class RemoteTarget(Target):
 
     def greedy(self, start: tuple[int, ...], count: int) -> Tensor:
         self.reset(len(start) + count, Taps(last=False))
-        judge = self.judge(Terms(Lossless(), Sampler()))
+        judge = self.judge(VerifyConfig(Lossless(), Sampler()))
         text = [*start, judge.first(self.prefill(torch.tensor(start, device=self.device)))]
         while len(text) < len(start) + count:
             tree = root_only(text[-1], self.device)

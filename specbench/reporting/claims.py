@@ -11,7 +11,7 @@ A claim is a list of tests (`specbench/records/studies.py`); a test compares a m
     {measured: generate.ratio, of: none, than: 1, is: more}       the same against a number
 
 Differences are taken of tau, acceptances and problems solved, ratios of everything else. The 95% interval resamples
-questions, for both arms the same, or repetitions. Only what was measured alike is compared: see `unlike`.
+questions, for both arms the same, or repetitions. Only what was measured alike is compared: see `config_differences`.
 """
 
 import math
@@ -46,7 +46,7 @@ class Verdict:
     said: str
 
 
-def unlike(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[str]:
+def config_differences(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[str]:
     """In what two entries differ that may not differ in one comparison, unless a study is about it."""
     aspects = {
         "study": lambda e: e.study,
@@ -148,7 +148,7 @@ def compare(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, 
         return None, f"no rows of {test.get('over', test['of'])}"
     if ours.replayed != theirs.replayed:  # one of them was not replayed: neither counts as such
         ours, theirs = (known.find(e.name, _place(e), timed=True) or e for e in (ours, theirs))
-    if differ := unlike(ours, theirs, known.study.get("varies", [])):
+    if differ := config_differences(ours, theirs, known.study.get("varies", [])):
         return None, f"rows that differ in {', '.join(differ)} are not compared"
     apart = category is not None and "over_at" in test
     paired = ours.dataset == theirs.dataset and not apart
@@ -195,7 +195,7 @@ def _compare_measured(test: Mapping[str, Any], known: Evidence) -> tuple[Interva
     if "than" in test:
         return _against(repeated(a), test["than"], _subtracted(test)), ""
     theirs, b = sides[1]
-    if differ := unlike(ours, theirs, known.study.get("varies", [])):
+    if differ := config_differences(ours, theirs, known.study.get("varies", [])):
         return None, f"rows that differ in {', '.join(differ)} are not compared"
     low, high = np.percentile(medians(a, seed=0) / medians(b, seed=1), [2.5, 97.5])
     return Interval(float(np.median(a) / np.median(b)), float(low), float(high)), ""

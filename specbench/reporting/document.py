@@ -28,7 +28,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Says:
+class Paragraph:
     """A sentence. lead: a word in front that must not be overlooked."""
 
     text: str
@@ -84,7 +84,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Fold:
+class Details:
     """Blocks behind a line. file: where Markdown has them, below the report's folder. open: the page shows them at once."""
 
     title: str
@@ -94,7 +94,7 @@ class Fold:
     kind: str = "fold"
 
 
-Block = Says | Table | Figures | Tally | Row | Link | Fold
+Block = Paragraph | Table | Figures | Tally | Row | Link | Details
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ def files(blocks: Iterable[Block], drawn: Mapping[str, str]) -> dict[str, str]:
     """What folds have files of their own: path below the report's folder -> Markdown."""
     found = {}
     for block in blocks:
-        if isinstance(block, Fold) and block.file:
+        if isinstance(block, Details) and block.file:
             found[block.file] = whole(block.title, block.blocks, drawn, "../" * block.file.count("/"))
-        if isinstance(block, Fold | Row):
+        if isinstance(block, Details | Row):
             found |= files(block.blocks, drawn)
     return found
 
@@ -136,7 +136,7 @@ def _text(lines: Iterable[str]) -> str:
 def _blocks(blocks: Iterable[Block], drawn: Mapping[str, str], up: str = "") -> list[str]:
     lines: list[str] = []
     for block in blocks:
-        if isinstance(block, Says):
+        if isinstance(block, Paragraph):
             lead = f"**{block.lead}** " if block.lead else ""
             strong = "**" if block.role == "answer" else ""
             lines += ["", f"{lead}{strong}{text.markdown(block.text)}{strong}", ""]
@@ -151,7 +151,7 @@ def _blocks(blocks: Iterable[Block], drawn: Mapping[str, str], up: str = "") -> 
             lines += _blocks(block.blocks, drawn, up)
         elif block.file:
             lines += [f"- [{text.markdown(block.title)}]({up}{block.file})"]
-        elif isinstance(block, Fold):
+        elif isinstance(block, Details):
             lines += ["", f"<details><summary>{text.html(block.title)}</summary>", "", *_blocks(block.blocks, drawn, up)]
             lines += ["</details>", ""]
     return lines

@@ -1,7 +1,7 @@
 """What a reader wants to know first of a benchmark: who is fastest, what each drafter accepts, who beats whom, and why.
 
 Speeds come from rows that were decoded with the clock, acceptances from replayed rows where there are any, since these
-hold more questions. Two drafters are compared only if their rows were measured alike (`specbench.reporting.claims.unlike`).
+hold more questions. Two drafters are compared only if their rows were measured alike (`claims.config_differences`).
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from specbench.records.metrics import BASELINE, RATES, Interval, contrast, free_width_speed_up, pooled
 from specbench.reporting import console, verdict
 from specbench.reporting.cells import Entry
-from specbench.reporting.claims import unlike
+from specbench.reporting.claims import config_differences
 from specbench.reporting.document import Cell, Table
 from specbench.reporting.groups import groups
 from specbench.reporting.names import PAPER, SEPARATOR, labelled, tree_name
@@ -131,14 +131,14 @@ def chosen(view: Overview) -> list[Entry]:
 
 def against(a: Entry, b: Entry, metric: str, ratio: bool) -> Interval | None:
     """One drafter against another, if their rows were measured alike."""
-    if unlike(a, b, FREE):
+    if config_differences(a, b, FREE):
         return None
     return contrast(RATES[metric], a.totals, b.totals, ratio=ratio)
 
 
 def apart(group: Sequence[Entry]) -> list[str]:
     """In what the rows of a group differ that should not, so that some of its drafters are not compared."""
-    return sorted({aspect for e in group for aspect in unlike(group[0], e, FREE)})
+    return sorted({aspect for e in group for aspect in config_differences(group[0], e, FREE)})
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def matrix(group: Sequence[Entry], metric: str) -> Table:
 
 def _duel(a: Entry, b: Entry, metric: str, ratio: bool) -> Cell:
     pair = f"{a.title} against {b.title}"
-    if differ := unlike(a, b, FREE):
+    if differ := config_differences(a, b, FREE):
         return Cell(ABSENT, "away", hint=f"{pair}: rows that differ in {', '.join(differ)} are not compared")
     effect = contrast(RATES[metric], a.totals, b.totals, ratio=ratio)
     if effect is None:

@@ -21,7 +21,7 @@ from specbench.reporting import (
     verdict,
 )
 from specbench.reporting.cells import Entry
-from specbench.reporting.document import Block, Cell, Figures, Fold, Link, Row, Says, Section, Table, Tally
+from specbench.reporting.document import Block, Cell, Details, Figures, Link, Paragraph, Row, Section, Table, Tally
 from specbench.reporting.groups import Captioned, groups
 
 if TYPE_CHECKING:
@@ -48,21 +48,21 @@ def sections(report: "Report") -> list[Section]:
 def _lost(report: "Report") -> list[Block]:
     """What a reader must know is missing, before anything else."""
     failed = by_error(report.failures).items()
-    lost = [Says(f"{', '.join(cells)}: {error}", lead="FAILED") for error, cells in failed]
-    return [*lost, *(Says(problem, lead="LEFT OUT") for problem in report.problems)]
+    lost = [Paragraph(f"{', '.join(cells)}: {error}", lead="FAILED") for error, cells in failed]
+    return [*lost, *(Paragraph(problem, lead="LEFT OUT") for problem in report.problems)]
 
 
 def _answer(report: "Report") -> list[Block]:
     view = report.view
     group = view.timed(view.first)
     if not group:
-        return [Says(report.answer, "answer")]
-    blocks: list[Block] = [Says(report.answer, "answer"), Says(console.caption(group, machine=True), "note")]
-    blocks += [Says(busy, lead="CAUTION") for busy in tables.disturbances(group)]
+        return [Paragraph(report.answer, "answer")]
+    blocks: list[Block] = [Paragraph(report.answer, "answer"), Paragraph(console.caption(group, machine=True), "note")]
+    blocks += [Paragraph(busy, lead="CAUTION") for busy in tables.disturbances(group)]
     if said := [*console.reasons(group), *console.advice(group)]:
-        blocks.append(Says(" ".join(said)))
+        blocks.append(Paragraph(" ".join(said)))
     if differ := overview.apart(group):
-        blocks.append(Says(f"These rows differ in {', '.join(differ)}: such drafters are not compared below.", "note"))
+        blocks.append(Paragraph(f"These rows differ in {', '.join(differ)}: such drafters are not compared below.", "note"))
     return [*blocks, Row([Figures(("speed_up",)), overview.numbers(group)])]
 
 
@@ -81,15 +81,15 @@ def _cost(report: "Report") -> list[Block]:
         "(parameters): CORAL's estimate, by the parameters that passes multiply. The last column is no expectation: it "
         "is what tau and this drafting would make if a pass over a tree cost no more than one over a token."
     )
-    folds = [Fold("Where a cycle's time goes", [Says(times, "note"), overview.times(group)], "tables/times.md")]
+    folds = [Details("Where a cycle's time goes", [Paragraph(times, "note"), overview.times(group)], "tables/times.md")]
     if memory := tables.memory_lines(group):
         caption = "Peak memory while decoding, MiB, each drafter in a process of its own"
-        folds.append(Fold("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
+        folds.append(Details("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
     folds += _insights(report, analysis_tables.TIMED)
     if report.training:
         trained = Table(tables.TRAINING, report.training)
-        folds.append(Fold("What training cost", [trained, Figures(("learning_curves",))], "tables/trained.md"))
-    return [Says(said, "note"), Figures(("cost",)), *folds]
+        folds.append(Details("What training cost", [trained, Figures(("learning_curves",))], "tables/trained.md"))
+    return [Paragraph(said, "note"), Figures(("cost",)), *folds]
 
 
 def _accepted(report: "Report") -> list[Block]:
@@ -105,19 +105,19 @@ def _accepted(report: "Report") -> list[Block]:
     others = [name for name in report.insights if name not in analysis_tables.TIMED]
     sets = [overview.acceptance(view), *([overview.speeds(view)] if view.timed(view.first) else [])]
     return [
-        Says(said, "note"),
+        Paragraph(said, "note"),
         Figures(("step_alpha",)),
-        Fold(steps, [Table(tables.ALPHAS, [tables.alphas(e) for e in accepting])], "tables/steps.md"),
-        *([Fold("tau and speed-up by prompt set", sets, "tables/sets.md")] if len(view.settings) > 1 else []),
+        Details(steps, [Table(tables.ALPHAS, [tables.alphas(e) for e in accepting])], "tables/steps.md"),
+        *([Details("tau and speed-up by prompt set", sets, "tables/sets.md")] if len(view.settings) > 1 else []),
         *_insights(report, others),
     ]
 
 
-def _insights(report: "Report", wanted: Iterable[str]) -> list[Fold]:
+def _insights(report: "Report", wanted: Iterable[str]) -> list[Details]:
     """Tables of the same rows, each behind a line, with its figure if there is one."""
     figures = {"positions": "positions", "calibration": "reliability"}
     return [
-        Fold(title, [*([Figures((figures[name],))] if name in figures else []), Table(*table)], f"tables/{name}.md")
+        Details(title, [*([Figures((figures[name],))] if name in figures else []), Table(*table)], f"tables/{name}.md")
         for name, (title, table) in report.insights.items()
         if name in wanted
     ]
@@ -133,7 +133,7 @@ def _duels(report: "Report") -> list[Block]:
         f"interval of this pair excludes no difference."
         + (" All pairs: tables/versus.csv." if len(drafters) > len(group) else "")
     )
-    return [Says(said, "note"), overview.matrix(group, "speed_up" if group[0].summary.speed_up else "tau")]
+    return [Paragraph(said, "note"), overview.matrix(group, "speed_up" if group[0].summary.speed_up else "tau")]
 
 
 # Other runs -----------------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def _runs(report: "Report") -> list[Block]:
         said = verdict.sentence(newest) if not newest[0].replayed else ""
         own = report.own or group[-1].study is None
         title = console.caption(newest, machine=True) + (f". {said}" if said and not own else "")
-        parts = [*([Says(said)] if said and own else []), overview.numbers(newest), *_beside(newest)]
-        blocks.append(Fold(title, parts, f"tables/run-{number + 1}.md", own))
+        parts = [*([Paragraph(said)] if said and own else []), overview.numbers(newest), *_beside(newest)]
+        blocks.append(Details(title, parts, f"tables/run-{number + 1}.md", own))
     return blocks
 
 
@@ -163,7 +163,7 @@ def _beside(group: Sequence[Entry]) -> list[Block]:
         "Several clients of one server, tokens/s": links.clients(group),
     }
     found: list[Block] = [Table(columns, lines, title) for title, (columns, lines) in beside.items() if lines]
-    return [*found, *(Says(busy, "note") for busy in tables.disturbances(group))]
+    return [*found, *(Paragraph(busy, "note") for busy in tables.disturbances(group))]
 
 
 def _studies(report: "Report") -> list[Block]:
@@ -177,20 +177,20 @@ def _studies(report: "Report") -> list[Block]:
         title = f"{name}: {known['title']} ({report.state(name)})" if known else name
         parts = [block for _, group in found for block in _group(group)]
         own = all(group[-1].study is None for _, group in found)
-        blocks.append(Fold(title, parts, f"tables/study-{text.slug(name)}.md", own))
+        blocks.append(Details(title, parts, f"tables/study-{text.slug(name)}.md", own))
     if not report.own:
         drawings = Figures(("target_pass", "head_share", "vocabularies", "theory", "training_memory"))
-        blocks.append(Fold("Figures of the studies", [drawings], "figures.md"))
+        blocks.append(Details("Figures of the studies", [drawings], "figures.md"))
     idle = [name for name in report.listed if not report.known[name].entries]
     if idle and not report.own:
         lines = [[n, report.listed[n]["title"], "; ".join(report.listed[n]["source"]), report.state(n)] for n in idle]
         table = Table(("study", "what it is", "source", "state"), lines, look="words")
-        blocks.append(Fold(f"{len(idle)} studies without rows", [table], "studies.md"))
+        blocks.append(Details(f"{len(idle)} studies without rows", [table], "studies.md"))
     return blocks
 
 
 def _group(group: Sequence[Entry]) -> list[Block]:
-    return [Says(console.caption(group, machine=True), "note"), overview.numbers(group), *_beside(group)]
+    return [Paragraph(console.caption(group, machine=True), "note"), overview.numbers(group), *_beside(group)]
 
 
 # Claims and papers ----------------------------------------------------------------------------------------------------
@@ -211,21 +211,23 @@ def _ledger(report: "Report") -> list[Block]:
             "A claim compares arms of its own study alone, measured alike. Reproduced: the 95% interval of every effect "
             "lies on its side. Not reproduced: one lies on the other. In brackets behind a source: what it printed."
         )
-        parts: list[Block] = [Says(rule, "note")]
+        parts: list[Block] = [Paragraph(rule, "note")]
         for caption, own in (("The papers' claims", False), ("This project's goals", True)):
             if found := [v for v in decided if claims.is_goal(v) == own]:
                 parts.append(Table(LEDGER, list(map(_claim, found)), caption, "words"))
-        blocks += [Tally(f"{len(decided)} judged", chips), *([Says(report.judged, "note")] if report.judged else [])]
-        blocks += [Fold("Every claim that was judged", parts, "claims.md", True)]
+        blocks += [Tally(f"{len(decided)} judged", chips), *([Paragraph(report.judged, "note")] if report.judged else [])]
+        blocks += [Details("Every claim that was judged", parts, "claims.md", True)]
     if report.own:
         idle = len(report.verdicts) - len(decided)
     else:
         for kind in UNDECIDED:
             if found := [v for v in live if v.verdict == kind]:
                 table = Table(LEDGER, list(map(_claim, found)), look="words")
-                blocks.append(Fold(f"{len(found)} claims {kind}", [table], f"claims-{text.slug(kind)}.md"))
+                blocks.append(Details(f"{len(found)} claims {kind}", [table], f"claims-{text.slug(kind)}.md"))
     if idle:
-        blocks.append(Says(f"{idle} claims of papers and goals of this project are about what was not run here.", "note"))
+        blocks.append(
+            Paragraph(f"{idle} claims of papers and goals of this project are about what was not run here.", "note")
+        )
     return blocks
 
 
@@ -241,21 +243,21 @@ def _papers(report: "Report") -> list[Block]:
     if not measured:
         return []
     said = "Only rows and columns with something measured; what a paper measured on another target is in its file."
-    blocks: list[Block] = [Says(said, "note")]
+    blocks: list[Block] = [Paragraph(said, "note")]
     for paper in measured:
         title = f"{paper.title}: study {paper.study}, {paper.measured} cells measured"
-        blocks.append(Fold(title, [Says(paper.targets, "note"), paired(paper)], f"tables/{paper.slug}.md"))
+        blocks.append(Details(title, [Paragraph(paper.targets, "note"), paired(paper)], f"tables/{paper.slug}.md"))
     rest = [Link(p.title, f"tables/{p.slug}.md") for p in report.papers if not p.measured]
     title = f"{len(rest)} published tables and figures of which nothing was measured here"
-    return [*blocks, *([Fold(title, rest, "papers.md")] if rest else [])]
+    return [*blocks, *([Details(title, rest, "papers.md")] if rest else [])]
 
 
 def paper_file(paper: published.PaperTable) -> list[Block]:
     """What stands in the file of a paper's table: what was measured, all that was published, and its notes."""
-    notes = [Says(f"- {note}") for note in (*paper.notes, *(f"tau: {c}" for c in paper.conventions))]
+    notes = [Paragraph(f"- {note}") for note in (*paper.notes, *(f"tau: {c}" for c in paper.conventions))]
     lines = [[row, *(p.published if p else "" for p in line)] for row, line in zip(paper.cells, paper.pairs(), strict=True)]
     alone = Table(("published", *paper.columns), lines, look="pairs")
-    return [Says(paper.targets, "note"), *([paired(paper)] if paper.measured else []), alone, *notes]
+    return [Paragraph(paper.targets, "note"), *([paired(paper)] if paper.measured else []), alone, *notes]
 
 
 def paired(paper: published.PaperTable) -> Table:

@@ -290,9 +290,9 @@ class Writer:
             turns.append(tuple(ids))
         if not turns:
             return None
-        heat = max(settings.temperatures) if draw else settings.temperatures[index % len(settings.temperatures)]
-        heat = 0.0 if index < held else heat
-        return Prompt(index, tuple(turns), heat, settings.seed * 1_000_003 + index)
+        temperature = max(settings.temperatures) if draw else settings.temperatures[index % len(settings.temperatures)]
+        temperature = 0.0 if index < held else temperature
+        return Prompt(index, tuple(turns), temperature, settings.seed * 1_000_003 + index)
 
     @property
     def _dialogues(self) -> int:

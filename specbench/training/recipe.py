@@ -218,7 +218,7 @@ def rates(settings: TrainSettings, total: int) -> list[float]:
     return found
 
 
-def masses(settings: TrainSettings, total: int) -> list[float]:
+def lr_shares(settings: TrainSettings, total: int) -> list[float]:
     """Share of the sum of all learning rates that falls to each phase: how much of the training it really is."""
     by_step = rates(settings, total)
     return [sum(by_step[a:b]) / sum(by_step) for a, b in itertools.pairwise(starts(settings, total))]
@@ -227,7 +227,7 @@ def masses(settings: TrainSettings, total: int) -> list[float]:
 def describe(settings: TrainSettings, total: int) -> str:
     """The phases in one line: what each does, over which share of the steps and of the learning rate."""
     said = []
-    for phase, mass in zip(settings.phases, masses(settings, total), strict=True):
+    for phase, mass in zip(settings.phases, lr_shares(settings, total), strict=True):
         count = settings.vocabulary_in(phase)
         more = f" and {settings.others:,} drawn" if settings.others else ""
         parts = ["over all ids" if count is None else f"confined to {count:,} ids{more}"]

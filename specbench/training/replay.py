@@ -16,7 +16,7 @@ from torch import Tensor
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Batch, Drafter, Step
 from specbench.engine.policies import named
-from specbench.engine.replay import Known
+from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
@@ -142,7 +142,7 @@ def replay(target: Target, drafter: Drafter, answers: list[Answer], most: int = 
     for answer in answers:
         result.begin()
         prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + most]
-        known: Any = Known(target, prompt, said, drafter.taps)
+        known: Any = ReplayTarget(target, prompt, said, drafter.taps)
         for event in decode(known, drafter, prompt, Limits(len(said)), Lossless(), Sampler()):
             if isinstance(event, Step):
                 result.add(event.accepted, event.drafted)

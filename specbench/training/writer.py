@@ -171,13 +171,13 @@ def _choose(model: CausalLM, states: Tensor, rows: list[tuple[int, _Row]]) -> li
     """The token after each of these rows; a sampled one with its row's own draw. states [B, D]"""
     logits = model.logits(states[[i for i, _ in rows]]).float()  # [A, V]
     chosen = logits.argmax(-1)
-    by_heat: dict[float, list[int]] = {}
+    by_temperature: dict[float, list[int]] = {}
     for place, (_, row) in enumerate(rows):
         if row.generator is not None:
-            by_heat.setdefault(row.dialogue.prompt.temperature, []).append(place)
-    for heat, places in by_heat.items():
+            by_temperature.setdefault(row.dialogue.prompt.temperature, []).append(place)
+    for temperature, places in by_temperature.items():
         draws = torch.cat([torch.rand(1, generator=rows[i][1].generator) for i in places])
-        mass = Sampler(heat).probabilities(logits[places]).double().cumsum(-1)
+        mass = Sampler(temperature).probabilities(logits[places]).double().cumsum(-1)
         below = draws.to(mass)[:, None] * mass[:, -1:]
         chosen[places] = torch.searchsorted(mass, below, right=True)[:, 0].clamp(max=mass.shape[-1] - 1)
     return chosen.tolist()

@@ -23,7 +23,7 @@ from specbench.common.storage import atomic_path
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import DraftTree
 from specbench.engine.policies import Dynamic, Expandable, Pool
-from specbench.engine.replay import Known
+from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
@@ -89,7 +89,7 @@ def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> Acceptan
                 found.append(_drafted(target, drafter, answer))
             show(len(found))
     finally:
-        drafter.regrow(before)
+        drafter.set_tree_policy(before)
     if not found:
         raise SpecBenchError("there are no held-out answers to measure a drafter's acceptance on")
     return summed_up(found)
@@ -97,9 +97,9 @@ def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> Acceptan
 
 def _drafted(target: Target, drafter: Any, answer: Answer) -> Drafted:
     recorded = Recorded(min(LEVELS, drafter.deepest or LEVELS))
-    drafter.regrow(recorded)
+    drafter.set_tree_policy(recorded)
     prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + MOST]
-    known: Any = Known(target, prompt, said, drafter.taps)
+    known: Any = ReplayTarget(target, prompt, said, drafter.taps)
     for _ in decode(known, drafter, prompt, Limits(len(said)), Lossless(), Sampler()):
         pass
     pool = Pool(*(torch.stack(parts).cpu() for parts in zip(*recorded.pools, strict=True)))

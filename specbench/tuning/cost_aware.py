@@ -177,7 +177,7 @@ class _Fit:
     limits: Limits
     chosen: dict[str, dict[str, float]]
 
-    def at_most(self, levels: int) -> None:
+    def limit_depth(self, levels: int) -> None:
         """The drafter has no more levels than these."""
         self.depth = min(self.depth, levels)
         self.limits = replace(self.limits, depth=min(self.limits.depth, levels))

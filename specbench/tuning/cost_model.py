@@ -84,7 +84,7 @@ def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[i
     Raises:
         SpecBenchError: the drafter grows no trees that could be fitted.
     """
-    if not hasattr(drafter, "regrow"):
+    if not hasattr(drafter, "set_tree_policy"):
         raise SpecBenchError(f"drafter={drafter.name} grows no trees that could be fitted; choose another drafter=")
     before, deepest = drafter.growth, drafter.deepest or DEEP
     trees = _trees(deepest)
@@ -93,7 +93,7 @@ def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[i
     try:
         found = _timed(target, drafter, trees, min(context, target.max_context // 2))
     finally:
-        drafter.regrow(before)
+        drafter.set_tree_policy(before)
     rest = {
         at: statistics.median(step.target_s + step.verify_s + step.rest_s for step in steps) for at, steps in found.items()
     }
@@ -111,7 +111,7 @@ def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[i
 
 def _timed(target: Target, drafter: Any, trees: Mapping[Try, Dynamic], context: int) -> dict[Try, list[Step]]:
     """Cycles of every tree, in turn; after the first turn without those that are hopeless."""
-    drafter.regrow(
+    drafter.set_tree_policy(
         Dynamic(min(DEEP, drafter.deepest or DEEP), WIDTHS[-1], NODES[-1])
     )  # the largest: caches are made for it
     cycles = _cycles(target, drafter, text(target, context))
@@ -174,7 +174,7 @@ def of(target: Target, drafter: Any, model: str, said: Mapping[str, Any]) -> Cos
     print(f"timing cycles of {drafter.name} on this machine, to fit its tree (once) ...", file=sys.stderr, flush=True)
     alike = made_for(target, {"hidden": drafter.taps.hidden, "kv": drafter.taps.kv, "backend": said.get("backend")})
     shared = path_of(model, "target", alike)
-    others = timing.Others()
+    others = timing.BackgroundLoad()
     others.start()
     costs = take(target, drafter, verify=read(shared, alike).verify if shared.is_file() else None)
     busy = others.read() or 0.0

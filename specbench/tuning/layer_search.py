@@ -22,7 +22,7 @@ from specbench.common.storage import atomic_path
 from specbench.common.timing import Clock
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Step, Sublayers, Taps
-from specbench.engine.replay import Known
+from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
@@ -146,12 +146,12 @@ def best(
     return max(tried, key=lambda skipped: tried[skipped])
 
 
-def _known(target: Target, answer: Answer, taps: Taps) -> Known:
+def _known(target: Target, answer: Answer, taps: Taps) -> ReplayTarget:
     prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + MOST]
-    return Known(target, prompt, said, taps).apart()
+    return ReplayTarget(target, prompt, said, taps).detach()
 
 
-def predicted(drafter: Any, known: Sequence[Known], prices: Prices) -> Prediction:
+def predicted(drafter: Any, known: Sequence[ReplayTarget], prices: Prices) -> Prediction:
     """Replay the answers; reckon their time."""
     emitted = cycles = drafts = 0
     seconds = 0.0

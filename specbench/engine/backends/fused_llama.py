@@ -23,8 +23,8 @@ LIKE_LLAMA = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Lean:
-    """A decoder's layers and final norm. `lean_forward` makes one where it can.
+class FusedLlama:
+    """A decoder's layers and final norm. `fused_forward` makes one where it can.
 
     Attributes:
         read: layers whose output is wanted; `seen` holds it after a pass, [B, T, D] by layer.
@@ -143,14 +143,14 @@ def fused(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 @torch.no_grad()
-def lean_forward(model: Any) -> Lean | None:
+def fused_forward(model: Any) -> FusedLlama | None:
     """A lean forward for a `CausalLM`, if there is one for its kind and it does what the model's own does.
 
     Either way the model computes what it did before.
     """
     if model.window is not None or not _like_llama(model.decoder):
         return None
-    expected, lean = _probed(model), Lean(model.decoder)
+    expected, lean = _probed(model), FusedLlama(model.decoder)
     model.lean = lean
     found = _probed(model)
     model.lean = None

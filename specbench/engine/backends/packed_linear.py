@@ -99,7 +99,7 @@ def _timed(weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ..
     return tuple(pays)
 
 
-def hasten(modules: Iterable[nn.Module]) -> None:
+def optimize_for_inference(modules: Iterable[nn.Module]) -> None:
     """Let the frozen linear layers of these modules multiply by `products`. Their parameters stay as they are."""
     linears = {id(m): m for module in modules for m in module.modules() if type(m) is nn.Linear}
     by_shape: dict[torch.Size, list[nn.Linear]] = {}
@@ -114,7 +114,7 @@ def hasten(modules: Iterable[nn.Module]) -> None:
 
 
 @contextmanager
-def as_made(modules: Iterable[nn.Module]) -> Iterator[None]:
+def unpacked(modules: Iterable[nn.Module]) -> Iterator[None]:
     """These modules' linear layers multiply as PyTorch does meanwhile."""
     changed = [m for module in modules for m in module.modules() if isinstance(vars(m).get("forward"), Packed)]
     kept = [(m, vars(m).pop("forward")) for m in {id(m): m for m in changed}.values()]
