@@ -74,7 +74,7 @@ def test_costs_are_timed_once_for_what_they_were_made_for(tmp_path, monkeypatch)
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
     taken = []
     monkeypatch.setattr(cost_model, "take", lambda *given, **more: taken.append(more) or COSTS)
-    monkeypatch.setattr(cost_model.measure, "Others", lambda: SimpleNamespace(start=lambda: None, read=lambda: 0.0))
+    monkeypatch.setattr(cost_model.timing, "BackgroundLoad", lambda: SimpleNamespace(start=lambda: None, read=lambda: 0.0))
     target = tiny()
     drafter = make("eagle2", target)
     for said in ({"threads": 1}, {"threads": 1}, {"threads": 2}):
@@ -84,7 +84,7 @@ def test_costs_are_timed_once_for_what_they_were_made_for(tmp_path, monkeypatch)
 
 def test_a_busy_machine_leaves_no_passes_for_other_drafters(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(cost_model.measure, "Others", lambda: SimpleNamespace(start=lambda: None, read=lambda: 1.0))
+    monkeypatch.setattr(cost_model.timing, "BackgroundLoad", lambda: SimpleNamespace(start=lambda: None, read=lambda: 1.0))
     target = tiny()
     cost_model.of(target, make("eagle2", target), "tiny", {})
     assert len(list(tmp_path.rglob("*.json"))) == 1

@@ -46,7 +46,7 @@ class LinkUse:
 
 @dataclass
 class Served:
-    """Of an answer of another engine: see `specbench.elsewhere`.
+    """Of an answer of another engine: see `specbench.evaluation.served`.
 
     Attributes:
         counted: its tokens are this tokenizer's of its text, since the server does not say its ids.

@@ -159,8 +159,8 @@ def disturbances(group: Sequence[Entry]) -> list[str]:
     Of lines that differ in their numbers alone, block by block, the worst stands for all.
     """
     worst = {re.sub(r"[\d.]+", "", line): line for line in sorted(e.busy for e in group if e.busy)}
-    served = (served.said(e.arm, e.rows, e.baseline) for e in group)
-    return list(dict.fromkeys(filter(None, (*worst.values(), *served))))
+    others = (served.said(e.arm, e.rows, e.baseline) for e in group)
+    return list(dict.fromkeys(filter(None, (*worst.values(), *others))))
 
 
 def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:
