@@ -1,4 +1,4 @@
-"""Door six: what a cycle costs on this machine, and which trees that makes the fastest for a drafter.
+"""What a cycle costs on this machine, and which trees that makes the fastest for a drafter.
 
 python -m specbench.cost drafter=eagle2
 python -m specbench.cost drafter=eagle2 drafter.vocabulary=8192 contexts=[128,1024]

@@ -1,4 +1,4 @@
-"""Door four: a trained drafter, as a serving engine reads it.
+"""A trained drafter, as a serving engine reads it.
 
 python -m specbench.export drafter=eagle2 format=sglang
 python -m specbench.export drafter=medusa format=vllm out=FOLDER

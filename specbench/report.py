@@ -1,4 +1,4 @@
-"""Door three: tables, figures, claims and an HTML page from the rows under a results folder; needs no model.
+"""Tables, figures, claims and an HTML page from the rows under a results folder; needs no model.
 
 python -m specbench.report
 python -m specbench.report results=results

@@ -1,4 +1,4 @@
-"""Door one: decode a dataset with a drafter beside the baseline, and print what came of it.
+"""Decode a dataset with a drafter beside the baseline, and print what came of it.
 
 python -m specbench.run drafter=eagle2 dataset=mtbench
 python -m specbench.run drafter=[suffix,eagle2] dataset=mtbench       # in one process, beside one baseline

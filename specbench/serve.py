@@ -1,4 +1,4 @@
-"""Door seven: hold a target for clients that draft elsewhere.
+"""Hold a target for clients that draft elsewhere.
 
 python -m specbench.serve model=smollm2-135m port=5555
 python -m specbench.run link=tcp://127.0.0.1:5555 drafter=eagle2

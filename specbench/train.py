@@ -1,4 +1,4 @@
-"""Door two: train a drafter for a target, from the corpus to the weights folder.
+"""Train a drafter for a target, from the corpus to the weights folder.
 
 python -m specbench.train drafter=eagle2
 python -m specbench.train drafter=eagle2 train=paper model=llama2-7b

@@ -1,4 +1,4 @@
-"""Door eight: what each mend of a recipe or a network brought, alone; `conf/trials.yaml` lists them.
+"""What each mend of a recipe or a network brought, alone; `conf/trials.yaml` lists them.
 
 python -m specbench.trials
 python -m specbench.trials only=[eagle2,vanilla:norm] seeds=[0] tokens=100000

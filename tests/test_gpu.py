@@ -13,8 +13,8 @@ a run of the tests below; the first one has to show:
 
 and beyond these tests, by hand on one machine or two GPUs:
 
-    clock       draft, target, verification and rest of a row add up to its decode time (`measure.Clock` synchronises)
-    memory      `measure.PeakMemory` against nvidia-smi; an allocation too large is one failed row, and the next one runs
+    clock       draft, target, verification and rest of a row add up to its decode time (`timing.Clock` synchronises)
+    memory      `timing.PeakMemory` against nvidia-smi; an allocation too large is one failed row, and the next one runs
     halves      real targets in bfloat16 differ from the baseline at numerical ties only (the table says so)
     several     model.device_map=auto over two GPUs; train.shard_target over NCCL; two processes train what one does
     speed-up    the papers' settings (`make bench MODEL=…`), which a CPU says nothing about

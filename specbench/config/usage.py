@@ -59,8 +59,7 @@ def _docstring(command: str) -> list[str]:
     """Of a command's module, which is not imported: that takes seconds."""
     text = (PROJECT / "specbench" / f"{command}.py").read_text()
     first, *rest = (ast.get_docstring(ast.parse(text)) or "").replace("python -m specbench.", "specbench ").split("\n")
-    first = re.sub(r"^Door \w+: ", "", first).rstrip(".")
-    return [first[:1].upper() + first[1:], *rest]
+    return [first.rstrip("."), *rest]
 
 
 def _paragraphs(lines: Iterable[str]) -> list[list[str]]:

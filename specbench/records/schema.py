@@ -27,7 +27,7 @@ Shares = Annotated[list[Annotated[float, AllowInfNan()]], MinLen(1)]  # by depth
 
 @with_config(OPEN)
 class Machine(TypedDict):
-    """The part of `measure.hardware` that tables show."""
+    """The part of `environment.hardware` that tables show."""
 
     device: str
     cores: Natural

@@ -55,7 +55,7 @@ class Server:
 
     Args:
         address: tcp://host:port; port 0 takes a free one.
-        limits: what a client may ask for, see `wire.Limits`.
+        limits: what a client may ask for, see `protocol.Limits`.
         idle_s: a client that says nothing for so long is forgotten.
         condensers: drafters bound to the target that condense states before they travel, see `interface.StateCompressor`.
 

@@ -64,7 +64,7 @@ def lengths(group: Sequence[Entry]) -> Table:
 
 
 def length(accepted: int) -> str:
-    """What an accepted length is called; see `insight.accepted_lengths`."""
+    """What an accepted length is called; see `analysis.accepted_lengths`."""
     return f"{accepted} or more" if accepted == LONGEST else str(accepted)
 
 
