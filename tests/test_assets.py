@@ -117,8 +117,8 @@ def test_the_wheel_stands_in_for_a_hub_out_of_reach(index, monkeypatch):
 
 def test_the_hub_out_of_reach_is_one_clear_line():
     code = (
-        "from specbench.config.cli import run_door; from specbench.assets import folder_from_hub; "
-        "run_door(lambda: folder_from_hub('nobody/nothing'))"
+        "from specbench.config.cli import run_cli; from specbench.data.download import folder_from_hub; "
+        "run_cli(lambda: folder_from_hub('nobody/nothing'))"
     )
     environment = {"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)

@@ -32,11 +32,11 @@ def test_help_lists_and_version_load_no_models_library():
     answers += [[name, "--help"] for name in usage.COMMANDS]
     code = f"""
 import sys
-from specbench import cli
+from specbench.config import commands
 for words in {answers!r}:
     sys.argv[1:] = words
     try:
-        cli.main()
+        commands.main()
     except SystemExit as end:
         assert end.code == 0, words
 print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)

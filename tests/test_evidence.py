@@ -201,7 +201,7 @@ def test_another_commit_continues_what_one_began(home, tmp_path):
 
 
 def commit_a_docstring(clone: Path) -> None:
-    path = clone / "specbench" / "bench.py"
+    path = clone / "specbench" / "evaluation" / "runner.py"
     path.write_text(path.read_text().replace('"""', '"""Said otherwise. ', 1))
     who = ["-c", "user.name=x", "-c", "user.email=x@x"]
     subprocess.run(["git", *who, "commit", "--quiet", "-am", "x"], cwd=clone, check=True)

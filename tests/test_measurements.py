@@ -124,7 +124,7 @@ def test_a_network_is_found_where_a_lean_forward_runs_past_its_module(name):
 
 def test_a_target_pass_is_timed_by_its_nodes(monkeypatch):
     clock, target = Ticking(), tiny()
-    monkeypatch.setattr(costs, "Clock", lambda device: clock)
+    monkeypatch.setattr(target_cost, "Clock", lambda device: clock)
     run = target.run
 
     def timed(tokens, *rest):
@@ -331,7 +331,9 @@ def test_a_killed_study_goes_on_with_what_was_not_measured(home, tmp_path):
 def test_a_killed_process_takes_the_one_that_measures_with_it(tmp_path):
     place = tmp_path / "pid"
     work = f"(open({str(place)!r}, 'w').write(str(__import__('os').getpid())), __import__('time').sleep(600))"
-    parent = subprocess.Popen([sys.executable, "-c", f"from specbench import apart; apart.call(eval, {work!r})"], cwd=ROOT)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"from specbench.evaluation import isolated; isolated.call(eval, {work!r})"], cwd=ROOT
+    )
     assert until(lambda: place.exists() and place.read_text())
     child = int(place.read_text())
     os.kill(child, 0)  # it is there

@@ -8,7 +8,7 @@ from conftest import settled
 from doors import call, run
 from test_records import arm, random_row, settings
 
-from specbench.engine import weights
+from specbench.common import storage
 from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import Member, training_of
 from specbench.records import blocks, studies
@@ -311,7 +311,7 @@ def test_temperatures_are_compared_where_a_study_is_about_them(tmp_path):
 
 def test_a_training_that_starts_from_other_weights_is_another_one(home, monkeypatch):
     spec = {"run": ["drafter=eagle2"], "train": ["train.start=start"], "seeds": [0]}
-    monkeypatch.setattr(weights, "PROJECT", home)
+    monkeypatch.setattr(storage, "PROJECT", home)
     (home / "start").mkdir()
     names = []
     for content in ("one", "two", "one"):
