@@ -22,6 +22,7 @@ from specbench.config import validation
 from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
 from specbench.training.features import Corpus, Sequence, save_shard
+from specbench.training.overwriting import made_by
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
 from specbench.training.trainer import EVERY, Trainer, check, drawn
@@ -417,6 +418,18 @@ def test_a_finished_checkpoint_is_not_taken_for_another_training(tmp_path, chang
     assert begun(dict(reversed(shaped_by.items()))).run()
     with pytest.raises(SpecBenchError, match=f"with another {next(iter(changed))}"):
         begun(shaped_by | changed).run()
+
+
+def test_a_class_that_moved_makes_no_other_training(tmp_path):
+    """Neither of a checkpoint that is to be resumed nor of weights that are to be made anew."""
+
+    def options(module: str) -> dict[str, Any]:
+        return {"growth": {"_target_": f"{module}.Dynamic", "depth": 6}}
+
+    for module in ("specbench.engine.grow", "specbench.engine.policies"):
+        Trainer(Fake(), Text(), TrainSettings(epochs=2), dict, tmp_path, options(module)).run()  # type: ignore[arg-type]
+    assert made_by(options("old"), {"corpus": options("old")}) == made_by(options("new"), {"corpus": options("new")})
+    assert made_by(options("old"), {}) != made_by({"growth": {"_target_": "old.Static", "depth": 6}}, {})
 
 
 LACKING: dict[str, tuple[dict[str, Any], str]] = {

@@ -29,6 +29,7 @@ from specbench.common.io import differing
 from specbench.common.storage import atomic_path
 from specbench.engine.interface import Batch
 from specbench.engine.tensors import unpickled
+from specbench.records import identity
 from specbench.training import parameters
 from specbench.training.features import Corpus, Row
 from specbench.training.overwriting import UNDECIDED
@@ -377,7 +378,8 @@ class Trainer:
                 f"{self.checkpoint} is of a run of {state['total']} steps, this one has {self.total} (the corpus or the "
                 "settings changed); use another train.name or remove it"
             )
-        if changed := list(differing(json.loads(state["shaped_by"]), json.loads(json.dumps(self.shaped_by)))):
+        before, now = (identity.unplaced(json.loads(text)) for text in (state["shaped_by"], json.dumps(self.shaped_by)))
+        if changed := list(differing(before, now)):
             raise SpecBenchError(
                 f"{self.checkpoint} is of a training with another {', '.join(changed[:4])}; use another train.name or "
                 "remove it"
