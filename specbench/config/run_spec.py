@@ -160,7 +160,7 @@ class RunSpec:
             self._require_beside(drafter)
         if self.checkpoint is not None:
             trained = drafter if weights_node(self.drafter) is self.drafter else drafter.base
-            if not hasattr(trained, "official"):
+            if not hasattr(trained, "map_checkpoint"):
                 raise SpecBenchError(f"drafter={self.drafter['name']} takes no checkpoint; leave checkpoint out")
             trained.checkpoint = checkpoints.read(self.checkpoint)
         return drafter
