@@ -1,6 +1,5 @@
 """What the engine and its drafters cost: functions of a target and a drafter, each of which takes one repetition.
 
-    target_pass           milliseconds of one target pass, by the nodes in it
     overhead              what the loop adds to the forwards of target and drafter
     against_transformers  the same greedy answers by Transformers' own `generate`, both sides in turn
     drafting              where drafting goes: LM head, the drafter's own layers, growth and caches

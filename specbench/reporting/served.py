@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbench.records.metrics import equal_answers, speed
 from specbench.records.rows import Row
-
-if TYPE_CHECKING:
-    pass
 
 
 def said(arm: Mapping[str, Any], rows: Sequence[Row], baseline: Sequence[Row]) -> str | None:

@@ -34,7 +34,8 @@ from specbench.tuning.cost_aware import NODES, Costs
 from specbench.tuning.target_cost import text
 
 CONTEXT = 192  # tokens behind which trees are timed
-TURNS = 7  # of all trees, of which the median counts; one more warms up
+TURNS = 7  # of all trees, of which the median counts
+WARM_UP = 2  # turns before these: the first call of a size may load kernels, the second says whether it is hopeless
 AGAIN = 5  # trees after which plain decoding, to which all are held, is timed once more
 WIDTHS = (1, 2, 4, 7, 10)  # candidates of a node, and nodes expanded in a level
 WIDE, DEEP = 8, 4  # top_k of the trees that are timed by nodes; levels of those that are timed by width
@@ -110,18 +111,18 @@ def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[i
 
 
 def _timed(target: Target, drafter: Any, trees: Mapping[Try, Dynamic], context: int) -> dict[Try, list[Step]]:
-    """Cycles of every tree, in turn; after the first turn without those that are hopeless."""
+    """Cycles of every tree, in turn; after the warm-up without those that are hopeless."""
     drafter.set_tree_policy(
         Dynamic(min(DEEP, drafter.deepest or DEEP), WIDTHS[-1], NODES[-1])
     )  # the largest: caches are made for it
     cycles = _cycles(target, drafter, text(target, context))
     found: dict[Try, list[Step]] = {at: [] for at in trees}
-    for turn in range(TURNS + 1):
+    for turn in range(WARM_UP + TURNS):
         for place, at in enumerate(list(found)):
             for timed in (at, PLAIN) if place % AGAIN == AGAIN - 1 else (at,):
                 drafter.growth = trees[timed]
                 found[timed].append(next(cycles))
-        if turn == 0:  # it warms up
+        if turn + 1 == WARM_UP:
             found = {at: [] for at, steps in found.items() if not _hopeless(at, steps[-1], found[PLAIN][-1])}
     return found
 
