@@ -8,7 +8,7 @@ python -m specbench.study study=bench model=llama2-7b arms=[none,eagle2] dataset
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ from specbench.common.types import Name, Natural
 from specbench.config import run_spec
 from specbench.config.cli import choice, command, run_cli, typed_overrides
 from specbench.config.run_spec import RunOptions
-from specbench.engine.target import pick_device
+from specbench.data.chat import Chat
+from specbench.data.prompts import Question
+from specbench.engine.target import Target, pick_device
 from specbench.evaluation import arms, cell, several, study_runs
+from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_runs import StudyCell
 from specbench.evaluation.study_training import Trained, train_missing
 from specbench.records import blocks, studies
@@ -98,9 +101,7 @@ def _decode(
         if one.base.model != loaded:  # of another precision
             del target
             target, chat, loaded = *arms.load(one.base, study_runs.largest(prepared, one, absent)), one.base.model
-        there = [side for side in one.sides if side.member.label not in absent]
-        bound = (study_runs.bind(side, target, f"arm {n} of {len(there)}") for n, side in enumerate(there, 1))
-        built = [arms.baseline(one.base, target), *(arm for arm in bound if arm is not None)]
+        built = _bound(name, one, target, chat, questions, absent)
         print(f"{where}: {one.title}", file=sys.stderr, flush=True)
         measure = study_runs.repetitions(study, one.base, users) if one.number == measured else {}
         ran = cell.run(one.base, target, chat, built, questions, name, measure, budget, console.live)
@@ -111,6 +112,26 @@ def _decode(
     if not found:
         raise SpecBenchError(f"study {name}: no cell has its prompts, see above")
     return found
+
+
+def _bound(
+    name: str, one: StudyCell, target: Target, chat: Chat, questions: Sequence[Question], absent: Collection[str]
+) -> list[Arm]:
+    """A cell's arms, the baseline first. Where some have to be timed before, the others answer the first question first."""
+    there = [side for side in one.sides if side.member.label not in absent]
+    places = {side.member.label: f"arm {n} of {len(there)}" for n, side in enumerate(there, 1)}
+    base = arms.baseline(one.base, target)
+    early = study_runs.ready_early(there, target)
+    found = {side.member.label: study_runs.bind(side, target, places[side.member.label]) for side in early}
+    if early:
+        ready = [base, *(arm for arm in found.values() if arm is not None)]
+        print(f"{name}: one question with arms that are ready, before trees are fitted", file=sys.stderr, flush=True)
+        if table := cell.decode_early(one.base, target, chat, ready, questions[0], name, console.live):
+            print(table, file=sys.stderr, flush=True)
+    for side in there:
+        if side not in early:
+            found[side.member.label] = study_runs.bind(side, target, places[side.member.label])
+    return [base, *(arm for side in there if (arm := found[side.member.label]) is not None)]
 
 
 def _show(name: str, study: Study, found: Sequence[tuple[StudyCell, cell.Ran]]) -> None:

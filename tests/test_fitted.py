@@ -13,7 +13,7 @@ from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.policies import Dynamic, Static
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.evaluation import arms
+from specbench.evaluation import fitting
 from specbench.training.features import Answer
 from specbench.training.replay import replay
 from specbench.tuning import acceptance as measured
@@ -291,16 +291,16 @@ def test_acceptance_lies_beside_the_weights_it_was_measured_with(tmp_path, answe
 def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
     """They are fitted to its acceptance and to its cycles, as if it drafted alone; and it drafts from as many ids."""
     target, asked = tiny(), []
-    monkeypatch.setattr(arms.acceptance, "read", lambda folder: asked.append(folder.name) or made_up())
-    monkeypatch.setattr(arms.cost_model, "of", lambda target, drafter, model, said: asked.append((drafter, said)) or COSTS)
+    monkeypatch.setattr(fitting.acceptance, "read", lambda folder: asked.append(folder.name) or made_up())
+    monkeypatch.setattr(fitting.cost_model, "of", lambda target, drafter, model, said: asked.append((drafter, said)) or COSTS)
     drafter = make("hybrid", target, "tree=rate")
     drafter.base.weights = "somewhere"
     spec, alone = settled("hybrid", "drafter.vocabulary=20"), settled("eagle2", "drafter.vocabulary=20")
-    found = arms._fit(drafter, spec, target, "hybrid")
+    found = fitting.fit(drafter, spec, target, "hybrid")
     (timed, said) = asked.pop()
     assert asked == ["somewhere"] and timed is drafter.base
     assert said["drafter"] == {k: v for k, v in alone.drafter.items() if k != "growth"}
     assert found["fitted"]["choice"] == drafter.base.growth.chosen["choice"]
     assert drafter.nodes == max(drafter.retrieval.nodes, drafter.base.nodes) and drafter.passes == drafter.base.passes
     assert configuration("hybrid").drafter.base.vocabulary is None
-    assert arms._fit(make("hybrid", target), spec, target, "hybrid") == {}, "a tree of a paper is not fitted"
+    assert fitting.fit(make("hybrid", target), spec, target, "hybrid") == {}, "a tree of a paper is not fitted"

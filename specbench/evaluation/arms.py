@@ -5,7 +5,7 @@ What every command that decodes does with a `RunSpec`: load the target, build th
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError, one_line, visible
-from specbench.common.storage import PROJECT
 from specbench.config.cli import sweeping
 from specbench.config.run_spec import RunSpec, state_compressors
 from specbench.data.chat import Chat, Message
@@ -22,15 +21,14 @@ from specbench.engine.interface import Elsewhere
 from specbench.engine.memory import NoRoom
 from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Rule
+from specbench.evaluation import fitting
 from specbench.evaluation.runner import BoundDrafter
-from specbench.records import blocks, identity
+from specbench.records import identity
 from specbench.records.blocks import read_block
 from specbench.records.metrics import BASELINE
 from specbench.records.rows import Row
 from specbench.remote import serving
 from specbench.remote.link import Link
-from specbench.tuning import acceptance, cost_model
-from specbench.tuning.cost_aware import Costs
 
 # What is encoded to tell chat formats apart: template, system prompt and tokenizer all show in its ids.
 PROBE: list[Message] = [
@@ -122,7 +120,7 @@ def build(
     elif spec.model.forward == "lean" and hasattr(drafter, "optimize_for_inference"):
         drafter.optimize_for_inference()
     own = spec.own
-    fitted = _fit(drafter, spec, target, label or drafter.name)
+    fitted = fitting.fit(drafter, spec, target, label or drafter.name)
     own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration
     said = own | {
         "parameters": drafter.active_parameters,
@@ -134,56 +132,6 @@ def build(
     }
     served = {"served": drafter.found} if isinstance(drafter, Elsewhere) else {}
     return Arm(BoundDrafter(label or drafter.name, drafter, rule), spec, said | fitted | served | more)
-
-
-def _fit(drafter: Any, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:
-    """Fit a drafter's growth to the machine, if it can be; what was chosen, and from which costs.
-
-    Of a drafter that asks a trained one it is that one's growth: what both of them do is not predicted.
-
-    Raises:
-        SpecBenchError: acceptance was not measured with these weights, or cannot be.
-    """
-    own: Mapping[str, Any] = spec.drafter
-    if hasattr(drafter, "grower"):
-        drafter, own = drafter.grower, own["base"]
-    growth: Any = getattr(drafter, "growth", None)
-    if not hasattr(growth, "fit"):
-        return {}
-    if spec.model.weights == "random" or drafter.weights is None:
-        raise SpecBenchError(f"drafter={drafter.name}: a tree can be fitted to trained weights only; choose another tree=")
-    if not spec.link.local:
-        raise SpecBenchError("tree=: costs are timed of a target in this process; choose another tree=, or link=local")
-    followed = acceptance.read(PROJECT / drafter.weights)
-    said = {k: v for k, v in own.items() if k != "growth"}
-    costs = _earlier_costs(spec, target, label)
-    if costs is None:
-        costs = cost_model.of(target, drafter, spec.model.name, {"drafter": said, "backend": spec.backend})
-    growth.fit(followed, costs)
-    drafter.set_tree_policy(growth)
-    return {"fitted": {**growth.chosen, "costs": asdict(costs)}}
-
-
-def _earlier_costs(spec: RunSpec, target: Target, label: str) -> Costs | None:
-    """From which this arm's tree was fitted in the blocks of this cell: of the tree that has most rows; None without any.
-
-    Seconds are those of one kind of machine; a replay goes on with the tree that it began with, wherever that was fitted.
-    """
-    here = {"hardware": environment.hardware(target.device), "config": spec.shared, "timing": identity.TIMING}
-    machine, options = identity.machine_key(here), identity.plain_options(spec.drafter)
-    rows: dict[str, int] = {}  # by tree
-    tables: dict[str, Any] = {}
-    for known in blocks.scan_all(spec.cell_folder, BASELINE):
-        arm: Any = known.header["arms"].get(label, {})
-        alike = "fitted" in arm and identity.plain_options(arm["drafter"]) == options
-        if alike and (spec.replay or known.machine == machine):
-            tree = known.arms[label][1]
-            rows[tree] = rows.get(tree, 0) + sum(row[0] == label for row in known.rows)
-            tables[tree] = arm["fitted"]["costs"]
-    if not rows:
-        return None
-    chosen = tables[max(rows, key=lambda tree: rows[tree])]
-    return Costs(**{name: {int(n): seconds for n, seconds in table.items()} for name, table in chosen.items()})
 
 
 def _provenance(weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,10 +84,10 @@ def run(
     folder = spec.cell_folder
     if measure is None:
         measure = {"memory": 0 if spec.replay else spec.memory}
-    bench = Bench(target, chat, [side.contender for side in sides], spec.sampler, spec.decode, spec.replay)
+    bench = _bench(spec, target, chat, sides)
     with _to_itself(spec, bench):
         begin = time.monotonic()
-        ledger = Ledger(folder, described, BASELINE, timed=not spec.replay, fresh=spec.rerun == "all")
+        ledger = _ledger(spec, described)
         bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, asked))
         here = [side for side in sides if not isinstance(side.contender.drafter, Elsewhere)]
         unmeasured = measurements.take(measure, ledger, _setting(spec, target, chat, questions), here, budget)
@@ -98,6 +98,39 @@ def run(
     pace, missing = ledger.pace(), bench.missing(questions, ledger)
     seconds = None if pace is None else pace * missing
     return Ran(ledger, len(sides) - 1, asked, len(ledger.failed()), unmeasured, left, seconds, bench.text)
+
+
+def decode_early(
+    spec: RunSpec,
+    target: Target,
+    chat: Chat,
+    sides: list[Arm],
+    question: Question,
+    study: str,
+    live: Callable[[Ledger, Sequence[str]], str],
+) -> str:
+    """One question with those arms that are ready, in a block of its own, while the others have to be prepared for minutes.
+
+    The other arms meet this question later, beside a baseline decoded anew: seconds are compared inside one block.
+
+    Returns:
+        The table of it; empty where nothing was missing.
+    """
+    bench, described = _bench(spec, target, chat, sides), arms.header(spec, target, chat, sides, [question], study)
+    with _to_itself(spec, bench):
+        ledger = _ledger(spec, described)
+        if not bench.missing([question], ledger):
+            return ""
+        bench.run([question], ledger)
+        return live(ledger, [question.digest])
+
+
+def _bench(spec: RunSpec, target: Target, chat: Chat, sides: Sequence[Arm]) -> Bench:
+    return Bench(target, chat, [side.contender for side in sides], spec.sampler, spec.decode, spec.replay)
+
+
+def _ledger(spec: RunSpec, described: Mapping[str, Any]) -> Ledger:
+    return Ledger(spec.cell_folder, described, BASELINE, timed=not spec.replay, fresh=spec.rerun == "all")
 
 
 def _to_itself(spec: RunSpec, bench: Bench) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from specbench.config.run_spec import GreedyOnly, RunSpec
 from specbench.data.prompts import Question
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.evaluation import arms
+from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records.metrics import BASELINE
@@ -146,6 +146,17 @@ def largest(cells: Sequence[StudyCell], loaded: StudyCell, absent: Collection[st
         [s.made[0] for s in c.sides if s.member.label not in absent] for c in cells if c.base.model == loaded.base.model
     ]
     return max(alike, key=len)
+
+
+def ready_early(sides: Sequence[Side], target: Target) -> list[Side]:
+    """Those that can decode at once, if others cannot; none where all can, or where there is no clock.
+
+    A drafter that remembers earlier prompts is none of them: it answers all questions in one go.
+    """
+    slow = [side for side in sides if fitting.takes_time(side.made[0], side.spec, target, side.member.label)]
+    if not slow or slow[0].spec.replay:
+        return []
+    return [side for side in sides if side not in slow and getattr(side.made[0], "state", None) != "run"]
 
 
 def bind(side: Side, target: Target, place: str) -> Arm | None:

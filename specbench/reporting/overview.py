@@ -145,14 +145,14 @@ def apart(group: Sequence[Entry]) -> list[str]:
 
 
 def numbers(group: Sequence[Entry]) -> Table:
-    """The table that a run ends with, see `console`; speed-ups coloured where their intervals exclude 1."""
+    """The table that a run ends with, see `console`; speed-ups coloured where enough questions tell them from 1."""
     ordered = console.in_order(group)
     columns = console.replayed_columns() if ordered[0].replayed else console.main_columns(wide=False)
     lines: list[list[str | Cell]] = [[make(e) for _, make in columns] for e in ordered]
     for e, line in zip(ordered, lines, strict=True):
         line[0] = e.title + (f" ({e.failed} FAILED)" if e.failed else "")
         if not e.replayed and e.name != BASELINE:
-            line[1] = Cell(str(line[1]), _tone(e.summary.speed_up, 1.0))
+            line[1] = Cell(str(line[1]), _tone(e.summary.speed_up, 1.0, (e,)))
     return Table([title for title, _ in columns], lines)
 
 
@@ -196,7 +196,7 @@ def _kind(e: Entry) -> str:
 
 
 def matrix(group: Sequence[Entry], metric: str) -> Table:
-    """Every drafter against every other one: the line's over the column's, coloured where the interval excludes none."""
+    """Every drafter against every other one: the line's over the column's, coloured where enough questions tell them apart."""
     ratio = metric != "tau"
     caption = (
         "speed of the line's drafter over that of the column's"
@@ -218,13 +218,18 @@ def _duel(a: Entry, b: Entry, metric: str, ratio: bool) -> Cell:
     if effect is None:
         return Cell(ABSENT, "away", hint=f"{pair}: nothing to compare")
     said = f"{effect.value:.2f}" if ratio else f"{effect.value:+.2f}"
-    return Cell(said, _tone(effect, 1.0 if ratio else 0.0), hint=f"{pair}: {shown(effect)}")
+    few = verdict.too_little((a, b))
+    hint = f"{pair}: {shown(effect)}" + (f" ({few})" if few else "")
+    return Cell(said, _tone(effect, 1.0 if ratio else 0.0, (a, b)), hint=hint)
 
 
-def _tone(effect: Interval | None, neutral: float) -> str:
+def _tone(effect: Interval | None, neutral: float, of: Sequence[Entry]) -> str:
+    if verdict.too_little(of):
+        return ""
     return {"more": "good", "less": "bad"}.get(called(effect, neutral, "more", "less"), "")
 
 
+TOO_LITTLE = "too few questions, or a busy machine"
 VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
 
 
@@ -236,6 +241,8 @@ def versus(group: Sequence[Entry]) -> list[list[str]]:
         for b in drafters[i + 1 :]:
             speed, tau = against(a, b, "speed_up", ratio=True), against(a, b, "tau", ratio=False)
             calls = called(speed, 1.0, "yes", "no"), called(tau, 0.0, "yes", "no, less")
+            if verdict.too_little((a, b)):
+                calls = (TOO_LITTLE, TOO_LITTLE)
             lines.append([a.title, b.title, shown(speed), shown(tau), *calls])
     return lines
 

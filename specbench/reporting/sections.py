@@ -128,9 +128,11 @@ def _duels(report: "Report") -> list[Block]:
     if len(group) < 2:
         return []
     drafters = [e for e in report.view.timed(report.view.first) if e.name != BASELINE]
+    few = verdict.too_little(group)
+    coloured = "coloured (bold) where the 95% interval of this pair excludes no difference."
     said = (
-        f"The first {len(group)} of the ranking, the line's drafter over the column's; coloured (bold) where the 95% "
-        f"interval of this pair excludes no difference."
+        f"The first {len(group)} of the ranking, the line's drafter over the column's; "
+        + (f"not coloured: {few}." if few else coloured)
         + (" All pairs: tables/versus.csv." if len(drafters) > len(group) else "")
     )
     return [Paragraph(said, "note"), overview.matrix(group, "speed_up" if group[0].summary.speed_up else "tau")]

@@ -17,6 +17,7 @@ from specbench.reporting.tables import shown
 
 QUESTIONS = 20  # for any verdict
 CONFIDENCE = 0.95
+BUSY = "the machine did other work meanwhile, so there is no verdict"
 NAMED = 4  # drafters in one sentence, at most
 
 
@@ -49,18 +50,23 @@ def verdict(group: Sequence[Entry]) -> Verdict:
     drafters = ranked(group)
     if not drafters:
         return Verdict(reason="no speed-up was measured here")
-    questions = min(len(e.totals.questions) for e in drafters)
-    if questions < QUESTIONS:
-        return Verdict(
-            reason=f"{questions} question{'s' * (questions > 1)}: too few for a verdict, which takes {QUESTIONS}"
-        )
-    if any(e.busy for e in group):
-        return Verdict(reason="the machine did other work meanwhile, so there is no verdict")
+    if reason := too_little(drafters) or (BUSY if any(e.busy for e in group) else ""):
+        return Verdict(reason=reason)
     base = next(e for e in group if e.name == BASELINE)
     beaten = _beaten(drafters)
     order = [*drafters, base]
     best = tuple(e for e, lost in zip(order, beaten, strict=True) if not lost)
     return Verdict(tuple(sorted(best, key=lambda e: -_value(e))))
+
+
+def too_little(entries: Sequence[Entry]) -> str:
+    """Why nothing may be concluded from the rows of these; empty if something may."""
+    questions = min(len(e.totals.questions) for e in entries)
+    if questions < QUESTIONS:
+        return f"{questions} question{'s' * (questions > 1)}: too few for a verdict, which takes {QUESTIONS}"
+    if any(e.busy and not e.replayed for e in entries):
+        return BUSY
+    return ""
 
 
 def _value(e: Entry) -> float:

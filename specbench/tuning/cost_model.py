@@ -166,6 +166,11 @@ def path_of(model: str, drafter: str, conditions: Mapping[str, Any]) -> Path:
     return cache_root() / "costs" / model / f"{drafter}-{hashing.of(conditions)[:12]}.json"
 
 
+def known(target: Target, drafter: Any, model: str, said: Mapping[str, Any]) -> bool:
+    """Are the costs in the cache?"""
+    return path_of(model, drafter.name, made_for(target, said)).is_file()
+
+
 def of(target: Target, drafter: Any, model: str, said: Mapping[str, Any]) -> Costs:
     """The costs here, from the cache or timed now. Where other work disturbed them, that is said."""
     conditions = made_for(target, said)
