@@ -229,7 +229,7 @@ def _tone(effect: Interval | None, neutral: float, of: Sequence[Entry]) -> str:
     return {"more": "good", "less": "bad"}.get(called(effect, neutral, "more", "less"), "")
 
 
-TOO_LITTLE = "too few questions, or a busy machine"
+TOO_LITTLE = "preliminary"  # too few questions, or a busy machine
 VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
 
 
