@@ -8,7 +8,7 @@ python -m specbench.study study=bench model=llama2-7b arms=[none,eagle2] dataset
 """
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,20 +91,18 @@ def _decode(
         *arms.load(prepared[0].base, study_runs.largest(prepared, prepared[0], absent)),
         prepared[0].base.model,
     )
-    for place, one in enumerate(prepared, 1):
-        where = f"{name}, cell {place} of {len(prepared)}"
-        try:
-            questions = study_runs.spread(one.base.dataset.load())
-        except SpecBenchError as error:  # the other cells are worth having
-            print(visible(f"specbench: {where}: {error}"), file=sys.stderr)
-            continue
+    asked = list(_asked(name, prepared))
+    ahead = [one.work(questions) for _, one, questions in asked]
+    for place, (where, one, questions) in enumerate(asked):
         if one.base.model != loaded:  # of another precision
             del target
             target, chat, loaded = *arms.load(one.base, study_runs.largest(prepared, one, absent)), one.base.model
         built = _bound(name, one, target, chat, questions, absent)
         print(f"{where}: {one.title}", file=sys.stderr, flush=True)
         measure = study_runs.repetitions(study, one.base, users) if one.number == measured else {}
-        ran = cell.run(one.base, target, chat, built, questions, name, measure, budget, console.live)
+        ran = cell.run(
+            one.base, target, chat, built, questions, name, measure, budget, console.live, sum(ahead[place:]) / ahead[place]
+        )
         if ran.failed:
             print(f"specbench: {ran.failed} generations failed; rows in {ran.ledger.folder} say why", file=sys.stderr)
         found.append((one, ran))
@@ -112,6 +110,16 @@ def _decode(
     if not found:
         raise SpecBenchError(f"study {name}: no cell has its prompts, see above")
     return found
+
+
+def _asked(name: str, prepared: Sequence[StudyCell]) -> Iterator[tuple[str, StudyCell, list[Question]]]:
+    """Where each cell is in the study, the cell, and its questions; without cells whose prompts are not to be had."""
+    for place, one in enumerate(prepared, 1):
+        where = f"{name}, cell {place} of {len(prepared)}"
+        try:
+            yield where, one, study_runs.spread(one.base.dataset.load())
+        except SpecBenchError as error:  # the other cells are worth having
+            print(visible(f"specbench: {where}: {error}"), file=sys.stderr)
 
 
 def _bound(

@@ -292,7 +292,9 @@ def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
     """They are fitted to its acceptance and to its cycles, as if it drafted alone; and it drafts from as many ids."""
     target, asked = tiny(), []
     monkeypatch.setattr(fitting.acceptance, "read", lambda folder: asked.append(folder.name) or made_up())
-    monkeypatch.setattr(fitting.cost_model, "of", lambda target, drafter, model, said: asked.append((drafter, said)) or COSTS)
+    monkeypatch.setattr(
+        fitting.cost_model, "of", lambda target, drafter, model, said: asked.append((drafter, said)) or COSTS
+    )
     drafter = make("hybrid", target, "tree=rate")
     drafter.base.weights = "somewhere"
     spec, alone = settled("hybrid", "drafter.vocabulary=20"), settled("eagle2", "drafter.vocabulary=20")

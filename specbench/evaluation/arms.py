@@ -25,7 +25,6 @@ from specbench.evaluation import fitting
 from specbench.evaluation.runner import BoundDrafter
 from specbench.records import identity
 from specbench.records.blocks import read_block
-from specbench.records.metrics import BASELINE
 from specbench.records.rows import Row
 from specbench.remote import serving
 from specbench.remote.link import Link

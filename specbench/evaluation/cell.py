@@ -70,6 +70,7 @@ def run(
     measure: Mapping[str, int] | None = None,
     budget: Budget | None = None,
     live: Callable[[Ledger, Sequence[str]], str] | None = None,
+    times: float = 1.0,
 ) -> Ran:
     """Decode and measure what the cell of these arms lacks, in a block of its own.
 
@@ -77,6 +78,7 @@ def run(
         spec: what the arms have in common. sides: the baseline first.
         measure: repetitions by quantity; None: of peak memory, as the run says. budget: None for as long as it takes.
         live: the table so far, of a cell's rows and the digests of the questions, for a terminal.
+        times: how many times this cell's work is ahead, with the cells behind it.
     """
     budget = budget or Budget()
     asked = [question.digest for question in questions]
@@ -88,7 +90,7 @@ def run(
     with _to_itself(spec, bench):
         begin = time.monotonic()
         ledger = _ledger(spec, described)
-        bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, asked))
+        bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, asked), times)
         here = [side for side in sides if not isinstance(side.contender.drafter, Elsewhere)]
         unmeasured = measurements.take(measure, ledger, _setting(spec, target, chat, questions), here, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)

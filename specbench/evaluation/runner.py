@@ -88,6 +88,7 @@ class Bench:
         ledger: Ledger,
         budget: Budget | None = None,
         below: Callable[[], str] | None = None,
+        times: float = 1.0,
     ) -> None:
         """Decode what the cell lacks: whole questions, as long as the budget lasts by the durations of those before.
 
@@ -95,6 +96,7 @@ class Bench:
 
         Args:
             below: what stands under the bar of a terminal, question by question.
+            times: how many times this cell's work is ahead, with the cells behind it; for the announcement.
         """
         budget = budget or Budget()
         anew = self._anew(questions, ledger, budget)
@@ -106,7 +108,7 @@ class Bench:
                 question.check.require()
         names = ["plain" if c.label == BASELINE else c.label for c in self.contenders]
         title = ", ".join(names) if len(names) < 4 else f"{len(names)} drafters"
-        self._announce(title, todo, ledger, self._warm_up(todo[0]), budget)
+        self._announce(title, todo, ledger, self._warm_up(todo[0]), budget, times)
         pace = Pace()
         with progress(title, len(questions), "questions", below) as reached, _remembering(anew):
             reached(len(questions) - len(todo))
@@ -358,12 +360,18 @@ class Bench:
             found[contender.label] = (time.monotonic() - begin) / max(1, len(row.tokens))
         return found
 
-    def _announce(self, title: str, todo: Sequence[Question], ledger: Ledger, pace: dict[str, float], most: Budget) -> None:
+    def _announce(
+        self, title: str, todo: Sequence[Question], ledger: Ledger, pace: dict[str, float], budget: Budget, times: float
+    ) -> None:
         """Say how much is missing and how long that takes at most, see `longest`. pace: of the warm-up; empty: none was."""
-        if pace:
-            seconds = longest((self._missing(q, ledger) for q in todo), pace, self.settings.max_new_tokens, most)
-            much = f"{len(todo)} question{'s' * (len(todo) > 1)}, {span(seconds)} at most"
-            print(f"{title}: {much} ({self.settings.max_new_tokens:,} tokens an answer)", file=sys.stderr, flush=True)
+        if not pace:
+            return
+        seconds = longest((self._missing(q, ledger) for q in todo), pace, self.settings.max_new_tokens, budget)
+        much = f"{len(todo)} question{'s' * (len(todo) > 1)}, {span(seconds)} at most"
+        if times > 1:
+            whole = seconds * times if budget.left is None else min(seconds * times, max(budget.left, 0.0))
+            much += f", {span(whole)} with the cells behind it"
+        print(f"{title}: {much} ({self.settings.max_new_tokens:,} tokens an answer)", file=sys.stderr, flush=True)
 
 
 @contextmanager

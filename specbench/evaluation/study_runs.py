@@ -60,6 +60,11 @@ class StudyCell:
         drawn = "greedy" if temperature == 0 else f"T={temperature}"
         return f"{self.base.dataset.name}, {drawn}{', replayed' if self.base.replay else ''}"
 
+    def work(self, questions: Sequence[Question]) -> int:
+        """Tokens that decoding it takes at most, with all arms: what cells are weighed by."""
+        turns = sum(len(question.turns) for question in questions)
+        return max(1, turns * (1 + len(self.sides)) * self.base.decode.max_new_tokens)
+
 
 def chosen(study: Study, wanted: Sequence[str] | None, name: str) -> Study:
     """The study with the arms that were asked for; a drafter's name that is no arm's is an arm by itself."""

@@ -48,7 +48,7 @@ def show_claims(verdicts: Iterable[Verdict], arms: Collection[str]) -> None:
 def live(ledger: Ledger, questions: Sequence[str]) -> str:
     """The tables of a cell as far as it is measured."""
     found = measured([Asked.of(ledger, questions)])
-    return "\n".join(line for line in lines(found, terminal_width()) if not line.startswith("=>"))
+    return "\n".join(lines(found, terminal_width(), concluded=False))
 
 
 def terminal_width() -> int:
@@ -61,17 +61,19 @@ def how_to_report(results: Path) -> str:
     return f"Page with figures, traces and every number: specbench report results={results}"
 
 
-def lines(entries: Sequence[Entry], width: int = WIDTH, details: bool = False, page: str | None = None) -> list[str]:
-    """What `show` prints, line by line."""
+def lines(
+    entries: Sequence[Entry], width: int = WIDTH, details: bool = False, page: str | None = None, concluded: bool = True
+) -> list[str]:
+    """What `show` prints, line by line. concluded: with a verdict under each table."""
     found: list[str] = []
     machines = len({e.machine for e in entries}) > 1
     for _, group in groups(names.labelled(entries)):
         said = caption(group, machines)
-        found += [*([""] if found else []), *_wrapped(said, width), *_group(group, width, details)]
+        found += [*([""] if found else []), *_wrapped(said, width), *_group(group, width, details, concluded)]
     return [*found, *_wrapped(f"=> {page}", width)] if page and found else found
 
 
-def _group(group: Sequence[Entry], width: int, details: bool) -> list[str]:
+def _group(group: Sequence[Entry], width: int, details: bool, concluded: bool) -> list[str]:
     """One table with its verdict; of entries of one name the newest."""
     newest, folded = current(group)
     ordered = in_order(newest)
@@ -87,7 +89,7 @@ def _group(group: Sequence[Entry], width: int, details: bool) -> list[str]:
     failed = [f"{e.title}: {e.failed} generations FAILED" for e in ordered if e.failed]
     for line in (*failed, *disturbances(ordered)):
         found += _wrapped(line, width)
-    if len(ordered) > 1 and not ordered[0].replayed:
+    if concluded and len(ordered) > 1 and not ordered[0].replayed:
         said = [verdict.sentence(ordered), *reasons(ordered), *advice(ordered)]
         found += _wrapped("=> " + " ".join(said), width)
     return found

@@ -196,7 +196,7 @@ def _kind(e: Entry) -> str:
 
 
 def matrix(group: Sequence[Entry], metric: str) -> Table:
-    """Every drafter against every other one: the line's over the column's, coloured where enough questions tell them apart."""
+    """Every drafter against every other one: the line's over the column's, coloured where enough questions tell them so."""
     ratio = metric != "tau"
     caption = (
         "speed of the line's drafter over that of the column's"
