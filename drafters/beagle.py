@@ -35,9 +35,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from drafters.blocks import TrainedDrafter, llama_config, noisy
+from drafters.base import TrainedDrafter, llama_config, noisy
+from drafters.distillation import DistillationLoss
 from drafters.layers import attend, rotate, split_heads
-from drafters.teacher import DistillationLoss
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, TargetStates

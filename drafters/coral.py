@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.distillation import DistillationLoss
 from drafters.eagle import following
 from drafters.hass import Hass
-from drafters.teacher import DistillationLoss
 from specbench.common.types import Count, Name, Positive, Text, Weight
 from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy

@@ -44,9 +44,9 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.blocks import Noise, TrainedDrafter, argmax_at, llama_config, noisy, served
+from drafters.base import Noise, TrainedDrafter, argmax_at, llama_config, noisy, served
+from drafters.distillation import DistillationLoss
 from drafters.layers import behind
-from drafters.teacher import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from drafters.distillation import DistillationLoss
 from drafters.eagle import Eagle, following
-from drafters.teacher import DistillationLoss
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy

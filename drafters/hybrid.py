@@ -10,31 +10,19 @@ the other.
 Deviations and choices: the threshold is on tokens matched, whatever followed them.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from drafters.retrieval import Matching
 from specbench.common.types import Count, Name
-from specbench.engine.interface import DraftTree, Outline, Sampler, State, Taps, TargetStates
+from specbench.engine.drafter import Delegating, Drafter, State
+from specbench.engine.interface import DraftTree, Sampler, TargetStates
 from specbench.engine.target import Target
 
 
-class Matching(Protocol):
-    """A drafter that copies from the text, and says of how many last tokens it knows what followed them."""
-
-    nodes: int
-    matched: int
-    state: State
-
-    def bind(self, target: Any) -> None: ...
-    def reset(self, capacity: int) -> None: ...
-    def remember(self, on: bool) -> None: ...
-    def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree: ...
-    def observe(self, states: TargetStates, bonus: int) -> None: ...
-
-
-class Hybrid(nn.Module):
+class Hybrid(Delegating, nn.Module):
     """Two drafters, of which one drafts in each cycle.
 
     Args:
@@ -53,61 +41,48 @@ class Hybrid(nn.Module):
         least: Count = 3,
         vocabulary: Count | None = None,
     ):
-        super().__init__()
-        self.name, self.retrieval, self.trained, self.base, self.least = name, retrieval, trained, base, least
+        nn.Module.__init__(self)
+        Drafter.__init__(self, name)
+        self.retrieval, self.base, self.least = retrieval, base, least
         self.vocabulary = vocabulary
 
     @property
-    def taps(self) -> Taps:
-        """What the trained drafter reads, known once it is bound at the latest; the retrieval drafter reads ids alone."""
-        taps: Taps = self.base.taps
-        return taps
-
-    @property
-    def nodes(self) -> int:
+    def nodes(self) -> int:  # type: ignore[override]
         return max(self.retrieval.nodes, int(self.base.nodes))
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> int:  # type: ignore[override]
         return int(self.base.passes)
 
     @property
-    def grower(self) -> Any:
-        """The drafter whose trees `tree=` shapes, and fits."""
-        return self.base
-
-    @property
-    def state(self) -> State:
+    def state(self) -> State:  # type: ignore[override]
         """What the retrieval drafter's memory holds; the trained one has none."""
         return self.retrieval.state
 
-    def remember(self, on: bool) -> None:
-        self.retrieval.remember(on)
+    @property
+    def grower(self) -> Drafter:
+        grower: Drafter = self.base
+        return grower
 
-    def outline(self, target: Target) -> Outline:
-        found: Outline = self.base.outline(target)
-        return found
+    @property
+    def trained(self) -> Drafter:
+        trained: Drafter = self.base
+        return trained
+
+    def persist(self, on: bool) -> None:
+        self.retrieval.persist(on)
 
     def bind(self, target: Target) -> None:
         self.retrieval.bind(target)
-        self.base.bind(target)
-        self.active_parameters = self.base.active_parameters
-        self.provenance = {"base": self.base.provenance}
-        self.contents = {f"base/{name}": digest for name, digest in self.base.contents.items()}
-
-    def compile_network(self, backend: str = "inductor") -> None:
-        self.base.compile_network(backend)
-
-    def optimize_for_inference(self) -> None:
-        self.base.optimize_for_inference()
+        super().bind(target)
 
     def reset(self, capacity: int) -> None:
         self.retrieval.reset(capacity)
-        self.base.reset(capacity)
+        super().reset(capacity)
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         self.retrieval.observe(states, bonus)
-        self.base.observe(states, bonus)
+        super().observe(states, bonus)
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         if self.retrieval.matched >= self.least:

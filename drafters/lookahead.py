@@ -27,7 +27,8 @@ from torch import Tensor
 
 from drafters.retrieval import Retriever
 from specbench.common.types import Count, Name, Seed
-from specbench.engine.interface import DraftTree, Sampler, State, Taps, TargetStates
+from specbench.engine.drafter import State
+from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.sampling import argmax
 from specbench.engine.tree import Trie
 
@@ -129,6 +130,7 @@ class Lookahead(Retriever):
     """
 
     taps = Taps(last=False, likeliest=1)
+    observes_trees = True
 
     def __init__(
         self,
@@ -143,11 +145,11 @@ class Lookahead(Retriever):
         super().__init__(name, self.window.nodes, state)
         self.guesses, self.seed = guesses, seed
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.pool = Pool(self.guesses)
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """The prompt starts window and pool; afterwards everything is seen in `review`."""
+        """The prompt starts window and pool; afterwards everything is seen in `observe_tree`."""
         if self.begun:
             return
         self.begun = True
@@ -160,5 +162,5 @@ class Lookahead(Retriever):
         trie, _ = self.window.trie(root, map(self.emittable, self.pool.after(root)))
         return trie.tree(self.device)
 
-    def review(self, tree: DraftTree, states: TargetStates) -> None:
+    def observe_tree(self, tree: DraftTree, states: TargetStates) -> None:
         self.window.learn(argmax(self.window.last(states.logits)).tolist(), self.pool)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.blocks import TrainedDrafter, likeliest
+from drafters.base import TrainedDrafter, likeliest
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Natural, Text, Weight
 from specbench.engine.interface import Batch, TargetStates
@@ -89,8 +89,7 @@ class Medusa(TrainedDrafter):
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
         super().set_tree_policy(growth)
-        if hasattr(growth, "limit_depth"):
-            growth.limit_depth(self.heads)
+        growth.limit_depth(self.heads)
 
     def bind(self, target: Target) -> None:
         super().bind(target)

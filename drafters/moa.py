@@ -50,10 +50,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from drafters.blocks import TrainedDrafter, llama_config
+from drafters.base import TrainedDrafter, llama_config
+from drafters.distillation import DistillationLoss
 from drafters.layers import attend, behind, rotate, split_heads
 from drafters.lsa import LayerSelfAttention
-from drafters.teacher import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Natural, Positive, Share, Text, Weight
 from specbench.engine.cache import KVCache
@@ -161,6 +161,7 @@ class MoA(TrainedDrafter):
         vocabulary: see `TrainedDrafter`.
     """
 
+    compresses_states = True
     compiled = ("across_layers", "_self_attention", "cross")
     phased = ("periods", "window", "draws", "confine", "regression", "classification")
 
@@ -285,7 +286,7 @@ class MoA(TrainedDrafter):
             cache.begin(capacity + self.growth.rows + 1)
         self.stable = 0  # rows of SA for verified tokens and the root
 
-    def condense(self, states: TargetStates) -> tuple[Tensor, ...]:
+    def compress_states(self, states: TargetStates) -> tuple[Tensor, ...]:
         """CA's keys and values of N tokens, 2 x [N, H, Dh]: all that drafting reads of the layers that LSA mixes."""
         seen = self.seen(states.last[None], {i: (k[None], v[None]) for i, (k, v) in states.kv.items()})
         keys, values = self.keys_values(seen, states.positions[None])
@@ -293,7 +294,7 @@ class MoA(TrainedDrafter):
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         """LSA over what was verified; SA up to the bonus, the next root, which drafts level 1."""
-        keys, values = states.condensed or self.condense(states)
+        keys, values = states.condensed or self.compress_states(states)
         self.states_cache.append(0, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         self.states_cache.keep()
         self.tokens_cache.truncate(self.stable)

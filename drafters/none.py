@@ -5,11 +5,12 @@ from typing import Any
 import torch
 
 from specbench.common.types import Name
-from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
+from specbench.engine.drafter import Drafter
+from specbench.engine.interface import DraftTree, Sampler, Taps
 from specbench.engine.tree import root_only
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Proposes nothing; every cycle is one target pass over the root and emits the bonus.
 
     Args:
@@ -17,19 +18,12 @@ class NoDrafter:
             asked for each; to any other target it is all the same.
     """
 
-    nodes, passes, active_parameters = 1, 0, 0
-
     def __init__(self, name: Name = "none", streamed: bool = False):
-        self.name, self.taps = name, Taps(last=False, unasked=streamed)
+        super().__init__(name)
+        self.taps = Taps(last=False, unasked=streamed)
 
     def bind(self, target: Any) -> None:
         self.device = target.device
 
-    def reset(self, capacity: int) -> None:
-        pass
-
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         return root_only(root, self.device)
-
-    def observe(self, states: TargetStates, bonus: int) -> None:
-        pass

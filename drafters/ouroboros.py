@@ -19,7 +19,6 @@ temperature, though candidates are deterministic and the engine's rule for such 
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +27,15 @@ from drafters.lookahead import Level, Pool, Window
 from drafters.retrieval import Remembering
 from drafters.vanilla import Vanilla
 from specbench.common.types import Count, Name, Natural, Seed
-from specbench.engine.interface import DraftTree, Outline, Sampler, State, Taps, TargetStates
+from specbench.engine.drafter import Delegating, Drafter, State
+from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.policies import named
 from specbench.engine.sampling import argmax
 from specbench.engine.target import Target
 from specbench.engine.tree import Trie
 
 
-class Ouroboros(nn.Module, Remembering):
+class Ouroboros(Delegating, Remembering, nn.Module):
     """A draft model with a window and a pool of phrases.
 
     Args:
@@ -51,8 +51,9 @@ class Ouroboros(nn.Module, Remembering):
         offered: the cycle's suffixes, latest first, each with the nodes that spell it.
     """
 
-    taps = Taps()
+    taps = Taps()  # its own, not the draft model's
     greedy_only = True
+    observes_trees = True
 
     def __init__(
         self,
@@ -66,30 +67,19 @@ class Ouroboros(nn.Module, Remembering):
         state: State = "none",
         seed: Seed = 0,
     ):
-        super().__init__()
-        self.name, self.base, self.gamma, self.suffixes, self.state = name, base, gamma, suffixes, state
+        nn.Module.__init__(self)
+        Drafter.__init__(self, name)
+        self.base, self.gamma, self.suffixes, self.state = base, gamma, suffixes, state
         self.window = Window(window, level, guesses)
         self.guesses, self.seed = guesses, seed
         self.nodes, self.passes = 1 + gamma + suffixes * (level - 1), gamma
 
-    def outline(self, target: Target) -> Outline:
-        return self.base.outline(target)
-
     def bind(self, target: Target) -> None:
-        self.base.bind(target)
+        super().bind(target)
         self.device, self.stop_ids = target.device, frozenset(target.stop_ids)
-        self.active_parameters = self.base.active_parameters
-        self.provenance: dict[str, Any] = {"base": self.base.provenance}
-        self.contents = {f"base/{name}": digest for name, digest in self.base.contents.items()}
-        self.forget()
+        self.clear()
 
-    def compile_network(self, backend: str = "inductor") -> None:
-        self.base.compile_network(backend)
-
-    def optimize_for_inference(self) -> None:
-        self.base.optimize_for_inference()
-
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.pool = Pool(self.guesses)
 
     def reset(self, capacity: int) -> None:
@@ -158,7 +148,7 @@ class Ouroboros(nn.Module, Remembering):
         states = self.base.lm.run(tokens[None], start + depths[None], visible[None, None], self.base.cache)[0]
         return states[before:], before
 
-    def review(self, tree: DraftTree, states: TargetStates) -> None:
+    def observe_tree(self, tree: DraftTree, states: TargetStates) -> None:
         """Phrases of the target's own. Node i of the chain is draft i, so `said` at i is what stands for draft i + 1."""
         said = argmax(states.logits).tolist()
         drafts, level = self.drafts, self.window.level

@@ -16,13 +16,13 @@ from typing import Literal
 
 import torch
 
-from drafters.retrieval import Retriever
+from drafters.retrieval import Matching
 from specbench.common.types import Count, Name
 from specbench.engine.interface import DraftTree, Sampler
 from specbench.engine.tree import Trie
 
 
-class PromptLookup(Retriever):
+class PromptLookup(Matching):
     """Copies from the prompt and the answer so far.
 
     Args:
@@ -50,7 +50,7 @@ class PromptLookup(Retriever):
             return {}
         return {"prompt_lookup_num_tokens": self.length, "max_matching_ngram_size": self.max_ngram}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.text: list[int] = []
         self.places: dict[tuple[int, ...], list[int]] = {}  # n-gram -> where the text goes on behind it, ascending
 

@@ -1,37 +1,35 @@
 """What drafters that copy share: a memory that ends with a prompt or not, and reading the text as it grows."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Any
 
 from specbench.common.types import Name
-from specbench.engine.interface import State, Taps, TargetStates
+from specbench.engine.drafter import Drafter, State
+from specbench.engine.interface import Taps, TargetStates
 
 
-class Remembering(ABC):
+class Remembering(Drafter):
     """A drafter with a memory, from which it copies tokens.
 
     Attributes:
-        state: what its memory holds when a generation begins, see `interface.State`.
-        remembering: does memory outlive a prompt at the moment?
+        persisting: does memory outlive a prompt at the moment?
     """
 
-    state: State
-    remembering = False
+    persisting = False
     stop_ids: frozenset[int]
 
-    def remember(self, on: bool) -> None:
-        self.remembering = on and self.state == "run"
-        self.forget()
+    def persist(self, on: bool) -> None:
+        self.persisting = on and self.state == "run"
+        self.clear()
 
     def reset(self, capacity: int) -> None:
-        if not self.remembering:
-            self.forget()
+        if not self.persisting:
+            self.clear()
 
-    @abstractmethod
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Empty the memory."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to empty its memory")
 
     def emittable(self, tokens: Iterable[int]) -> Iterator[int]:
         """Up to a stop token: what was copied from behind it belongs to another answer, and it can come as the bonus."""
@@ -41,22 +39,18 @@ class Remembering(ABC):
 class Retriever(Remembering):
     """A drafter that looks up what it has seen. It multiplies nothing: any target will do, and there is nothing to train.
 
-    A method fills in `forget` and `propose`; `read`, or `observe` whole, and `begin` where a beginning matters.
-
-    Attributes:
-        nodes: of its trees at most, the root included.
+    A method fills in `clear` and `propose`; `read`, or `observe` whole, and `begin` where a beginning matters.
     """
 
     taps = Taps(last=False)
-    passes, active_parameters = 0, 0
 
     def __init__(self, name: Name, nodes: int, state: State = "prompt"):
-        self.name, self.nodes, self.state = name, nodes, state
-        self.begun = False
+        super().__init__(name)
+        self.nodes, self.state, self.begun = nodes, state, False
 
     def bind(self, target: Any) -> None:
         self.device, self.stop_ids = target.device, frozenset(target.stop_ids)
-        self.forget()
+        self.clear()
 
     def reset(self, capacity: int) -> None:
         super().reset(capacity)
@@ -75,3 +69,11 @@ class Retriever(Remembering):
 
     def read(self, tokens: list[int]) -> None:
         """The text goes on with these ids, the last of which is the coming cycle's root."""
+
+
+class Matching(Retriever):
+    """One that says of how many last tokens it knows what followed them."""
+
+    @property
+    def matched(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} does not say how many tokens match")

@@ -23,18 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.blocks import TrainedDrafter, argmax_at
+from drafters.base import TrainedDrafter, argmax_at
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text
 from specbench.engine.backends.packed_linear import products
-from specbench.engine.interface import Batch, NoShortcut, Outline, TargetStates
+from specbench.engine.drafter import Delegating, Outline
+from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 
 MEASURED = 256  # states of a batch on which agreement is counted: it takes a second product with the head
 
 
-class Routed(TrainedDrafter):
+class Routed(TrainedDrafter, Delegating):
     """Another drafter, reading only a part of the LM head.
 
     Args:
@@ -63,7 +64,8 @@ class Routed(TrainedDrafter):
                 f"already; leave it out, or take drafter={base.name} without the router"
             )
         self.base, self.groups, self.active = base, groups, active
-        self.taps, self.deepest = base.taps, base.deepest
+        self.deepest, self.complete = base.deepest, True
+        base.set_tree_policy(growth)  # its caches hold the rows
 
     def outline(self, target: Target) -> Outline:
         base: Outline = self.base.outline(target)
@@ -71,7 +73,6 @@ class Routed(TrainedDrafter):
 
     def build(self, target: Target) -> None:
         self.base.bind(target)
-        self.taps = self.base.taps  # which it may know only now
         self.base.requires_grad_(False)
         self.embedding, self.head = target.embedding, target.head
         self.size = -(-target.vocab_size // self.groups)  # ids a group; the last may be smaller
@@ -80,12 +81,14 @@ class Routed(TrainedDrafter):
         self.whole_head = target.logits
         self.base.target_logits = self.routed
 
-    def compile_network(self, backend: str = "inductor") -> None:
-        self.base.compile_network(backend)
+    complete = False  # once the base is there
+
+    compile_network = Delegating.compile_network
+    timed_functions = Delegating.timed_functions
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
         super().set_tree_policy(growth)
-        if hasattr(self, "base"):  # whose caches hold the rows
+        if self.complete:
             self.base.set_tree_policy(growth)
 
     def optimize_for_inference(self) -> None:
@@ -97,8 +100,7 @@ class Routed(TrainedDrafter):
     def bind(self, target: Target) -> None:
         super().bind(target)
         self.slices = [partial(F.linear, weight=rows) for rows in self.head.weight.split(self.size)]
-        self.provenance |= {"base": self.base.provenance}
-        self.contents |= {f"base/{name}": digest for name, digest in self.base.contents.items()}
+        self.name_base()
         head = self.head.weight.numel()
         saved = head - head * min(self.active / self.groups, 1)
         self.active_parameters = self.base.active_parameters + self.router.weight.numel() - int(saved)
@@ -126,12 +128,6 @@ class Routed(TrainedDrafter):
 
     # Decoding: the base drafter's, with routed logits --------------------------------------------------------------------
 
-    def reset(self, capacity: int) -> None:
-        self.base.reset(capacity)
-
-    def observe(self, states: TargetStates, bonus: int) -> None:
-        self.base.observe(states, bonus)
-
     def root_logits(self) -> Tensor:
         return self.base.root_logits()
 
@@ -156,7 +152,5 @@ class Routed(TrainedDrafter):
         return {"loss": cross_entropy, "mass": mass.gather(-1, chosen).sum(-1).mean(), "agreement": agreement}
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        if not hasattr(self.base, "draft_states"):
-            raise NoShortcut(self.name)
         for states in self.base.draft_states(batch, steps):
             yield argmax_at(states, self.alone)

@@ -40,7 +40,8 @@ from specbench.common import storage
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Share, Text
 from specbench.engine import weights
-from specbench.engine.interface import DraftTree, Outline, Sampler, Sublayers, Taps, TargetStates
+from specbench.engine.drafter import Drafter, Outline, TimedFunction
+from specbench.engine.interface import DraftTree, Sampler, Sublayers, Taps, TargetStates
 from specbench.engine.memory import cached_numbers
 from specbench.engine.sampling import argmax, draw
 from specbench.engine.target import Target
@@ -71,7 +72,7 @@ class Threshold:
         self.value += (1 - self.memory) * move
 
 
-class _Partial(ABC):
+class _Partial(Drafter, ABC):
     """The target without some of its sublayers.
 
     Args:
@@ -94,11 +95,10 @@ class _Partial(ABC):
         rate_memory: Share = 0.5,
         memory: Share = 0.9,
     ):
-        self.name, self.most = name, most
+        super().__init__(name)
+        self.most = most
         self.adapting = threshold, wanted, step, rate_memory, memory
         self.nodes, self.passes = most + 1, most
-        self.provenance: dict[str, Any] = {}
-        self.contents: dict[str, str] = {}
 
     def outline(self, target: Target) -> Outline:
         """A cache of its own, of all layers at most."""
@@ -132,6 +132,9 @@ class _Partial(ABC):
         self.cache = self.target.new_cache(0, kept.attention)
         used = [self.parts[i][0] for i in kept.attention] + [self.parts[i][1] for i in kept.mlp]
         self.active_parameters = sum(p.numel() for part in used for p in part.parameters()) + self.head.weight.numel()
+
+    def timed_functions(self) -> list[TimedFunction]:
+        return [(self.head, "forward", "head")]
 
     def reset(self, capacity: int) -> None:
         self.cache.begin(capacity)

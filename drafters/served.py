@@ -5,21 +5,20 @@ It drafts nothing here: the loop is not run, and its seconds are those of its ow
 
 import hashlib
 import json
-from typing import Any, Literal, NoReturn
-
-import torch
+from typing import Any, Literal
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Name, Positive, Text
 from specbench.engine.decode import Limits
-from specbench.engine.interface import DraftTree, Taps, TargetStates
+from specbench.engine.drafter import ServedEngine
+from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
 from specbench.remote.endpoint import Answer, Endpoint
 
 TOLD = ("id", "root", "owned_by", "max_model_len")  # of what a server says of its model
 
 
-class Served:
+class Served(ServedEngine):
     """An endpoint as an arm.
 
     Args:
@@ -30,10 +29,9 @@ class Served:
         patience_s: see `Endpoint`.
 
     Attributes:
-        found: what the server says of its model. contents: a digest of it, by which rows are known beside the options.
+        contents: a digest of what the server says of its model, by which rows are known beside the options.
     """
 
-    nodes, passes, active_parameters = 1, 0, 0
     taps = Taps(last=False)
 
     def __init__(
@@ -47,10 +45,10 @@ class Served:
     ):
         if endpoint is None:
             raise SpecBenchError(f"drafter={name} needs endpoint=http://HOST:PORT of a server that runs")
-        self.name, self.model, self.engine, self.prompts = name, model, engine, prompts
+        super().__init__(name)
+        self.model, self.engine, self.prompts = model, engine, prompts
         self.endpoint = Endpoint(endpoint, patience_s)
         self.found: dict[str, Any] = {}
-        self.contents: dict[str, str] = {}
 
     def look(self) -> None:
         """Ask the server for its models. Raises `SpecBenchError` if it has not the one that is meant."""
@@ -87,18 +85,6 @@ class Served:
     def bind(self, target: Any) -> None:
         if not self.found:
             self.look()
-
-    def reset(self, capacity: int) -> None:
-        pass
-
-    def propose(self, root: int, sampler: Any, generator: torch.Generator | None) -> DraftTree:
-        return self._refuse()
-
-    def observe(self, states: TargetStates, bonus: int) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise SpecBenchError(f"drafter={self.name} is another engine, which drafts nothing here; use specbench.run")
 
 
 def _listed(served: Any) -> str:

@@ -19,9 +19,10 @@ import heapq
 
 import torch
 
-from drafters.retrieval import Retriever
+from drafters.retrieval import Matching
 from specbench.common.types import Count, Name, Natural, Share, Weight
-from specbench.engine.interface import DraftTree, Sampler, State
+from specbench.engine.drafter import State
+from specbench.engine.interface import DraftTree, Sampler
 from specbench.engine.tree import Trie
 
 
@@ -109,7 +110,7 @@ class Automaton:
         return len(self.length) - 1
 
 
-class Suffix(Retriever):
+class Suffix(Matching):
     """Drafts the likeliest continuations of the text's end.
 
     Args:
@@ -134,7 +135,7 @@ class Suffix(Retriever):
         super().__init__(name, nodes + 1, state)
         self.factor, self.offset, self.length, self.context, self.least = factor, offset, length, context, least
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.automaton = Automaton(self.context + self.length)
 
     def begin(self) -> None:

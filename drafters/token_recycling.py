@@ -35,23 +35,30 @@ class TokenRecycling(Retriever):
         followers: k, or as many as the template's widest node has children. state: does the matrix outlive a prompt?
     """
 
+    growth: Static
+    observes_trees = True
+
     def __init__(self, name: Name, growth: Static, followers: Count = 8, state: Literal["none", "run"] = "none"):
         super().__init__(name, growth.nodes, state)
         self.growth, self.followers = growth, max(followers, growth.width)
         self.taps = Taps(last=False, likeliest=self.followers)
 
+    @property
+    def grower(self) -> None:
+        """Its template is no policy that could be fitted or replaced."""
+
     def bind(self, target: Target) -> None:
         self.vocab_size = target.vocab_size
         super().bind(target)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         first = torch.arange(self.followers, device=self.device)
         self.adjacency: Tensor = first.repeat(self.vocab_size, 1)  # [V, k]
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """Everything was seen in `review`."""
+        """Everything was seen in `observe_tree`."""
 
-    def review(self, tree: DraftTree, states: TargetStates) -> None:
+    def observe_tree(self, tree: DraftTree, states: TargetStates) -> None:
         ids = top(states.logits, self.followers)[1]  # [N, k]
         node = torch.arange(len(tree), device=ids.device)
         last = ((tree.tokens[:, None] == tree.tokens) * node).amax(-1)  # [N] the last node that has this one's token

@@ -28,14 +28,15 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from drafters.blocks import TrainedDrafter, argmax_at, llama_config
+from drafters.base import TrainedDrafter, argmax_at, llama_config
+from drafters.distillation import DistillationLoss
 from drafters.layers import behind
-from drafters.teacher import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
-from specbench.engine.interface import Batch, Outline, Taps, TargetStates
-from specbench.engine.policies import TreePolicy
+from specbench.engine.drafter import Outline
+from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.policies import Chain, TreePolicy
 from specbench.engine.pretrained import contents_of, local, random_model, read_config, read_model, read_tokenizer
 from specbench.engine.target import CausalLM, Target
 from specbench.engine.weights import Checkpoint
@@ -56,6 +57,7 @@ class Vanilla(TrainedDrafter):
         vocabulary: see `TrainedDrafter`.
     """
 
+    lm: CausalLM
     phased: tuple[str, ...] = ("regression", "classification")
     taps = Taps(last=False)
 
@@ -154,6 +156,11 @@ class Vanilla(TrainedDrafter):
                 f"{len(theirs)}, {len(differing)} shared tokens under other ids); choose one of the target's family"
             )
         return model.requires_grad_(False)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """As the assistant of assisted generation, whose candidates are a chain."""
+        return {"assistant_model": self.lm.model} if isinstance(self.growth, Chain) else {}
 
     def compile_network(self, backend: str = "inductor") -> None:
         self.lm.run = torch.compile(self.lm.run, backend=backend, dynamic=True)  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ def main(config: Any) -> None:
     require_writable(out)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     made = arms.make(spec)
-    if not hasattr(getattr(made[0], "growth", None), "fit"):
+    if made[0].growth is None or not made[0].growth.fitted:
         raise SpecBenchError(
             f"tree=: costs are for trees that are fitted to them (fitted, fitted_static, rate), not "
             f"{spec.tree['_target_'].rpartition('.')[2]}"

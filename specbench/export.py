@@ -21,7 +21,7 @@ from specbench.common.storage import atomic_path, require_writable
 from specbench.common.types import Text
 from specbench.config import validation
 from specbench.config.cli import CONF, handle_errors, run_cli
-from specbench.engine.interface import Drafter
+from specbench.engine.drafter import Drafter
 from specbench.engine.loading import ModelSpec, model_folder
 from specbench.engine.policies import TreePolicy
 
@@ -102,9 +102,7 @@ def taken(server: str) -> list[str]:
 
 def _untaken(options: Any, server: str) -> str | None:
     """Why a server has no place for a drafter of these options; None: it has one."""
-    kind = get_class(options["_target_"])
-    if not hasattr(kind, "unserved"):
-        return "it has no weights to export"
+    kind: Any = get_class(options["_target_"])
     reason: str | None = kind.unserved(server, options)
     return reason
 

@@ -37,7 +37,8 @@ from specbench.config import validation
 from specbench.config.cli import CONF, handle_errors, run_cli
 from specbench.data.conversations import Conversations
 from specbench.engine import vocabulary, weights
-from specbench.engine.interface import Drafter, NoShortcut
+from specbench.engine.drafter import Drafter
+from specbench.engine.interface import NoShortcut
 from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import Chain, TreePolicy
 from specbench.engine.target import Target, pick_device
@@ -145,8 +146,8 @@ def main(config: DictConfig) -> None:
 
 def _settle(config: DictConfig) -> None:
     """Refuse what cannot end well, before anything is loaded."""
-    part, taker = config.train, get_class(config.drafter._target_)
-    phased = getattr(taker, "phased", ())  # options that a phase may change
+    taker: Any = get_class(config.drafter._target_)
+    part, phased = config.train, taker.phased  # options that a phase may change
     if part.shard_target and part.build:
         raise SpecBenchError(
             "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "

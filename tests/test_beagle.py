@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters import beagle
 from drafters.beagle import Beagle, early_mask, late_mask
+from drafters.distillation import DistillationLoss
 from drafters.eagle import Eagle
-from drafters.teacher import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain

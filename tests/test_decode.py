@@ -9,6 +9,7 @@ from scipy.stats import chi2
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Step, Taps
 from specbench.engine.policies import Dynamic
 from specbench.engine.replay import ReplayTarget
@@ -40,12 +41,13 @@ def plain(target, prompt, count):
     return ids[len(prompt) :]
 
 
-class Oracle:
+class Oracle(Drafter):
     """Proposes the greedy continuation as a chain of `depth`, with a wrong sibling beside every right node."""
 
-    name, taps, nodes, passes, active_parameters = "oracle", Taps(), 9, 4, 0
+    nodes, passes = 9, 4
 
     def __init__(self, truth, depth=4, wrong_after=None):
+        super().__init__("oracle")
         self.truth, self.depth, self.wrong_after = truth, depth, wrong_after
 
     def reset(self, capacity):
@@ -265,6 +267,8 @@ def test_typical_acceptance_is_exact_when_greedy_and_lossy_by_name():
 class Seldom(Oracle):
     """An oracle that drafts in every third cycle only, and looks over every pass."""
 
+    observes_trees = True
+
     def reset(self, capacity):
         super().reset(capacity)
         self.cycles, self.order = 0, []
@@ -274,7 +278,7 @@ class Seldom(Oracle):
         self.order.append("propose")
         return root_only(root) if self.cycles % 3 else super().propose(root, sampler, generator)
 
-    def review(self, tree, states):
+    def observe_tree(self, tree, states):
         assert states.logits.shape[0] == states.tokens.shape[0] == len(tree), "not all nodes are shown"
         self.order.append("review")
 

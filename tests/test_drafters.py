@@ -13,7 +13,8 @@ from test_decode import PROMPT, generate, plain
 from drafters.vanilla import Vanilla
 from specbench.common.errors import SpecBenchError
 from specbench.engine import weights
-from specbench.engine.interface import Batch, Drafter, Taps
+from specbench.engine.drafter import Drafter
+from specbench.engine.interface import Batch, Taps
 from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import paths_of
@@ -125,7 +126,7 @@ class Recorder:
     """Grows with a drafter and remembers the logits below every prefix that was expanded."""
 
     def __init__(self, drafter, growth):
-        self.drafter, self.growth = drafter, growth
+        self.drafter, self.growth, self.listed = drafter, growth, drafter.listed
 
     def root_logits(self):
         self.prefixes, self.seen = [], {}

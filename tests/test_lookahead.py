@@ -52,9 +52,9 @@ def test_window_and_pool_are_the_algorithms(window, level, guesses, state):
     target = tiny()
     target.stop_ids = ()  # a guess would end before one
     made = make("lookahead", target, *sizes(window, level, guesses), f"drafter.state={state}")
-    made.remember(True)
+    made.persist(True)
     log = []
-    review = made.review
+    review = made.observe_tree
 
     def watched(tree, states):
         check(tree)
@@ -65,7 +65,7 @@ def test_window_and_pool_are_the_algorithms(window, level, guesses, state):
         levels = [blocks[0][1:], *blocks[1:]]
         log.append((offered, [list(x) for x in levels], {k: [list(t) for t in v] for k, v in made.pool.known.items()}))
 
-    made.review = watched
+    made.observe_tree = watched
     pool = {}
     for prompt in (PROMPT * 3, PROMPT[::-1] * 3):
         log.clear()
@@ -150,7 +150,7 @@ def test_a_window_token_is_not_accepted_even_where_it_is_right():
     target = tiny()
     truth = plain(target, PROMPT, 30)
     made = make("lookahead", target, "drafter.state=none")
-    review = made.review
+    review = made.observe_tree
 
     def right(tree, states):
         review(tree, states)
@@ -158,7 +158,7 @@ def test_a_window_token_is_not_accepted_even_where_it_is_right():
         at = right.cycle = right.cycle + 1
         made.window.blocks = [[0, *truth[at + 1 : at + 7]]]
 
-    right.cycle, made.review = 0, right
+    right.cycle, made.observe_tree = 0, right
     tokens, steps = generate(target, made, cap=20)
     assert tokens == truth[:20] and {s.accepted for s in steps} == {0} and {s.drafted for s in steps} == {0}
 

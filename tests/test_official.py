@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from safetensors.torch import load_file
 
 import specbench.engine.verify as judging
-from drafters.teacher import DistillationLoss
+from drafters.distillation import DistillationLoss
 from specbench.engine import checkpoints
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Batch

@@ -73,9 +73,9 @@ def test_drafts_suffixes_and_pool_are_the_algorithms(sizes, state):
     target = tiny()
     target.stop_ids = ()
     made = sized(target, *sizes, f"drafter.state={state}")
-    made.remember(True)
+    made.persist(True)
     log, passes = [], []
-    propose, review, run = made.propose, made.review, made.base.lm.run
+    propose, review, run = made.propose, made.observe_tree, made.base.lm.run
 
     def proposing(*said):
         passes.clear()
@@ -92,7 +92,7 @@ def test_drafts_suffixes_and_pool_are_the_algorithms(sizes, state):
         passes.append(1)
         return run(*said)
 
-    made.propose, made.review, made.base.lm.run = proposing, reviewing, running
+    made.propose, made.observe_tree, made.base.lm.run = proposing, reviewing, running
     draft, remembered, lengthened = SimpleNamespace(model=made.base.lm.model, device=target.device), {}, 0
     for prompt in (PROMPT * 2, PROMPT[::-1] * 2):
         log.clear()

@@ -7,7 +7,7 @@ import torch
 from conftest import make, tiny
 from test_decode import plain
 
-from drafters.blocks import noisy
+from drafters.base import noisy
 from specbench.engine.interface import Batch, Taps
 
 LENGTHS = ((9, 14, 5), (20, 8))  # of the sequences of each packed row, the second of which ends in padding

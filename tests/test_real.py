@@ -132,7 +132,7 @@ class Shaky:
     def reset(self, capacity, taps=None):
         self.length = 0
 
-    def judge(self, terms):
+    def verifier(self, terms):
         pass
 
     def prefill(self, tokens):

@@ -200,7 +200,7 @@ def grown(texts, end, budget, length, least):
 def test_suffix_drafts_the_most_frequent_continuations(texts, nodes, factor, offset, length, context, least):
     """Against a search for every end of the text and every continuation."""
     drafter = bound(Suffix("s", nodes, factor, offset, length, context, least, state="run"))
-    drafter.remember(True)
+    drafter.persist(True)
     texts = [[7, *text] for text in texts]
     for text in texts:
         drafter.reset(99)
@@ -236,7 +236,7 @@ def test_the_memory_of_suffix_holds_what_its_state_says():
     """Three generations: what follows 5 stands in an earlier generation, in the prompt, or in the answer."""
     for state, expected in (("run", [[6]]), ("prompt", [[]]), ("none", [[]])):
         drafter = bound(Suffix("s", offset=4, length=1, state=state))
-        drafter.remember(True)
+        drafter.persist(True)
         drafter.reset(9)
         shown(drafter, [5, 6, 9])
         drafter.reset(9)
@@ -255,13 +255,13 @@ def test_the_memory_of_suffix_holds_what_its_state_says():
 def recycling(target, *overrides):
     """The drafter, and what it was shown and proposed, cycle by cycle."""
     made, seen = make("token_recycling", target, *overrides), []
-    review = made.review
+    review = made.observe_tree
 
     def watched(tree, states):
         seen.append((tree.tokens.tolist(), states.logits.clone()))
         review(tree, states)
 
-    made.review = watched
+    made.observe_tree = watched
     return made, seen
 
 
@@ -288,7 +288,7 @@ TEMPLATE = (
 def test_token_recycling_spells_its_template_with_what_was_said_last(state):
     target = tiny()
     made, seen = recycling(target, *TEMPLATE, f"drafter.state={state}")
-    made.remember(True)
+    made.persist(True)
     matrix, begun = {}, 0
     for prompt in (PROMPT, PROMPT[::-1], PROMPT):
         assert generate(target, made, prompt)[0] == plain(target, prompt, 40)
@@ -299,7 +299,7 @@ def test_token_recycling_spells_its_template_with_what_was_said_last(state):
     rows = [made.adjacency[token].tolist() for token in matrix]
     assert rows == list(matrix.values())
     if state == "run":
-        made.remember(False)
+        made.persist(False)
         assert made.adjacency[:, 0].unique().tolist() == [0], "it was to forget"
 
 
@@ -408,7 +408,7 @@ def test_a_long_prompt_is_looked_up_in_no_time(name, most):
         logits = torch.randn(len(tree), 400)
         again = time.process_time()
         if hasattr(drafter, "review"):
-            drafter.review(tree, SimpleNamespace(logits=logits))
+            drafter.observe_tree(tree, SimpleNamespace(logits=logits))
         drafter.observe(SimpleNamespace(tokens=torch.tensor(text[at : at + 3])), text[at + 3])
         seconds.append(time.process_time() - again + middle - begin)
     assert 1000 * statistics.median(seconds) < most

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters import teacher
-from drafters.teacher import DistillationLoss
+from drafters.distillation import DistillationLoss
 from specbench.engine.interface import Batch
 
 B, T, D, V = 3, 11, 16, 97

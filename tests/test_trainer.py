@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from drafters.blocks import TrainedDrafter
+from drafters.base import TrainedDrafter
 from specbench import trials
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError

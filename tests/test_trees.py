@@ -66,6 +66,8 @@ def test_dynamic_trees_hold_the_most_valuable_nodes(depth, top_k, nodes, seed):
 class Flat:
     """All children equally likely: every comparison is a tie."""
 
+    listed = None
+
     def __init__(self, value):
         self.value = value
 

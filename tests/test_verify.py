@@ -16,6 +16,7 @@ from specbench.engine.interface import DraftTree
 from specbench.engine.policies import Chain, Dynamic, Static
 from specbench.engine.sampling import Sampler, argmax, draw, draw_without_replacement, top
 from specbench.engine.verify import Lossless, Simulated, Typical, algorithm_d, verify
+from specbench.engine.vocabulary import DraftVocabulary
 
 V = 6
 SAMPLED = Sampler(temperature=1.0)
@@ -23,6 +24,8 @@ SAMPLED = Sampler(temperature=1.0)
 
 class Tables:
     """A toy world: the target's p and the drafter's q after every prefix, as random tables. Also an `Expandable`."""
+
+    listed: DraftVocabulary | None = None
 
     def __init__(self, seed: int, sharpness: float = 1.5):
         self.p_logits: dict[tuple[int, ...], torch.Tensor] = {}

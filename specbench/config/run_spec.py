@@ -24,7 +24,7 @@ from specbench.config.cli import composed
 from specbench.data.prompts import PromptSet
 from specbench.engine import checkpoints
 from specbench.engine.decode import RunSettings
-from specbench.engine.interface import Drafter, Elsewhere
+from specbench.engine.drafter import Drafter, ServedEngine
 from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import TreePolicy
 from specbench.engine.sampling import Sampler
@@ -154,18 +154,17 @@ class RunSpec:
             SpecBenchError: it cannot decode as the run says (`GreedyOnly`), or takes no checkpoint.
         """
         drafter: Any = instantiate(self.drafter, **options)
-        if self.sampler.temperature > 0 and getattr(drafter, "greedy_only", False):
+        if self.sampler.temperature > 0 and drafter.greedy_only:
             raise GreedyOnly(f"drafter={self.drafter['name']} is for greedy decoding; set sampler.temperature=0")
-        if isinstance(drafter, Elsewhere):
+        if isinstance(drafter, ServedEngine):
             self._require_beside(drafter)
         if self.checkpoint is not None:
-            trained = drafter if weights_node(self.drafter) is self.drafter else drafter.base
-            if not hasattr(trained, "map_checkpoint"):
+            if not drafter.trained.takes_checkpoint:
                 raise SpecBenchError(f"drafter={self.drafter['name']} takes no checkpoint; leave checkpoint out")
-            trained.checkpoint = checkpoints.read(self.checkpoint)
+            drafter.trained.checkpoint = checkpoints.read(self.checkpoint)
         return drafter
 
-    def _require_beside(self, engine: Elsewhere) -> None:
+    def _require_beside(self, engine: ServedEngine) -> None:
         """Refuse what another engine cannot be held against, and one that is not there, before any target is loaded."""
         for refused, said in (
             (self.replay, "replay=true: its drafts are not seen, so there is nothing to replay; set replay=false"),
@@ -231,7 +230,7 @@ def state_compressors(name: str | None, model: Mapping[str, Any]) -> list[Any]:
     config = composed("run", [f"drafter={name}"])
     config.model = model
     drafter: Any = instantiate(config.drafter)
-    if not hasattr(drafter, "condense"):
+    if not drafter.compresses_states:
         raise SpecBenchError(f"condense={name}: this drafter makes nothing shorter of states; leave condense out")
     return [drafter]
 

@@ -8,9 +8,9 @@ import torch
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Natural, Seed
-from specbench.engine.interface import Drafter, Step
+from specbench.engine.drafter import Drafter
+from specbench.engine.interface import Step, VerificationTarget
 from specbench.engine.sampling import Sampler
-from specbench.engine.target import Target
 from specbench.engine.verify import Rule, VerifyConfig
 
 Clock = Callable[[], float]
@@ -67,7 +67,7 @@ class Prefill:
 
 @torch.inference_mode()
 def decode(
-    target: Target,
+    target: VerificationTarget,
     drafter: Drafter,
     prompt: list[int],
     limits: Limits,
@@ -87,20 +87,19 @@ def decode(
     """
     begin = clock()
     limits = limits.within(len(prompt), target.max_context)
-    review = getattr(drafter, "review", None)  # see `interface.Reviewer`
-    if review is not None and target.known:
+    if drafter.observes_trees and target.replayed:
         raise SpecBenchError(
             f"drafter={drafter.name} learns from what the target says of rejected drafts, which a known answer does not "
             "tell; decode it"
         )
     capacity = len(prompt) + limits.max_new_tokens + drafter.nodes
-    target.reset(capacity, drafter.taps if review is None else drafter.taps.reviewed())
+    target.reset(capacity, drafter.taps.reviewed() if drafter.observes_trees else drafter.taps)
     drafter.reset(capacity)
     seed = None if generator is None else int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
-    judge = target.judge(VerifyConfig(rule, sampler, seed))
+    verifier = target.verifier(VerifyConfig(rule, sampler, seed))
 
     states = target.prefill(torch.tensor(prompt, device=target.device))
-    root = judge.first(states)
+    root = verifier.first(states)
     before = clock()
     drafter.observe(states, root)
     now = clock()
@@ -113,14 +112,14 @@ def decode(
         t1 = clock()
         states = target.forward(tree)  # one pass over root and nodes, ancestors-only mask
         t2 = clock()
-        verdict, drafted = judge.verify(tree, states)  # the accepted path and one bonus
+        verdict, drafted = verifier.verify(tree, states)  # the accepted path and one bonus
         t3 = clock()
         tokens, over = limits.cut([*verdict.tokens, verdict.bonus], emitted)
         emitted += len(tokens)
         kept = torch.tensor([0, *verdict.path], device=target.device)
         t4 = clock()
-        if review is not None:
-            review(tree, states)
+        if drafter.observes_trees:
+            drafter.observe_tree(tree, states)
         seen = states.select(kept)  # before keeping: tapped keys and values are views of the rows that it moves
         t5 = clock()
         target.keep(kept)  # the root's and the path's cache rows stay, the others go

@@ -1,4 +1,4 @@
-"""The words of the project: what a drafter is, what it is given, and what a cycle yields.
+"""The words of the project: what a drafter is given, what it proposes, and what a cycle yields.
 
 Knows nothing else in the project. Dimension letters, used in every shape comment:
 
@@ -16,13 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-# What a drafter's memory holds when a generation begins: nothing; its own prompt; also all that came before it in this run.
-State = Literal["none", "prompt", "run"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class Taps:
         last: the post-norm last hidden state.
         hidden: decoder layers whose output (before the next layer) is wanted, 0-based; negative counts from the end.
         kv: decoder layers whose cached keys and values are wanted, likewise; keys are as cached, after RoPE.
-        likeliest: so many best ids of every node, rejected ones included, for `review`; None: all logits.
-        condensed: names the network that condenses these states, where the drafter is a `StateCompressor`: the fingerprint
+        likeliest: so many best ids of every node, rejected ones included, for `Drafter.observe_tree`; None: all logits.
+        condensed: names the network that condenses these states, where the drafter compresses states: the fingerprint
             of its weights. A server that has the same one sends what comes out of it.
         unasked: nothing is ever drafted, so a target on another machine may go on without being asked.
     """
@@ -52,7 +49,7 @@ class Taps:
         return bool(self.hidden or self.kv)
 
     def reviewed(self) -> Taps:
-        """The same for a drafter that reviews passes: all logits, unless it says how many it looks at."""
+        """The same for a drafter that observes trees: all logits, unless it says how many it looks at."""
         return self if self.likeliest else replace(self, likeliest=None)
 
     def resolve(self, layers: int) -> Taps:
@@ -89,9 +86,7 @@ class TargetStates:
     logits: Tensor  # [N, V], or [1, V] after a prefill, where only the last position matters
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [N, D]
     kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([H, N, Dh], [H, N, Dh])
-    condensed: tuple[
-        Tensor, ...
-    ] = ()  # [N, …] each: what a `StateCompressor` made of them where the target is, instead of them
+    condensed: tuple[Tensor, ...] = ()  # [N, …] each: what `Drafter.compress_states` made of them at the target's
 
     def select(self, nodes: Tensor) -> TargetStates:
         """The states of some nodes, in the given order; a prefill's single row of logits stays. nodes: [A] of N."""
@@ -132,18 +127,6 @@ class DraftTree:
     def __len__(self) -> int:
         """Nodes of the target pass, the root included."""
         return self.tokens.shape[0]
-
-
-class Outline(NamedTuple):
-    """How many numbers a drafter holds of its own.
-
-    Attributes:
-        own: parameters, in the target's dtype. row: that it caches of one position. building: in float32, for a moment.
-    """
-
-    own: int
-    row: int = 0
-    building: int = 0
 
 
 class NoShortcut(Exception):
@@ -223,7 +206,7 @@ class Step:
     accepted: int  # depth accepted
     ranks: list[int]  # [accepted] child ranks along the path
     passes: int  # draft passes that really ran, see above
-    draft_s: float  # drafter: propose, review and observe, and taking out the states that it observes
+    draft_s: float  # drafter: propose, observe_tree and observe, and taking out the states that it observes
     target_s: float  # target pass and keeping its rows
     verify_s: float  # acceptance
     rest_s: float  # everything else in the cycle
@@ -240,85 +223,29 @@ class Sampler(Protocol):
         """[..., V] logits -> the distribution really sampled, float32."""
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """What the loop asks of a method.
-
-    The life of a drafter: `bind(target)` once; then per prompt `reset()`, `observe(prefill states, root)` and, each
-    cycle, `propose(root)` followed by `observe(states of root + accepted path, bonus)`. `Reviewer` and `Rememberer` say
-    what a drafter may have beside this.
-    """
-
-    name: str  # as tables show it
-    taps: Taps
-    nodes: int  # most nodes of a proposed tree, the root included
-    passes: int  # draft forwards a cycle, at most; `Step.passes` says how many ran
-    active_parameters: int  # that one such forward multiplies, the shared LM head included, embeddings not
-
-    def bind(self, target: Any) -> None:
-        """Share the target's frozen embedding and head; refuse a target this drafter was not made for."""
-
-    def reset(self, capacity: int) -> None:
-        """Forget the last prompt. capacity: cache rows the coming prompt can need at most."""
-
-    def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        """Draft tokens below the root. The sampler carries temperature, top-p and top-k of this run."""
-
-    def observe(self, states: TargetStates, bonus: int) -> None:
-        """Learn what was verified: states of N consecutive positions, and the (not yet processed) token after them."""
-
-
-class Reviewer(Protocol):
-    """A drafter that learns from rejected nodes as well. No drafter need have this, and only those that do pay for it."""
-
-    def review(self, tree: DraftTree, states: TargetStates) -> None:
-        """See what the target said of every node, once a cycle: after verification, before states are selected and kept."""
-
-
-class StateCompressor(Protocol):
-    """A drafter that first of all makes something shorter of a token's states, token by token.
-
-    Where target and drafter are two machines the target's side can do that as well, and less has to travel. `observe` takes
-    states either way.
-    """
-
-    def condense(self, states: TargetStates) -> tuple[Tensor, ...]:
-        """What is left of N tokens' states, each [N, …]."""
-
-
-@runtime_checkable
-class Elsewhere(Protocol):
-    """An engine that answers by itself, for comparison: the loop is not run, and nobody here sees its drafts.
+class VerificationTarget(Protocol):
+    """What the loop asks of a target: one here (`Target`), a known answer (`ReplayTarget`), a server's (`RemoteTarget`).
 
     Attributes:
-        found: what it says of its model.
+        max_context: positions that a prompt and its answer may take.
+        replayed: it says what an answer is known to be, and nothing of other tokens.
     """
 
-    name: str
-    found: dict[str, Any]
+    device: torch.device
+    max_context: int
+    replayed: bool
 
-    def look(self) -> None:
-        """Is it there? Raises `SpecBenchError` if not."""
+    def reset(self, capacity: int, taps: Taps | None = None) -> None:
+        """Start a new sequence. capacity: cache rows that it can need at most. taps: what the drafter reads."""
 
-    def answer(self, prompt: list[int], text: str, limits: Any, sampler: Any, seed: int | None) -> Any:
-        """What it says behind a prompt, as ids and as text: an `endpoint.Answer`."""
+    def verifier(self, config: Any) -> Any:
+        """Who says what is accepted of the coming generation's trees: a `VerifyConfig` -> a `Verifier`."""
 
+    def prefill(self, tokens: Tensor) -> TargetStates:
+        """Run a prompt [N]; logits of its last position alone."""
 
-class Outlined(Protocol):
-    """A drafter that says what it will hold before it is bound. Those that do not hold next to nothing."""
+    def forward(self, tree: DraftTree) -> TargetStates:
+        """One pass over the root and the draft nodes, of which nothing is kept yet."""
 
-    def outline(self, target: Any) -> Outline:
-        """Beside this target, which has shapes alone (`memory.Shape`); changes nothing."""
-
-
-class Rememberer(Protocol):
-    """A drafter that can carry what it has seen from prompt to prompt, so that the order of prompts matters.
-
-    Attributes:
-        state: `run` if it is configured to; with `none` or `prompt` `remember` changes nothing.
-    """
-
-    state: State
-
-    def remember(self, on: bool) -> None:
-        """Forget everything; from now on `reset` does so too (off, as at first) or not (on)."""
+    def keep(self, nodes: Tensor) -> None:
+        """Keep the root and the accepted path, [1 + A] nodes of the last pass; drop the others."""

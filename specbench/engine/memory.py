@@ -15,7 +15,7 @@ from torch import nn
 
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.engine.backends.packed_linear import packable
-from specbench.engine.interface import Outline
+from specbench.engine.drafter import Outline
 from specbench.engine.pretrained import random_model
 from specbench.engine.target import SPARE, Target
 
@@ -132,9 +132,7 @@ def cached_numbers(target: Target) -> int:
 
 
 def _outline(drafter: Any, shape: Shape) -> Outline | None:
-    """None of a drafter that holds nothing worth counting, or cannot be made for this target: binding it says why."""
-    if not hasattr(drafter, "outline"):
-        return None
+    """None of a drafter that cannot be made for this target: binding it says why."""
     try:
         with refusing("this drafter cannot be made for this target"):
             found: Outline = drafter.outline(shape)

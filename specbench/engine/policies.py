@@ -34,8 +34,11 @@ Nodes = Annotated[int, Field(ge=2)]
 class Expandable(Protocol):
     """The part of an autoregressive drafter that growth talks to.
 
-    `listed`, if it has one, says of which ids its logits are: [F, v] instead of [F, V].
+    Attributes:
+        listed: of which ids its logits are, [F, v] instead of [F, V]; None: of all.
     """
+
+    listed: Any
 
     def root_logits(self) -> Tensor:
         """Logits of the tokens that may follow the root, [V]."""
@@ -54,19 +57,34 @@ class Expandable(Protocol):
         """
 
 
-class TreePolicy(Protocol):
-    """How a tree is grown.
+class TreePolicy:
+    """How a tree is grown. A subclass fills in `grow` and the four numbers.
 
-    nodes: at most, the root included; rows: nodes expanded at most; depth: levels below root; width: siblings at most.
+    Attributes:
+        depth: levels below the root. nodes: at most, the root included. rows: nodes expanded at most. width: siblings at
+            most. top_k: candidates of a node that it may look at, if these are more.
+        fitted: it must be fitted to acceptance and costs before it grows a tree, see `fit`.
+        chosen: what was chosen in fitting, and what came second.
     """
 
     depth: int
     nodes: int
     rows: int
     width: int
+    top_k: int = 0
+    fitted: bool = False
+    chosen: dict[str, dict[str, float]]
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         """A tree below the root; its `passes` are the levels that the drafter was asked for."""
+        raise NotImplementedError(f"{type(self).__name__} grows nothing")
+
+    def limit_depth(self, levels: int) -> None:
+        """The drafter has no more levels than these."""
+
+    def fit(self, acceptance: Any, costs: Any) -> None:
+        """Choose a tree by what a drafter's nodes turn out to be worth, and by what cycles cost on this machine."""
+        raise NotImplementedError(f"{type(self).__name__} is not fitted")
 
 
 @dataclass(frozen=True)
@@ -118,7 +136,7 @@ class _Shape:
         return cls(put(parents), put(depths), put(ranks), ancestors, levels)
 
 
-class Static:
+class Static(TreePolicy):
     """The same shape every cycle, given as rank paths: [[0], [1], [0, 0]] is two children and one grandchild.
 
     Where the target is sampled, `candidates` decides what stands at the ranks:
@@ -152,9 +170,8 @@ class Static:
             tokens[level.below] = named(drafter, choice[level.places, level.ranks])
             if q is not None and distribution is not None:
                 q[level.expanded] = distribution
-        listed = getattr(drafter, "listed", None)
-        if q is not None and listed is not None:
-            q = listed.spread(q)
+        if q is not None and drafter.listed is not None:
+            q = drafter.listed.spread(q)
         with_replacement = self.candidates == "sample_with_replacement"
         fixed = shape.parents, shape.depths, shape.ancestors, shape.ranks
         return DraftTree(tokens, *fixed, self.depth, self.width, q, with_replacement, passes=len(shape.levels))
@@ -242,7 +259,7 @@ class Pool(NamedTuple):
     depths: Tensor
 
 
-class Dynamic:
+class Dynamic(TreePolicy):
     """EAGLE-2's context-dependent tree.
 
     A node's value is the product of the drafter's (temperature 1) probabilities down to it. Each level expands the
@@ -323,8 +340,7 @@ class Dynamic:
 
 def named(drafter: Any, places: Tensor) -> Tensor:
     """The ids that stand at some places of a drafter's logits: the same numbers, unless it drafts from a list."""
-    listed = getattr(drafter, "listed", None)
-    return places if listed is None else listed.ids[places]
+    return places if drafter.listed is None else drafter.listed.ids[places]
 
 
 def best_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ Greedy decoding accepts exactly what the target would have said. Once the baseli
 prompt and answer yields the states that every later tree pass would compute for the tokens it keeps; what a tree's other
 nodes would say can never matter. So real drafting against known states accepts, cycle by cycle, what decoding accepts.
 Only where two passes of different shapes round differently can a draft differ: in float32 at a tie. A drafter that learns
-from the other nodes (`interface.Reviewer`) cannot be replayed: the loop refuses it here, and a cell decodes it instead.
+from the other nodes (`Drafter.observe_tree`) cannot be replayed: the loop refuses it here, and a cell decodes it instead.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class ReplayTarget:
         taps: everything that any of the drafters reads.
     """
 
-    known = True
+    replayed = True
 
     def __init__(self, target: Target, prompt: Sequence[int], answer: Sequence[int], taps: Taps):
         self.target, self.text, self.begin = target, [*prompt, *answer], len(prompt)
@@ -45,8 +45,8 @@ class ReplayTarget:
         self.taps = (taps or Taps()).resolve(self.target.layers)
         self.root = self.begin  # where in the text the root stands
 
-    def judge(self, terms: VerifyConfig) -> Verifier:
-        return self.target.judge(terms)
+    def verifier(self, terms: VerifyConfig) -> Verifier:
+        return self.target.verifier(terms)
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """The prompt's states [N, …], and logits [1, V] that say the answer's first token."""

@@ -234,10 +234,9 @@ class Target(CausalLM):
         path: the folder it was loaded from, where its tokenizer lies too.
         made_from: the configuration of a target without weights.
         listing: where the list of its most frequent ids should lie, see `vocabulary`.
-        known: does it say what an answer is known to be, and nothing of other tokens? See `Known`.
     """
 
-    known = False
+    replayed = False
 
     def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model.eval().requires_grad_(False))
@@ -306,7 +305,7 @@ class Target(CausalLM):
             capacity = max(capacity, self.max_context + SPARE)
         self.cache.begin(capacity)
 
-    def judge(self, terms: VerifyConfig) -> Verifier:
+    def verifier(self, terms: VerifyConfig) -> Verifier:
         """Who says what is accepted of the coming generation's trees."""
         return LocalVerifier(terms, self.device)
 

@@ -17,7 +17,7 @@ from specbench.config.cli import sweeping
 from specbench.config.run_spec import RunSpec, state_compressors
 from specbench.data.chat import Chat, Message
 from specbench.data.prompts import Question
-from specbench.engine.interface import Elsewhere
+from specbench.engine.drafter import ServedEngine
 from specbench.engine.memory import NoRoom
 from specbench.engine.target import Target, pick_device
 from specbench.engine.verify import Rule
@@ -114,9 +114,9 @@ def build(
     """
     drafter, rule = made or make(spec)
     drafter.bind(target)
-    if spec.backend == "compile" and hasattr(drafter, "compile_network"):
+    if spec.backend == "compile":
         drafter.compile_network()
-    elif spec.model.forward == "lean" and hasattr(drafter, "optimize_for_inference"):
+    elif spec.model.forward == "lean":
         drafter.optimize_for_inference()
     own = spec.own
     fitted = fitting.fit(drafter, spec, target, label or drafter.name)
@@ -126,10 +126,10 @@ def build(
         "bytes": _bytes(drafter, trained_only=True),
         "passes": drafter.passes,
         "lossy": rule.lossy,
-        "weights": _provenance(getattr(drafter, "provenance", {})),
-        "contents": getattr(drafter, "contents", {}),
+        "weights": _provenance(drafter.provenance),
+        "contents": drafter.contents,
     }
-    served = {"served": drafter.found} if isinstance(drafter, Elsewhere) else {}
+    served = {"served": drafter.found} if isinstance(drafter, ServedEngine) else {}
     return Arm(BoundDrafter(label or drafter.name, drafter, rule), spec, said | fitted | served | more)
 
 
@@ -181,7 +181,7 @@ def header(
 
 def _sequence(arm: Arm, order: str) -> dict[str, str]:
     """Of a drafter whose memory goes on from prompt to prompt, which prompts these are: they determine its rows."""
-    return {"sequence": order} if getattr(arm.contender.drafter, "state", None) == "run" else {}
+    return {"sequence": order} if arm.contender.drafter.state == "run" else {}
 
 
 def _bytes(model: Any, trained_only: bool = False) -> int:

@@ -12,7 +12,7 @@ from specbench.common.budget import Budget
 from specbench.config.run_spec import RunSpec
 from specbench.data.chat import Chat
 from specbench.data.prompts import Question
-from specbench.engine.interface import Elsewhere
+from specbench.engine.drafter import ServedEngine
 from specbench.engine.target import Target
 from specbench.evaluation import arms, measurements, trace
 from specbench.evaluation.arms import Arm
@@ -91,7 +91,7 @@ def run(
         begin = time.monotonic()
         ledger = _ledger(spec, described)
         bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, asked), times)
-        here = [side for side in sides if not isinstance(side.contender.drafter, Elsewhere)]
+        here = [side for side in sides if not isinstance(side.contender.drafter, ServedEngine)]
         unmeasured = measurements.take(measure, ledger, _setting(spec, target, chat, questions), here, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
         if not left:
@@ -140,7 +140,7 @@ def _to_itself(spec: RunSpec, bench: Bench) -> AbstractContextManager[Any]:
 
     Replays share a cell, question by question.
     """
-    ordered = any(getattr(c.drafter, "state", None) == "run" for c in bench.contenders)
+    ordered = any(c.drafter.state == "run" for c in bench.contenders)
     return locked(spec.cell_folder, "whole", wait=True) if ordered or not spec.replay else nullcontext()
 
 
@@ -153,7 +153,7 @@ def _trace(spec: RunSpec, target: Target, chat: Chat, sides: Sequence[Arm], ques
     """The first turns of some questions once more, untimed, with every draft tree kept for the report; a file an arm."""
     for side in (s for s in sides if s.label != BASELINE and spec.trace):
         path = blocks.trace_path(spec.cell_folder, side.label)
-        if path.exists() or isinstance(side.contender.drafter, Elsewhere):
+        if path.exists() or isinstance(side.contender.drafter, ServedEngine):
             continue
         traces = []
         for question in questions[: spec.trace]:

@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 from specbench.common.errors import SpecBenchError
@@ -24,10 +23,9 @@ from specbench.common.timing import Clock, PeakMemory
 from specbench.engine.backends.packed_linear import unpacked
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Batch, Step
-from specbench.engine.policies import Chain
 from specbench.engine.pretrained import quiet
 from specbench.engine.sampling import Sampler
-from specbench.engine.target import CausalLM, Target
+from specbench.engine.target import Target
 from specbench.evaluation.runner import BoundDrafter
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 256, 8192  # of a training batch; ids that its classification loss runs over
@@ -55,14 +53,9 @@ def overhead(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: 
 def assistance(contender: BoundDrafter) -> dict[str, Any]:
     """What Transformers' `generate` is told so that it drafts as a contender does; nothing if it cannot.
 
-    A draft model must be a whole language model and its candidates a chain; what copies says it itself (`generation`).
+    A draft model must be a whole language model and its candidates a chain; see `Drafter.generation`.
     """
-    drafter: Any = contender.drafter
-    if contender.rule.simulated:
-        return {}
-    if isinstance(getattr(drafter, "growth", None), Chain) and isinstance(getattr(drafter, "lm", None), CausalLM):
-        return {"assistant_model": drafter.lm.model}
-    return dict(getattr(drafter, "generation", {}))
+    return {} if contender.rule.simulated else dict(contender.drafter.generation)
 
 
 def against_transformers(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
@@ -143,18 +136,8 @@ def drafting(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: 
 
 
 def _forwards(target: Target, contender: BoundDrafter) -> list[Timed]:
-    """What a drafter multiplies: its LM head, and the functions of its network, which it declares to be compilable."""
-    drafter: Any = contender.drafter
-    inner = getattr(drafter, "base", drafter)  # a router's network is its base's
-    found = [(inner.head, "forward", "head")] if hasattr(inner, "head") else []
-    found += [(inner, "target_logits", "head")] if hasattr(inner, "target_logits") else []  # slices of a head, too
-    if isinstance(model := getattr(inner, "lm", None), CausalLM):  # whose lean forward runs past its module's own
-        return [*found, (model, "run", "network")]
-    for name in getattr(inner, "compiled", ()):
-        part = getattr(inner, name)
-        found.append((part, "forward", "network") if isinstance(part, nn.Module) else (inner, name, "network"))
-    # Layers of the target that a drafter runs on top of its own, or instead of any.
-    return [*found, (target, "tail", "network"), (target, "subset", "network")]
+    """What a drafter multiplies, and layers of the target that it runs on top of its own, or instead of any."""
+    return [*contender.drafter.timed_functions(), (target, "tail", "network"), (target, "subset", "network")]
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.config.run_spec import RunSpec
+from specbench.engine.drafter import Drafter
+from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 from specbench.records import blocks, identity
 from specbench.records.metrics import BASELINE
@@ -15,7 +17,7 @@ from specbench.tuning import acceptance, cost_model
 from specbench.tuning.cost_aware import Costs
 
 
-def fit(drafter: Any, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:
+def fit(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:
     """Fit a bound drafter's tree to the machine, if its policy is one that is fitted.
 
     Of a drafter that asks a trained one it is that one's tree: what both of them do is not predicted.
@@ -27,10 +29,10 @@ def fit(drafter: Any, spec: RunSpec, target: Target, label: str) -> dict[str, An
     Raises:
         SpecBenchError: acceptance was not measured with these weights, or cannot be.
     """
-    drafter, options = _asked(drafter, spec)
-    policy: Any = getattr(drafter, "growth", None)
-    if not hasattr(policy, "fit"):
+    found = _fitted(drafter, spec)
+    if found is None:
         return {}
+    drafter, policy, options = found
     if spec.model.weights == "random" or drafter.weights is None:
         raise SpecBenchError(f"drafter={drafter.name}: a tree can be fitted to trained weights only; choose another tree=")
     if not spec.link.local:
@@ -44,19 +46,21 @@ def fit(drafter: Any, spec: RunSpec, target: Target, label: str) -> dict[str, An
     return {"fitted": {**policy.chosen, "costs": asdict(costs)}}
 
 
-def takes_time(drafter: Any, spec: RunSpec, target: Target, label: str) -> bool:
+def takes_time(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> bool:
     """Would `fit` have to time cycles on this machine, which takes a minute or so?"""
-    drafter, options = _asked(drafter, spec)
-    if not hasattr(getattr(drafter, "growth", None), "fit") or _earlier_costs(spec, target, label) is not None:
+    found = _fitted(drafter, spec)
+    if found is None or _earlier_costs(spec, target, label) is not None:
         return False
+    drafter, _, options = found
     return not cost_model.known(target, drafter, spec.model.name, _conditions(options, spec))
 
 
-def _asked(drafter: Any, spec: RunSpec) -> tuple[Any, Mapping[str, Any]]:
-    """Whose tree it is, and that one's options."""
-    if hasattr(drafter, "grower"):
-        return drafter.grower, spec.drafter["base"]
-    return drafter, spec.drafter
+def _fitted(drafter: Drafter, spec: RunSpec) -> tuple[Drafter, TreePolicy, Mapping[str, Any]] | None:
+    """Whose tree is to be fitted, by which policy, and that drafter's options; None if no tree is."""
+    grower = drafter.grower
+    if grower is None or grower.growth is None or not grower.growth.fitted:
+        return None
+    return grower, grower.growth, spec.drafter if grower is drafter else spec.drafter["base"]
 
 
 def _conditions(options: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:

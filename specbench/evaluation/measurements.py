@@ -13,7 +13,7 @@ from specbench.common.budget import Budget, Pace
 from specbench.common.errors import SpecBenchError, visible
 from specbench.common.faults import told
 from specbench.common.progress import progress
-from specbench.engine.interface import Drafter
+from specbench.engine.drafter import Drafter
 from specbench.engine.target import Target
 from specbench.evaluation import arms, costs, isolated
 from specbench.evaluation.arms import Arm

@@ -23,7 +23,8 @@ from specbench.data.chat import Chat, Message
 from specbench.data.prompts import Question
 from specbench.data.scoring import Check
 from specbench.engine.decode import Limits, Prefill, RunSettings, decode
-from specbench.engine.interface import Drafter, Elsewhere, Taps
+from specbench.engine.drafter import Drafter, ServedEngine
+from specbench.engine.interface import Taps
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
@@ -110,7 +111,7 @@ class Bench:
         title = ", ".join(names) if len(names) < 4 else f"{len(names)} drafters"
         self._announce(title, todo, ledger, self._warm_up(todo[0]), budget, times)
         pace = Pace()
-        with progress(title, len(questions), "questions", below) as reached, _remembering(anew):
+        with progress(title, len(questions), "questions", below) as reached, _persisting(anew):
             reached(len(questions) - len(todo))
             queue = [(place, question, False) for place, question in enumerate(todo)]
             for place, question, wait in queue:  # which grows by those that another process is at
@@ -138,7 +139,7 @@ class Bench:
         """
         lacking = [
             c for c in self.contenders
-            if getattr(c.drafter, "state", None) == "run"
+            if c.drafter.state == "run"
             and not all(ledger.done(c.label, q.digest, t) for q in questions for t in range(len(q.turns)))
         ]  # fmt: skip
         if lacking and budget.seconds is not None:
@@ -215,7 +216,7 @@ class Bench:
                 done = self._timed(row, contender, prompt, reference, question)
             elif reference is None:
                 done = Failure(row.drafter, row.question, turn, NOTHING_TO_REPLAY, row.text)
-            elif hasattr(contender.drafter, "review"):
+            elif contender.drafter.observes_trees:
                 known = None  # its states are the target's, which decodes now
                 done = self._guarded(row, self._followed, contender, self.target, prompt, reference.tokens)
             else:
@@ -230,7 +231,7 @@ class Bench:
         self, row: Row, contender: BoundDrafter, prompt: list[int], reference: Row | None, question: Question
     ) -> Row | Failure:
         """A row, decoded; of a question's last turn the answer is scored, if the question says how."""
-        make = self._answered if isinstance(contender.drafter, Elsewhere) else self._decoded
+        make = self._answered if isinstance(contender.drafter, ServedEngine) else self._decoded
         done = self._guarded(row, make, contender, prompt, reference)
         self._warn(row)
         if isinstance(done, Row) and question.check is not None and row.turn + 1 == len(question.turns):
@@ -352,7 +353,7 @@ class Bench:
         found: dict[str, float] = {}
         for contender in list(self.contenders) * (0 if self.replay else self.settings.warmup):
             row, begin = Row(contender.label, "", "", 0, 0, [], 0.0, 0.0), time.monotonic()
-            if isinstance(contender.drafter, Elsewhere):
+            if isinstance(contender.drafter, ServedEngine):
                 self._answered(row, contender, prompt, None)
             else:
                 for event in decode(self.target, contender.drafter, prompt, limits, contender.rule, self.sampler):
@@ -375,13 +376,13 @@ class Bench:
 
 
 @contextmanager
-def _remembering(contenders: list[BoundDrafter]) -> Iterator[None]:
+def _persisting(contenders: list[BoundDrafter]) -> Iterator[None]:
     """What these drafters see goes from prompt to prompt inside, beginning with nothing; outside it never does."""
-    drafters: list[Any] = [contender.drafter for contender in contenders]
+    drafters = [contender.drafter for contender in contenders]
     for drafter in drafters:
-        drafter.remember(True)
+        drafter.persist(True)
     try:
         yield
     finally:
         for drafter in drafters:
-            drafter.remember(False)
+            drafter.persist(False)

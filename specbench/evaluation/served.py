@@ -17,7 +17,7 @@ from specbench.records.rows import Row, Served
 
 def fill(
     row: Row,
-    engine: Any,  # an `interface.Elsewhere`
+    engine: Any,  # an `drafter.ServedEngine`
     target: Target,
     chat: Chat,
     prompt: list[int],

@@ -161,7 +161,7 @@ def ready_early(sides: Sequence[Side], target: Target) -> list[Side]:
     slow = [side for side in sides if fitting.takes_time(side.made[0], side.spec, target, side.member.label)]
     if not slow or slow[0].spec.replay:
         return []
-    return [side for side in sides if side not in slow and getattr(side.made[0], "state", None) != "run"]
+    return [side for side in sides if side not in slow and side.made[0].state != "run"]
 
 
 def bind(side: Side, target: Target, place: str) -> Arm | None:

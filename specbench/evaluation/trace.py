@@ -12,7 +12,8 @@ import torch
 from specbench.common.storage import atomic_path
 from specbench.data.chat import Chat
 from specbench.engine.decode import Limits, Prefill, decode
-from specbench.engine.interface import Drafter, DraftTree, Step
+from specbench.engine.drafter import Drafter
+from specbench.engine.interface import DraftTree, Step
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule

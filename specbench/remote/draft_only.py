@@ -35,13 +35,9 @@ def alone(drafter: Any, states: TargetStates, root: int, count: int) -> list[int
 
     states: of all verified tokens before the root.
     """
-    while not hasattr(drafter, "set_tree_policy") and hasattr(drafter, "base"):
-        drafter = drafter.base
-    return (
-        _chain(drafter, states, root, count)
-        if hasattr(drafter, "set_tree_policy")
-        else _believing(drafter, states, root, count)
-    )
+    if drafter.grower is not None:
+        return _chain(drafter.grower, states, root, count)
+    return _believing(drafter, states, root, count)
 
 
 def _chain(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:

@@ -57,7 +57,7 @@ class Server:
         address: tcp://host:port; port 0 takes a free one.
         limits: what a client may ask for, see `protocol.Limits`.
         idle_s: a client that says nothing for so long is forgotten.
-        condensers: drafters bound to the target that condense states before they travel, see `interface.StateCompressor`.
+        condensers: drafters bound to the target that condense states before they travel, see `Drafter.compress_states`.
 
     Attributes:
         address: with the port that was taken.
@@ -212,7 +212,7 @@ class Server:
     def _states(self, states: TargetStates, client: Client) -> dict[str, Any]:
         taps, pack = client.taps, partial(protocol.pack, eight=client.eight)
         if taps.condensed is not None:
-            return {"condensed": [pack(part) for part in self.condensers[taps.condensed].condense(states)]}
+            return {"condensed": [pack(part) for part in self.condensers[taps.condensed].compress_states(states)]}
         found: dict[str, Any] = {"last": pack(states.last)} if taps.last else {}
         if taps.hidden:
             found["hidden"] = [pack(states.hidden[i]) for i in taps.hidden]

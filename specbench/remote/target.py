@@ -130,7 +130,7 @@ class RemoteTarget(Target):
         self.emitted = 0
         self.connection.traffic = Traffic()
 
-    def judge(self, terms: VerifyConfig) -> Verifier:
+    def verifier(self, terms: VerifyConfig) -> Verifier:
         protocol.judged(terms)  # refused here if it cannot travel
         self.terms = terms
         return RemoteVerifier()
@@ -183,7 +183,7 @@ class RemoteTarget(Target):
 
     def greedy(self, start: tuple[int, ...], count: int) -> Tensor:
         self.reset(len(start) + count, Taps(last=False))
-        judge = self.judge(VerifyConfig(Lossless(), Sampler()))
+        judge = self.verifier(VerifyConfig(Lossless(), Sampler()))
         text = [*start, judge.first(self.prefill(torch.tensor(start, device=self.device)))]
         while len(text) < len(start) + count:
             tree = root_only(text[-1], self.device)

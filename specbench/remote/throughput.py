@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from specbench.engine.decode import Limits, Step, decode
-from specbench.engine.interface import Drafter
+from specbench.engine.drafter import Drafter
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.remote.target import RemoteTarget

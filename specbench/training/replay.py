@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from specbench.engine.decode import Limits, decode
-from specbench.engine.interface import Batch, Drafter, Step
+from specbench.engine.drafter import Drafter
+from specbench.engine.interface import Batch, Step
 from specbench.engine.policies import named
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler

@@ -25,7 +25,17 @@ from torch import Tensor
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count
 from specbench.engine.interface import DraftTree
-from specbench.engine.policies import Candidates, Dynamic, Expandable, Nodes, Pool, Static, best_children, named
+from specbench.engine.policies import (
+    Candidates,
+    Dynamic,
+    Expandable,
+    Nodes,
+    Pool,
+    Static,
+    TreePolicy,
+    best_children,
+    named,
+)
 from specbench.engine.sampling import Sampler
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)  # sizes among which is chosen, the root included
@@ -170,12 +180,11 @@ class Limits:
     nodes: int
 
 
-class _Fit:
-    """What fitted growths share: they wait for costs and acceptance, and say what was chosen."""
+class _Fit(TreePolicy):
+    """What fitted policies share: they wait for costs and acceptance, and say what was chosen."""
 
-    depth: int
     limits: Limits
-    chosen: dict[str, dict[str, float]]
+    fitted = True
 
     def limit_depth(self, levels: int) -> None:
         """The drafter has no more levels than these."""

@@ -85,8 +85,6 @@ def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[i
     Raises:
         SpecBenchError: the drafter grows no trees that could be fitted.
     """
-    if not hasattr(drafter, "set_tree_policy"):
-        raise SpecBenchError(f"drafter={drafter.name} grows no trees that could be fitted; choose another drafter=")
     before, deepest = drafter.growth, drafter.deepest or DEEP
     trees = _trees(deepest)
     if verify is not None:

@@ -16,54 +16,49 @@ from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
 from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.cache import KVCache
-from specbench.engine.interface import Batch, DraftTree, NoShortcut, Outline, Sampler, Taps
+from specbench.engine.drafter import Drafter, Outline, TimedFunction
+from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler
 from specbench.engine.policies import TreePolicy
 from specbench.engine.target import CausalLM, Target
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 
 
-class TrainedDrafter(nn.Module):
+class TrainedDrafter(nn.Module, Drafter):
     """An autoregressive drafter with weights of its own, trained for one target.
 
     A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`; `map_checkpoint` if its authors
     publish weights, and `fit` if these may have another shape than the default.
 
-    Attributes:
-        taps: what it reads from the target.
-        growth: how its trees are grown.
-        weights: folder of its weights, relative to the project; None leaves them at their initial values (training, tests).
+    Attributes, beside those of every drafter:
+        weights: None leaves them at their initial values (training, tests).
         checkpoint: weights in their authors' layout instead, set before `bind`.
-        vocabulary: draft from this many of the target's most frequent ids alone; None: from all of them.
-        listed: those ids, bound to the target.
-        provenance: where the loaded weights come from. contents: SHA-256 of the files read for them, by name.
-        compiled: names of the functions that `compile_network` compiles.
-        phased: options of the objective that may change from phase to phase of a training.
-        deepest: levels that its trees can have at most; None for as many as one likes.
         parallel: one forward drafts all levels (heads); otherwise each level takes one.
         formats: servers (`vllm`, `sglang`) that have a model of its kind, see `export_tensors`.
+        compiled: names of the functions of its network, which `compile_network` compiles.
+        lm: the whole language model that it is; None if it is none.
+        sliced_head: the listed ids' rows of the head, which it reads instead of the whole; None without a list.
     """
 
     compiled: tuple[str, ...] = ("network",)
-    phased: tuple[str, ...] = ()
-    deepest: int | None = None
+    takes_checkpoint = True
     parallel = False
     formats: tuple[str, ...] = ()
 
-    taps = Taps()
-    listed: vocabularies.DraftVocabulary | None = None
+    growth: TreePolicy
+    lm: CausalLM | None = None
+    sliced_head: vocabularies.Head | None = None
 
     embedding: nn.Embedding  # shared with the target by `build`, like the head
     head: nn.Linear
     target_logits: Callable[[Tensor], Tensor]  # of states, while drafting: over all ids, or the listed ones
 
     def __init__(self, name: Name, growth: TreePolicy, weights: Text | None = None, vocabulary: Count | None = None):
-        super().__init__()
-        self.name, self.weights, self.vocabulary = name, weights, vocabulary
+        nn.Module.__init__(self)
+        Drafter.__init__(self, name)
+        self.weights, self.vocabulary = weights, vocabulary
         self.set_tree_policy(growth)
         self.checkpoint: stored.Checkpoint | None = None
-        self.provenance: dict[str, Any] = {}
-        self.contents: dict[str, str] = {}
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
         """Grow other trees from now on."""
@@ -107,7 +102,7 @@ class TrainedDrafter(nn.Module):
 
     def _narrow(self, target: Target, count: int) -> None:
         """Draft from listed ids alone: with a copy of their rows of the head, and of every output layer of its own."""
-        width = max(self.growth.width, getattr(self.growth, "top_k", 0))
+        width = max(self.growth.width, self.growth.top_k)
         if count < width:
             raise SpecBenchError(f"drafter.vocabulary={count}: the tree takes {width} candidates a node; list as many ids")
         self.listed = vocabularies.listed(target, count)
@@ -118,13 +113,11 @@ class TrainedDrafter(nn.Module):
                     before = sum(p.numel() for p in layer.parameters())
                     setattr(part, name, vocabularies.slice_head(layer, self.listed.ids))
                     self.active_parameters -= before - sum(p.numel() for p in getattr(part, name).parameters())
-        model: CausalLM = getattr(self, "lm", target)  # whose head it multiplies
-        head = vocabularies.Head(model, self.listed.ids)
-        self.target_logits = head
-        self.active_parameters -= head.saved
+        self.sliced_head = self.target_logits = vocabularies.Head(self.lm or target, self.listed.ids)
+        self.active_parameters -= self.sliced_head.saved
 
     def outline(self, target: Target) -> Outline:
-        """Its network, built on the meta device, and the most that caches of so many layers take. See `Outlined`."""
+        """Its network, built on the meta device, and the most that caches of so many layers take. See `Drafter.outline`."""
         own = copy.deepcopy(self)
         if own.checkpoint is not None:
             own.fit(own.checkpoint)
@@ -176,13 +169,21 @@ class TrainedDrafter(nn.Module):
 
     def optimize_for_inference(self) -> None:
         """Make drafting fast, once weights and device are final; not for training."""
-        model = getattr(self, "lm", None)  # the whole language model that it is, if it is one
-        if isinstance(model, CausalLM):
-            model.optimize_for_inference()
+        if self.lm is not None:
+            self.lm.optimize_for_inference()
         else:
             optimize_for_inference([self])
-        if isinstance(head := getattr(self, "target_logits", None), vocabularies.Head):
-            optimize_for_inference([head.rows])
+        if self.sliced_head is not None:
+            optimize_for_inference([self.sliced_head.rows])
+
+    def timed_functions(self) -> list[TimedFunction]:
+        found: list[TimedFunction] = [(self.head, "forward", "head"), (self, "target_logits", "head")]
+        if self.lm is not None:  # whose lean forward runs past its module's own
+            return [*found, (self.lm, "run", "network")]
+        for name in self.compiled:
+            part = getattr(self, name)
+            found.append((part, "forward", "network") if isinstance(part, nn.Module) else (self, name, "network"))
+        return found
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper: `loss`, and what else is worth logging."""
@@ -199,6 +200,14 @@ class TrainedDrafter(nn.Module):
                 known = f"it has {', '.join(self.phased)}" if self.phased else "it has none"
                 raise SpecBenchError(f"drafter={self.name}: `{name}` is no option that a phase may change; {known}")
             setattr(self, name, value)
+
+    def draft_states(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """Per draft pass of a chain, the states [B, T, D] that the head reads, as in `drafts`.
+
+        Raises:
+            NoShortcut: there are none before the chain is drafted.
+        """
+        raise NoShortcut(self.name)
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """Greedy chains from every position at once, where drafted tokens are known to be the text's own.
