@@ -16,10 +16,11 @@ from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
 from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.cache import KVCache
+from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler
 from specbench.engine.policies import TreePolicy
-from specbench.engine.target import CausalLM, Target
+from specbench.engine.target import Target
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 

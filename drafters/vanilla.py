@@ -34,11 +34,12 @@ from drafters.layers import behind
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
+from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Outline
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import Chain, TreePolicy
 from specbench.engine.pretrained import contents_of, local, random_model, read_config, read_model, read_tokenizer
-from specbench.engine.target import CausalLM, Target
+from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint
 
 

@@ -24,7 +24,8 @@ from specbench.config.cli import choice, command, run_cli, typed_overrides
 from specbench.config.run_spec import RunOptions
 from specbench.data.chat import Chat
 from specbench.data.prompts import Question
-from specbench.engine.target import Target, pick_device
+from specbench.engine.device import pick_device
+from specbench.engine.target import Target
 from specbench.evaluation import arms, cell, several, study_runs
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_runs import StudyCell

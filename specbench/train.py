@@ -37,11 +37,12 @@ from specbench.config import validation
 from specbench.config.cli import CONF, handle_errors, run_cli
 from specbench.data.conversations import Conversations
 from specbench.engine import vocabulary, weights
+from specbench.engine.device import pick_device
 from specbench.engine.drafter import Drafter
 from specbench.engine.interface import NoShortcut
 from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import Chain, TreePolicy
-from specbench.engine.target import Target, pick_device
+from specbench.engine.target import Target
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import VALIDATION, Answer, Corpus, Shards, held_out
 from specbench.training.overwriting import UNDECIDED, made_by, refuse_overwriting, tracked

@@ -29,7 +29,7 @@ from specbench.common.storage import atomic_path, cache_root, require_writable
 from specbench.common.types import Count, Name, Natural, Share, Text
 from specbench.config import validation
 from specbench.config.cli import CONF, handle_errors, run_cli
-from specbench.engine.target import pick_device
+from specbench.engine.device import pick_device
 from specbench.records.schema import PROVENANCE
 from specbench.records.studies import Override
 from specbench.reporting import trainings

@@ -231,7 +231,7 @@ def test_a_cache_keeps_layers_where_they_are():
 def test_on_a_processor_bfloat16_is_chosen_only_with_amx(monkeypatch, able, dtype):
     import torch
 
-    from specbench.engine.target import pick_dtype
+    from specbench.engine.device import pick_dtype
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
     assert pick_dtype("auto", torch.device("cpu")) == getattr(torch, dtype)

@@ -16,9 +16,9 @@ from drafters.medusa import Medusa
 from specbench import export, run, train
 from specbench.common.errors import SpecBenchError
 from specbench.engine import vocabulary
+from specbench.engine.causal_lm import CausalLM
 from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
-from specbench.engine.target import CausalLM
 from specbench.engine.tree import check
 from specbench.training.corpus import CorpusSettings, Writer, unpack
 from specbench.training.features import Answer

@@ -19,8 +19,9 @@ from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
 from specbench.engine import memory, vocabulary
 from specbench.engine.backends import packed_linear
+from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.pretrained import CONFIG, read_config, read_gguf, read_tokenizer, shaped
-from specbench.engine.target import Target, pick_device, pick_dtype
+from specbench.engine.target import Target
 
 
 class Connectable(Protocol):

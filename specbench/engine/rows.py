@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specbench.engine.cache import SlotLayer
-from specbench.engine.target import CausalLM
+from specbench.engine.causal_lm import CausalLM
 
 ATTENTION = "specbench_rows"
 Group = tuple[int, int, int]  # first row, behind the last row, slots

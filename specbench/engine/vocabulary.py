@@ -24,7 +24,8 @@ from typing_extensions import TypedDict
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json
 from specbench.common.storage import atomic_path
-from specbench.engine.target import CausalLM, Target
+from specbench.engine.causal_lm import CausalLM
+from specbench.engine.target import Target
 from specbench.engine.tensors import read_tensors
 
 FILE, PROVENANCE = "vocabulary.safetensors", "vocabulary.json"

@@ -17,9 +17,10 @@ from specbench.config.cli import sweeping
 from specbench.config.run_spec import RunSpec, state_compressors
 from specbench.data.chat import Chat, Message
 from specbench.data.prompts import Question
+from specbench.engine.device import pick_device
 from specbench.engine.drafter import ServedEngine
 from specbench.engine.memory import NoRoom
-from specbench.engine.target import Target, pick_device
+from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 from specbench.evaluation import fitting
 from specbench.evaluation.runner import BoundDrafter

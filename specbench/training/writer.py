@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from specbench.engine.backends.quantised import multiplies_bytes, quantised
+from specbench.engine.causal_lm import CausalLM
 from specbench.engine.rows import Rows
 from specbench.engine.sampling import Sampler
-from specbench.engine.target import CausalLM, Target
+from specbench.engine.target import Target
 
 Precision = Literal["auto", "target", "int8"]
 GROUPS = 8  # of rows that attend together: each is a call a layer, each saves attention over slots that are not there
