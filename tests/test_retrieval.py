@@ -505,7 +505,7 @@ def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
     bench = Bench(target, CHAT, [BoundDrafter(name, made, Lossless())], Sampler(), RunSettings(max_new_tokens=20, warmup=3))
     bench.run(QUESTIONS, ledger(tmp_path / "b", header(name)))
     assert cycles(rows_of(tmp_path / "b"), name) == first
-    assert not made.remembering
+    assert not made.persisting
 
 
 @pytest.mark.parametrize("ends", [[2], [3, 1]], ids=["once", "twice"])
