@@ -62,6 +62,6 @@ def test_there_are_no_more_steps_than_heads():
 def test_what_has_no_shortcut_says_so():
     target = tiny()
     made = make("eagle2_router", target)
-    made.base = torch.nn.Identity()
+    made.base = make("medusa", target)
     with pytest.raises(NoShortcut):
         next(iter(made.drafts(None, 3)))

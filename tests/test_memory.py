@@ -18,7 +18,7 @@ from specbench.engine import memory
 from specbench.engine.backends import packed_linear
 from specbench.engine.checkpoints import Checkpoint
 from specbench.engine.decode import Limits, decode
-from specbench.engine.interface import Outline
+from specbench.engine.drafter import Outline
 from specbench.engine.memory import LEAST, Estimate, NoRoom, Shape, estimate
 from specbench.engine.policies import Dynamic
 from specbench.engine.pretrained import shaped
@@ -159,7 +159,7 @@ def held(made, target):
 def test_a_drafters_outline_has_its_parameters_and_leaves_it_as_it_was(name, architecture):
     target, made = tiny(architecture), drafter(name)
     before = list(getattr(made, "_modules", ())), sorted(vars(made))
-    outline = made.outline(Shape(target.model.config, torch.float32)) if hasattr(made, "outline") else Outline(0)
+    outline = made.outline(Shape(target.model.config, torch.float32))
     assert outline.own == held(make(name, target), target)
     assert (list(getattr(made, "_modules", ())), sorted(vars(made))) == before
     assert outline.own or outline.row or not any(word in made.__class__.__module__ for word in ("eagle", "vanilla", "self"))

@@ -49,7 +49,7 @@ def view(folder) -> Overview:
 
 def test_drafters_that_were_not_measured_alike_do_not_stand_in_one_group(tmp_path):
     short = settings()["config"] | {"dataset": {"name": "mtbench"}, "decode": {"max_new_tokens": 9}}
-    bench(tmp_path, {"best": 2.0})
+    bench(tmp_path, {"best": 2.0}, questions=20)
     bench(tmp_path, {"next": 1.5}, cell="decode-2", questions=30, config=short)
     found = view(tmp_path)
     assert [e.name for e in found.timed(found.first)] == ["next", "none"]
@@ -125,7 +125,7 @@ def test_of_an_arm_with_seeds_the_first_ones_traces_are_shown(tmp_path):
 
 
 def test_the_matrix_holds_every_pair_and_colours_what_is_real(tmp_path):
-    bench(tmp_path, {"a": 2.0, "b": 1.0, "c": 1.001}, noise=0.1)
+    bench(tmp_path, {"a": 2.0, "b": 1.0, "c": 1.001}, noise=0.1, questions=20)
     found = view(tmp_path)
     group = found.timed(found.first)
     names = [e.title for e in group]
@@ -167,7 +167,8 @@ def two_trees(folder):
     trees = {"eagle2": {"_target_": "specbench.engine.policies.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}}
     trees |= {"eagle2_rate": {"_target_": "specbench.engine.policies.Rate", "nodes": 9}}
     said = {name: {"name": "eagle2", "growth": growth} for name, growth in trees.items()}
-    bench(folder, {"eagle2": 0.5, "suffix": 1.0, "eagle2_rate": 1.5} | {f"d{i}": 0.4 - i / 50 for i in range(6)}, said=said)
+    speeds = {"eagle2": 0.5, "suffix": 1.0, "eagle2_rate": 1.5} | {f"d{i}": 0.4 - i / 50 for i in range(6)}
+    bench(folder, speeds, questions=20, said=said)
 
 
 def test_bars_are_sorted_and_a_drafters_trees_stand_together(tmp_path):
