@@ -100,6 +100,6 @@ def _become(module: str, arguments: list[str], folder: Path, environment: dict[s
     sys.path.insert(0, str(folder))
     sys.argv = [module, *arguments]
     package, _, name = module.rpartition(".")
-    delattr(sys.modules[package], name)
-    sys.modules.pop(module)  # to be executed once more, as the main module
+    vars(sys.modules[package]).pop(name, None)
+    sys.modules.pop(module, None)  # to be executed once more, as the main module
     runpy.run_module(module, run_name="__main__", alter_sys=True)

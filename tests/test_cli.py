@@ -15,8 +15,7 @@ from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, st
 
 from specbench.config.cli import spelt_out
 from specbench.records import blocks
-from specbench.records.blocks import NAME, read_block
-from specbench.records.rows import Row
+from specbench.records.blocks import NAME
 from specbench.reporting import cells
 
 
@@ -251,7 +250,6 @@ def test_trees_are_fitted_to_weights_and_machine(home):
         }
         assert "eagle2" in said
     assert len(list((home / "cache" / "costs" / "tiny").glob("eagle2-*.json"))) == 1, "the same costs are timed once"
-    _first_rows_come_before_costs_are_timed(home, weights)
     said = run(home, "cost", *weights, "contexts=[8,16]", f"out={home / 'costs'}")
     assert "fastest: depth=" in said and (home / "costs" / "tiny-eagle2.png").stat().st_size > 10_000
     assert "are for trees that are fitted" in run(home, "cost", *weights, "tree=chain", ok=False)
@@ -260,31 +258,6 @@ def test_trees_are_fitted_to_weights_and_machine(home):
     assert "until=acceptance" in run(home, "run", *weights, "tree=rate", f"results={home / 'rate'}", ok=False)
     run(home, "train", *train(home, "fitted", "train.until=acceptance"))
     assert json.loads((folder / "acceptance.json").read_text())["weights"] == json.loads(followed)["weights"]
-
-
-def _first_rows_come_before_costs_are_timed(home, weights):
-    """Of a study whose trees are fitted the other arms answer the first question, in a block of its own."""
-    shutil.rmtree(home / "cache" / "costs")
-    (home / "study").mkdir()
-    drafter = ", ".join(weights)
-    (home / "study" / "early.yaml").write_text(
-        "title: Early\nsource: [nowhere]\ncells:\n  - [dataset=mtbench, data.limit=2]\n  - [dataset=mtbench, data.limit=3, "
-        "decode.max_new_tokens=9]\narms:\n"
-        f"  fit: {{run: [{drafter}, tree=rate]}}\n  chain: {{run: [{drafter}, tree=chain]}}\nclaims: []\n"
-    )
-    asked = f"--config-dir={home}", "study=early", f"results={home / 'early'}"
-    done = call(home, "study", *asked)
-    assert done.returncode == 0, done.stderr[-3000:]
-    early, whole, _ = sorted((home / "early" / "early" / "tiny" / "mtbench-greedy-12").glob(NAME))
-    assert list(read_block(early)[0]["arms"]) == ["none", "chain"]
-    assert [(r.drafter, r.turn) for r in read_block(early)[1] if isinstance(r, Row)] == [
-        ("none", 0), ("chain", 0), ("none", 1), ("chain", 1)
-    ]  # fmt: skip
-    rows = [(r.question, r.drafter, r.turn) for r in read_block(whole)[1] if isinstance(r, Row)]
-    assert rows[:4] == [("0", "none", 0), ("0", "fit", 0), ("0", "none", 1), ("0", "fit", 1)] and len(rows) == 4 + 6
-    first, timing = done.stderr.index("machine "), done.stderr.index("timing cycles")
-    assert first < timing and "=>" not in done.stderr[:timing] and "with the cells behind it" in done.stderr
-    assert call(home, "study", *asked).stderr.count("timing cycles") == 0
 
 
 def test_sublayers_to_skip_are_searched_and_taken(home):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.policies import Dynamic, Static
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.evaluation import fitting
+from specbench.evaluation import fitting, study_runs
 from specbench.training.features import Answer
 from specbench.training.replay import replay
 from specbench.tuning import acceptance as measured
@@ -306,3 +307,17 @@ def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
     assert drafter.nodes == max(drafter.retrieval.nodes, drafter.base.nodes) and drafter.passes == drafter.base.passes
     assert configuration("hybrid").drafter.base.vocabulary is None
     assert fitting.fit(make("hybrid", target), spec, target, "hybrid") == {}, "a tree of a paper is not fitted"
+
+
+def test_arms_that_need_no_timing_decode_first_where_others_do(monkeypatch):
+    """Not those whose memory goes on from prompt to prompt; and nobody where all are ready, or where there is no clock."""
+
+    def side(label, slow=False, state="none", replay=False):
+        made = SimpleNamespace(slow=slow, state=state)
+        return SimpleNamespace(made=(made, None), spec=SimpleNamespace(replay=replay), member=SimpleNamespace(label=label))
+
+    monkeypatch.setattr(fitting, "takes_time", lambda drafter, *_: drafter.slow)
+    ready, slow, ordered = side("a"), side("b", slow=True), side("c", state="run")
+    assert study_runs.ready_early([ready, slow, ordered], None) == [ready]
+    assert study_runs.ready_early([ready, ordered], None) == []
+    assert study_runs.ready_early([ready, side("b", slow=True, replay=True)], None) == []
