@@ -48,6 +48,21 @@ claims:
   - {says: it emits, source: nowhere, published: much, tests: [{metric: tau, of: short, than: 0.5, is: more}]}
 """
 
+EARLY = """\
+title: Early
+source: [nowhere]
+cells:
+  - [dataset=mtbench, data.limit=2]
+  - [dataset=mtbench, data.limit=3, decode.max_new_tokens=9]
+arms:
+  fit:
+    run: [drafter=eagle2, tree=rate]
+    train: [train.settings.steps=20, train.batch=2, "train.text.path=HOME/talk.json", train.text.wheel=null,
+            train.corpus.validation=8, train.corpus.answer_tokens=20, train.settings.vocabulary=32, ~recipe]
+  chain: {run: [drafter=eagle2, tree=chain], weights: fit}
+claims: []
+"""
+
 
 def read_rows(path):
     """Header and generations of a block."""
@@ -60,6 +75,22 @@ def study(home, text, name, *arguments, ok=True):
     (folder / "study").mkdir(parents=True, exist_ok=True)
     (folder / "study" / f"{name}.yaml").write_text(text.replace("HOME", str(home)))
     return run(home, "study", f"--config-dir={folder}", f"study={name}", *arguments, ok=ok)
+
+
+def test_first_rows_come_before_costs_are_timed(home, tmp_path):
+    """Of a study whose trees are fitted the other arms answer the first question, in a block of its own."""
+    said = study(home, EARLY, "early", f"results={tmp_path}", "memorys=1", ok=False)
+    assert "memorys: no such option; did you mean memory" in said
+    done = call(home, "study", f"--config-dir={home / 'conf'}", "study=early", f"results={tmp_path}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    early, whole, _ = blocks.below(tmp_path / "early" / "tiny")
+    assert list(read_block(early)[0]["arms"]) == ["none", "chain@0"]
+    first_question = [(r.drafter, r.turn) for r in read_rows(early)[1]]
+    assert first_question == [("none", 0), ("chain@0", 0), ("none", 1), ("chain@0", 1)]
+    rows = [(r.question, r.drafter, r.turn) for r in read_rows(whole)[1]]
+    assert rows[:4] == [("0", "none", 0), ("0", "fit@0", 0), ("0", "none", 1), ("0", "fit@0", 1)] and len(rows) == 4 + 6
+    first, timing = done.stderr.index("machine "), done.stderr.index("timing cycles")
+    assert first < timing and "=>" not in done.stderr[:timing] and "with the cells behind it" in done.stderr
 
 
 def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, tmp_path):

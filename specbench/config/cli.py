@@ -3,6 +3,7 @@
 In a sweep the next job begins, and the exit code follows at the end.
 """
 
+import argparse
 import functools
 import os
 import re
@@ -186,10 +187,12 @@ def _unknown(error: HydraException, name: str | None) -> str | None:
     found = re.match(r"Could not override '([^']+)'", str(error))
     if found is None or name is None:
         return None
-    GlobalHydra.instance().clear()
     typed = [word for word in sys.argv[1:] if word.startswith("study=")]  # without one there is no configuration
-    with initialize_config_dir(CONF, version_base="1.3"):
-        known: Any = OmegaConf.to_container(compose(name, [word.split(",")[0] for word in typed]))
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--config-dir", "-cd")
+    own = options.parse_known_args(sys.argv[1:])[0].config_dir  # where the user's own studies lie
+    searched = [f"hydra.searchpath=[{_quoted('file://' + os.path.abspath(own))}]"] if own else []
+    known: Any = OmegaConf.to_container(composed(name, [*(word.split(",")[0] for word in typed), *searched]))
     return f"{found[1]}: no such option{validation.nearest(found[1], dict.fromkeys(_keys(known)))}"
 
 
