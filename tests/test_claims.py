@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fixtures import arm, block, settings
 
-from specbench.records import metrics
+from specbench.records import metrics, statistics
 from specbench.records.blocks import below
 from specbench.records.rows import Measurement, Row
 from specbench.reporting import cells, claims
@@ -201,7 +201,7 @@ def test_effects_are_those_of_a_bootstrap_written_out(known):
     ours, theirs = (known.find(name, None, timed=False).rows for name in ("mixed", "poor"))
     names = sorted({r.question for r in ours})
     effects = []
-    for sample in metrics.draws(len(names)):
+    for sample in statistics.draws(len(names)):
         asked = [names[i] for i in sample]
         taus = [metrics.tau([r for q in asked for r in part if r.question == q]) for part in (ours, theirs)]
         effects.append(taus[0] - taus[1])
@@ -263,9 +263,9 @@ def test_a_few_questions_decide_nothing(questions, expected, tmp_path):
 def test_unpaired_intervals_are_as_wide_as_the_two_sides_say(known):
     """Of independent sides the variances add; paired with itself an arm has no spread at all."""
     totals = known.find("mixed", None, timed=False).totals
-    assert metrics.contrast(metrics.RATES["tau"], totals, totals).low == 0
-    alone = metrics.interval(metrics.RATES["tau"], totals)
-    apart = metrics.contrast(metrics.RATES["tau"], totals, totals, paired=False)
+    assert statistics.contrast(metrics.RATES["tau"], totals, totals).low == 0
+    alone = statistics.interval(metrics.RATES["tau"], totals)
+    apart = statistics.contrast(metrics.RATES["tau"], totals, totals, paired=False)
     assert apart.high - apart.low == pytest.approx(2**0.5 * (alone.high - alone.low), rel=0.15)
 
 

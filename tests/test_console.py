@@ -9,7 +9,7 @@ from fixtures import arm, block, random_row, settings
 from rich.cells import cell_len
 from test_overview import bench
 
-from specbench.records.metrics import contrast
+from specbench.records.statistics import contrast
 from specbench.reporting import cells, console, names, tables, verdict
 from specbench.reporting.groups import Asked, groups, measured
 
@@ -234,7 +234,7 @@ def test_of_equal_arms_none_is_called_fastest_more_often_than_one_time_in_twenty
         def __init__(self, totals):
             self.totals = totals
 
-    from specbench.records.metrics import Totals
+    from specbench.records.statistics import Totals
 
     rng, alarms, draws = np.random.default_rng(0), 0, 200
     for _ in range(draws):

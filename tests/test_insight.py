@@ -8,8 +8,9 @@ import pytest
 from fixtures import arm, settings
 from matplotlib import pyplot as plt
 
-from specbench.records.metrics import Interval, draws, summarise
+from specbench.records.metrics import summarise
 from specbench.records.rows import BINS, Row
+from specbench.records.statistics import Interval, draws
 from specbench.reporting import analysis, analysis_figures, analysis_tables, figures, styles, tables
 from specbench.reporting.analysis import Rated, few
 from specbench.reporting.cells import Entry
@@ -173,54 +174,6 @@ def test_waste_equals_counts(seed):
     assert analysis.waste(plain) is None
 
 
-@SEEDS
-@pytest.mark.parametrize("heads", [False, True])
-def test_oracle_depth_equals_counts(seed, heads):
-    """Of the passes that ran, which is one a level or, with heads, one in all; the header's 6 are the most there can be."""
-    rng = np.random.default_rng(seed)
-    asked = answers(rng)
-    plain, rows = rows_of(rng, asked, "none"), rows_of(rng, asked)
-    for r in rows:
-        r.passes = [1] * len(r.passes) if heads else r.passes
-    found = analysis.oracle_depth(entry(rows, plain))
-    taken = list(cycles(rows))
-    ran = [(a, p) for r in rows for a, p in zip(r.accepted, r.passes, strict=True)]
-    made, needed = sum(p for _, p in ran), sum(min(a, p) for a, p in ran)
-    assert found.wasted.value == pytest.approx(1 - needed / made)
-    tau = mean(c[1] for c in taken)
-    assert found.tau.value == pytest.approx(tau)
-    assert found.by_parameters.value == pytest.approx(tau / (made / len(taken) * 10 / 100 + 1))
-    assert found.oracle_by_parameters.value == pytest.approx(tau / (needed / len(taken) * 10 / 100 + 1))
-    whole = [(d, a) for r in rows for d, a in list(zip(r.drafted, r.accepted, strict=True))[:-1]]
-    assert found.ran_out.value == pytest.approx(mean(d == a for d, a in whole))
-    left = 0.0  # seconds
-    for r in rows:
-        used = sum(map(min, r.accepted, r.passes)) / sum(r.passes)
-        left += r.decode_s - r.draft_s * (1 - used)
-    speed = sum(len(r.tokens) - 1 for r in plain) / sum(r.decode_s for r in plain)
-    assert found.oracle_speed_up.value == pytest.approx(sum(len(r.tokens) - 1 for r in rows) / left / speed)
-    assert found.speed_up == entry(rows, plain).summary.speed_up and found.speed_up.value < found.oracle_speed_up.value
-
-
-def test_oracle_depth_without_a_clock_or_a_draft():
-    plain, e, _ = group(known=True)
-    found = analysis.oracle_depth(e)
-    assert found.speed_up is None and found.oracle_speed_up is None and found.wasted.value > 0
-    assert analysis.oracle_depth(plain) is None
-
-
-def test_no_pass_is_wasted_that_never_ran():
-    """Six passes at most, of which each cycle ran those that it drafted with, none where it copied."""
-    row = Row("eagle2", "q", "c", 0, 5, [0] * 10, 0.1, 1.0, [3, 1, 8], [3, 1, 8], [3, 1, 2], [[0] * 3, [0], [0] * 2])
-    row.passes = [3, 1, 0]
-    found = analysis.oracle_depth(entry([row]))
-    assert found.wasted.value == 0 and found.by_parameters == found.oracle_by_parameters
-    row.passes = []
-    assert analysis.oracle_depth(entry([row])) is None
-    row.passes = [0, 0, 0]
-    assert analysis.oracle_depth(entry([row])) is None
-
-
 # The oracle drafter ---------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +254,7 @@ def test_seeds_of_an_arm_are_drafters_of_their_own():
     assert found.wins == {"x#0": 1}, "one name for both"
 
 
-# Confidence, conventions, predictions -----------------------------------------------------------------------------------
+# Confidence, conventions -----------------------------------------------------------------------------------
 
 
 @SEEDS
@@ -372,27 +325,11 @@ def test_fitted_trees_stand_beside_what_was_expected_of_them():
     assert analysis_tables.fitted(made)[1] == [], "what a hybrid copies was not expected of its trees"
 
 
-@SEEDS
-def test_expectations_are_those_of_the_summary(seed):
-    plain, e, _ = group(seed)
-    found = analysis.expected(e)
-    assert found.measured == e.summary.speed_up
-    assert found.by_times.value == pytest.approx(e.summary.expected)
-    assert found.by_parameters.value == pytest.approx(e.summary.expected_by_parameters)
-    assert found.missed.value == pytest.approx(e.summary.speed_up.value / e.summary.expected)
-    narrow = mean(r.target_s for r in plain.rows) / mean(len(r.accepted) for r in plain.rows)
-    draft = sum(r.draft_s for r in e.rows) / sum(len(r.accepted) for r in e.rows)
-    assert found.free_width.value == pytest.approx(e.summary.tau * narrow / (draft + narrow))
-    assert analysis.expected(plain) is None and analysis.expected(group(seed, known=True)[1]) is None
-
-
 def test_an_estimate_by_parameters_is_absent_where_no_pass_was_counted():
     made = group()
     for row in made[1].rows:
         row.passes = []
-    plain, old = made[0], entry(made[1].rows, made[0].rows)
-    columns, (line,) = analysis_tables.predictions([plain, old])
-    assert dict(zip(columns, line, strict=True))["expected by params [95%]"] == "-" and line.count("-") == 1
+    old = entry(made[1].rows, made[0].rows)
     assert tables.cells(old)[tables.COLUMNS.index("expected (by params)")] == f"{old.summary.expected:.2f} (-)"
 
 
@@ -410,7 +347,7 @@ def test_what_rests_on_few_tries_is_marked():
 @pytest.mark.parametrize("known", [False, True])
 def test_every_table_has_a_cell_a_column(known):
     tables = analysis_tables.all_of(group(known=known))
-    assert set(tables) == set(analysis_tables.TABLES) - {"fitted", "predictions" if known else "calibration"}
+    assert set(tables) == set(analysis_tables.TABLES) - {"fitted", *([] if known else ["calibration"])}
     for _, (columns, lines) in tables.values():
         assert lines and all(len(line) == len(columns) and all(isinstance(c, str) and c for c in line) for line in lines)
     assert [line[0] for line in tables["categories"][1][1]] == ["eagle2", "vanilla"], "the one that accepts most is first"

@@ -8,8 +8,9 @@ from fixtures import block, random_row, settings
 
 from specbench.evaluation import trace
 from specbench.records import blocks
-from specbench.records.metrics import RATES, contrast
+from specbench.records.metrics import RATES
 from specbench.records.rows import BINS, Row
+from specbench.records.statistics import contrast
 from specbench.reporting import cells, console, document, figures, overview, sections, study_figures, styles, tables
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.claims import Evidence, Verdict

@@ -20,8 +20,9 @@ from specbench.common.errors import SpecBenchError, one_line, visible
 from specbench.config import cli
 from specbench.records import metrics
 from specbench.records.blocks import NAME
-from specbench.records.metrics import RATES, Totals, contrast, interval, macro
+from specbench.records.metrics import RATES, sum_rows
 from specbench.records.rows import CellFailure, Failure, Row
+from specbench.records.statistics import contrast, interval, macro
 from specbench.reporting import bundle, cells, console, figures, study_figures, tables, text
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.names import labelled
@@ -243,7 +244,7 @@ def test_without_cycles_every_number_is_absent():
         assert summary.speed_up is None and summary.tau_interval is None and summary.alphas == ()
         for value in (summary.tau, summary.tau_macro, summary.speed, summary.expected, summary.nodes):
             assert np.isnan(value)
-        totals = Totals.of(mine, base)
+        totals = sum_rows(mine, base)
         for name in ("tau", "tokens_per_s", "speed_up", "alpha", "alpha0", "late_alpha", "draft_ms"):
             assert interval(RATES[name], totals) is None, name
             assert contrast(RATES[name], totals, totals) is None, name

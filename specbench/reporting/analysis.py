@@ -1,29 +1,19 @@
-"""What rows hold beyond tau: where drafts are accepted, what is wasted, what an oracle would gain, how sure drafters are.
+"""What rows hold beyond tau: where drafts are accepted, what is wasted, how drafters could be combined, how sure they are.
 
 Pure functions from entries and rows to numbers. Every rate is a ratio of sums over cycles or nodes, with a 95% bootstrap
-interval over questions as in `specbench.records.metrics`; turns of a question, and seeds of an arm, stay together. A rate
-that rests on too few tries can be told (`few`). Entries that are compared should come from one group (`cells.groups`).
+interval over questions as in `specbench.records.statistics`. A rate that rests on few tries is marked (`few`). Entries that
+are compared should come from one group (`groups.groups`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from specbench.records.metrics import (
-    BASELINE,
-    RATES,
-    Interval,
-    Rate,
-    Totals,
-    contrast,
-    expected_by_parameters,
-    expected_speed_up,
-    free_width_speed_up,
-    interval,
-)
+from specbench.records.metrics import RATES, sum_rows
 from specbench.records.rows import BINS, Row
+from specbench.records.statistics import Interval, Rate, Totals, contrast, interval
 from specbench.reporting.cells import Entry
 
 FEWEST = 10  # tries, for a rate to be shown
@@ -50,23 +40,12 @@ class Rated:
         return None if few(self.tries) else self.found
 
 
-def counted(rows: Sequence[Row], count: Callable[[Row], Mapping[str, float | np.ndarray]]) -> Totals:
-    """Sums by question of whatever is counted in each row."""
-    questions = tuple(sorted({r.question for r in rows}))
-    place = {q: i for i, q in enumerate(questions)}
-    sums: dict[str, np.ndarray] = {}
-    for row in rows:
-        for name, value in count(row).items():
-            sums.setdefault(name, np.zeros((len(questions), *np.shape(value))))[place[row.question]] += value
-    return Totals(questions, sums)
-
-
 def rated(rate: Rate, totals: Totals, tries: str, at: int | None = None) -> Rated:
     """A rate, its tries being a sum of that name. at: place of both in sums that are arrays."""
     if not totals.questions:
         return Rated(None, 0)
     if at is not None:
-        totals = Totals(totals.questions, {name: s[:, at] for name, s in totals.sums.items()})
+        totals = totals.part(at)
     return Rated(interval(rate, totals), int(totals.sums[tries].sum()))
 
 
@@ -77,7 +56,7 @@ def by_category(e: Entry) -> dict[str, Rated]:
     """tau (pooled, bonus included) of the questions of each category, in the order of their first row."""
     found = {}
     for category in dict.fromkeys(r.category for r in e.rows):
-        totals = Totals.of([r for r in e.rows if r.category == category])
+        totals = sum_rows([r for r in e.rows if r.category == category])
         found[category] = rated(RATES["tau"], totals, "cycles")
     return found
 
@@ -101,7 +80,7 @@ def by_position(e: Entry, stretch: int = STRETCH) -> list[Rated]:
             "cycles": np.bincount(at, minlength=stretches),
         }
 
-    totals = counted(e.rows, count)
+    totals = Totals.count(e.rows, count)
     return [rated(RATES["tau"], totals, "cycles", at) for at in range(stretches)]
 
 
@@ -122,7 +101,7 @@ def accepted_lengths(e: Entry) -> list[Rated]:
         cycles = np.full(longest + 1, len(lengths))
         return {"of": np.bincount(lengths, minlength=longest + 1), "cycles": cycles}
 
-    totals = counted(e.rows, count)
+    totals = Totals.count(e.rows, count)
     return [rated(lambda s: s["of"] / s["cycles"], totals, "cycles", at) for at in range(longest + 1)]
 
 
@@ -143,7 +122,7 @@ class Waste:
 
 def waste(e: Entry) -> Waste | None:
     """None for what drafts nothing, such as the baseline. A chain can do with one node an accepted token, a tree cannot."""
-    totals = counted(e.rows, lambda r: {"nodes": sum(r.nodes), "accepted": sum(r.accepted), "cycles": len(r.nodes)})
+    totals = Totals.count(e.rows, lambda r: {"nodes": sum(r.nodes), "accepted": sum(r.accepted), "cycles": len(r.nodes)})
     share = interval(lambda s: s["accepted"] / s["nodes"], totals)
     a_cycle = interval(lambda s: s["nodes"] / s["cycles"], totals)
     if share is None or a_cycle is None:
@@ -152,74 +131,6 @@ def waste(e: Entry) -> Waste | None:
 
 
 # Oracles -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OracleDepth:
-    """What drafting exactly as deep as the target accepts would save.
-
-    Attributes:
-        tau: as it is, and as it would be.
-        wasted: share of the draft passes that ran and lay deeper than what was accepted.
-        ran_out: share of the cycles that accepted all the depth they had: an oracle might have drafted on, so for these
-            tau is a lower bound. Each answer's last cycle, which its end may have cut, does not count.
-        by_parameters, oracle_by_parameters: CORAL's estimate of the speed-up, with all passes and without the wasted.
-        speed_up, oracle_speed_up: measured, and with the time of the wasted passes taken away; None without a clock.
-    """
-
-    tau: Interval
-    wasted: Interval
-    ran_out: Interval | None
-    by_parameters: Interval
-    oracle_by_parameters: Interval
-    speed_up: Interval | None
-    oracle_speed_up: Interval | None
-
-
-def oracle_depth(e: Entry) -> OracleDepth | None:
-    """The same cycles, each drafted with as many passes as tokens were accepted, and with none where nothing was.
-
-    The path that was accepted is still drafted, so every cycle emits what it did. A drafter that drafts all depths in one
-    pass (Medusa) saves only where nothing is accepted; one whose passes draft several tokens (Ouroboros) may need fewer
-    than are counted here. Drafting takes time in proportion to its passes, so a row's drafting shrinks by the share of its
-    passes that were wasted; the target's time stays, though its pass would be narrower. None for what drafts without
-    passes of its own, such as the baseline; rows that do not know their passes are left out.
-    """
-    rows = [row for row in e.rows if row.draft_passes is not None]
-    if not any(row.draft_passes for row in rows):
-        return None
-
-    def count(row: Row) -> dict[str, float]:
-        made, needed = sum(row.passes), sum(map(min, row.accepted, row.passes))
-        before_last = list(zip(row.drafted, row.accepted, strict=True))[:-1]
-        return {
-            "tokens": len(row.tokens) - 1,
-            "cycles": len(row.accepted),
-            "counted": len(row.accepted),
-            "passes": made,
-            "needed": needed,
-            "saved": row.draft_s * (1 - needed / made) if made else 0.0,
-            "whole": len(before_last),
-            "ran_out": sum(d > 0 and a >= d for d, a in before_last),
-        }
-
-    totals = counted(rows, count)
-    tau, wasted = interval(RATES["tau"], totals), interval(lambda s: 1 - s["needed"] / s["passes"], totals)
-    estimate = expected_by_parameters(e.parameters, e.header["target"]["parameters"])
-    all_passes, without = interval(estimate, totals), interval(lambda s: estimate({**s, "passes": s["needed"]}), totals)
-    if tau is None or wasted is None or all_passes is None or without is None:
-        return None
-    timed = Totals.of(rows, e.baseline)
-    faster = replace(timed, sums={**timed.sums, "seconds": timed.sums["seconds"] - totals.sums["saved"]})
-    return OracleDepth(
-        tau=tau,
-        wasted=wasted,
-        ran_out=interval(lambda s: s["ran_out"] / s["whole"], totals),
-        by_parameters=all_passes,
-        oracle_by_parameters=without,
-        speed_up=None if e.replayed else interval(RATES["speed_up"], timed),
-        oracle_speed_up=None if e.replayed else interval(RATES["speed_up"], faster),
-    )
 
 
 @dataclass(frozen=True)
@@ -287,7 +198,7 @@ def _spending(generations: Sequence[Sequence[Row]], cycles: Iterable[int]) -> To
     """The tokens of each generation, in so many cycles."""
     spent = {rows[0].key: n for rows, n in zip(generations, cycles, strict=True)}
     firsts = [rows[0] for rows in generations]
-    return counted(firsts, lambda r: {"tokens": len(r.tokens) - 1, "cycles": spent[r.key]})
+    return Totals.count(firsts, lambda r: {"tokens": len(r.tokens) - 1, "cycles": spent[r.key]})
 
 
 def _labels(e: Entry) -> list[str]:
@@ -336,7 +247,9 @@ class Calibration:
 def calibration(e: Entry) -> Calibration | None:
     """From the confidences of replayed rows; None where there are none, as of drafters that give no probabilities."""
     rows = [r for r in e.rows if len(r.confidence) == BINS]
-    totals = counted(rows, lambda r: dict(zip(("nodes", "right", "sure"), np.array(r.confidence, float).T, strict=True)))
+    totals = Totals.count(
+        rows, lambda r: dict(zip(("nodes", "right", "sure"), np.array(r.confidence, float).T, strict=True))
+    )
     if not rows or not totals.sums["nodes"].any():
         return None
     nodes, sure = totals.sums["nodes"].sum(0), totals.sums["sure"].sum(0)
@@ -390,41 +303,10 @@ def conventions(e: Entry) -> dict[str, Interval | None]:
             "answer_taus": emitted / cycles if cycles else 0.0,
         }
 
-    totals = counted(e.rows, count)
+    totals = Totals.count(e.rows, count)
     if not totals.questions:
         return dict.fromkeys(CONVENTIONS)
     tokens, cycles = totals.sums["tokens"], totals.sums["cycles"]
     means = {"question_taus": tokens / np.maximum(cycles, 1), "questions": (cycles > 0).astype(float)}
     totals = replace(totals, sums={**totals.sums, **means})
     return {name: interval(rate, totals) for name, rate in CONVENTIONS.items()}
-
-
-# Expected and measured -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A measured speed-up beside what formulas make of tau and of costs.
-
-    by_times: tau * T_AR / (T_draft + T_tree). missed: measured over that, what the time that no phase claims takes away.
-    free_width: what it would be if a wide pass cost no more than a narrow one. by_parameters: CORAL's estimate; None where
-        draft passes were not counted.
-    """
-
-    measured: Interval
-    by_times: Interval
-    missed: Interval
-    free_width: Interval
-    by_parameters: Interval | None
-
-
-def expected(e: Entry) -> Expected | None:
-    """None for the baseline, and where no clock ran."""
-    if e.name == BASELINE or e.replayed or e.summary.speed_up is None:
-        return None
-    times, wide = interval(expected_speed_up, e.totals), interval(free_width_speed_up, e.totals)
-    missed = contrast(RATES["speed_up"], e.totals, e.totals, ratio=True, other=expected_speed_up)
-    if times is None or wide is None or missed is None:
-        return None
-    parameters = interval(expected_by_parameters(e.parameters, e.header["target"]["parameters"]), e.totals)
-    return Expected(e.summary.speed_up, times, missed, wide, parameters)

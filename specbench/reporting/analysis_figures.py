@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator
 
-from specbench.records.metrics import Interval
+from specbench.records.statistics import Interval
 from specbench.reporting import analysis, styles
 from specbench.reporting.analysis_tables import drafters, stretch
 from specbench.reporting.cells import Entry

@@ -6,8 +6,9 @@ A value that rests on too few tries is marked, one that does not exist is absent
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from specbench.records.metrics import BASELINE, RATES, Interval, interval
+from specbench.records.metrics import BASELINE, RATES
 from specbench.records.rows import BINS
+from specbench.records.statistics import Interval, interval
 from specbench.reporting import analysis
 from specbench.reporting.analysis import FEW, LONGEST, STRETCH, Rated, few
 from specbench.reporting.cells import Entry
@@ -92,20 +93,6 @@ def percent(found: Interval | None) -> str:
     return f"{value:.1f}% [{low:.1f}, {high:.1f}]" if low < high else f"{value:.1f}%"
 
 
-def oracle_depths(group: Sequence[Entry]) -> Table:
-    """What drafting no deeper than is accepted would bring."""
-    columns = (
-        "drafter", "tau [95%]", "draft passes wasted [95%]", "cycles that accepted all depth",
-        "expected by params", "with oracle depth", "speed-up [95%]", "with oracle depth [95%]",
-    )  # fmt: skip
-    lines = []
-    for e, found in _each(group, analysis.oracle_depth):
-        estimates = [number("{:.2f}", x.value) for x in (found.by_parameters, found.oracle_by_parameters)]
-        measured = [shown(found.speed_up), shown(found.oracle_speed_up)]
-        lines.append([e.title, shown(found.tau), percent(found.wasted), percent(found.ran_out), *estimates, *measured])
-    return columns, lines
-
-
 def oracle_drafters(group: Sequence[Entry]) -> Table:
     """What choosing the drafter anew would bring, for each generation or in each cycle; and in how many each is best."""
     columns = ("choice", "tau [95%]", "more than the best drafter [95%]", "generations")
@@ -146,18 +133,6 @@ def conventions(group: Sequence[Entry]) -> Table:
     """tau of the same cycles as different papers and programs count it."""
     columns = ("drafter", *analysis.CONVENTIONS)
     return columns, [[e.title, *map(shown, analysis.conventions(e).values())] for e in drafters(group)]
-
-
-def predictions(group: Sequence[Entry]) -> Table:
-    """Measured speed-ups beside three formulas."""
-    columns = (
-        "drafter", "speed-up [95%]", "expected [95%]", "measured / expected [95%]",
-        "if a wide pass cost no more than a narrow one [95%]", "expected by params [95%]",
-    )  # fmt: skip
-    return columns, [
-        [e.title, *map(shown, (found.measured, found.by_times, found.missed, found.free_width, found.by_parameters))]
-        for e, found in _each(group, analysis.expected)
-    ]
 
 
 def fitted(group: Sequence[Entry]) -> Table:
@@ -202,14 +177,12 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Entry]], Table]]] = {
     "positions": ("tau by position in the output", positions),
     "lengths": ("Accepted tokens a cycle, shares of cycles", lengths),
     "waste": ("Wasted verification", waste),
-    "oracle-depth": ("If every cycle drafted as deep as it accepts", oracle_depths),
     "oracle-drafter": ("If the best drafter were known beforehand", oracle_drafters),
     "calibration": ("Drafters' probabilities against acceptance", calibration),
     "conventions": ("tau of the same runs under each convention", conventions),
-    "predictions": ("Expected and measured speed-up", predictions),
     "fitted": ("Fitted trees, expected and measured", fitted),
 }
-TIMED = ("oracle-depth", "predictions", "fitted")  # of rows with a clock; the others of those with most questions
+TIMED = ("fitted",)  # of rows with a clock; the others of those with most questions
 
 
 def all_of(group: Sequence[Entry], timed: Sequence[Entry] | None = None) -> dict[str, tuple[str, Table]]:

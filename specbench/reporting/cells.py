@@ -8,9 +8,10 @@ from typing import Any
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_bytes, readable
 from specbench.records import blocks, identity
-from specbench.records.metrics import BASELINE, Summary, Totals, busy, summarise
+from specbench.records.metrics import BASELINE, Summary, busy, summarise
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.records.schema import Arm, Header
+from specbench.records.statistics import Totals
 
 
 @dataclass(frozen=True)

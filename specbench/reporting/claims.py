@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from specbench.records import identity
-from specbench.records.metrics import BASELINE, RATES, Interval, Rate, Totals, contrast, interval, medians, repeated
+from specbench.records.metrics import BASELINE, RATES
+from specbench.records.statistics import Interval, Rate, Totals, contrast, interval, medians, repeated
 from specbench.records.studies import Study, unmet
 from specbench.reporting.cells import Entry, pooled
 

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from specbench.records.metrics import BASELINE, Interval
+from specbench.records.metrics import BASELINE
+from specbench.records.statistics import Interval
 from specbench.reporting import analysis_figures, names, study_figures, styles
 from specbench.reporting.cells import Entry
 from specbench.reporting.console import cost

@@ -20,8 +20,9 @@ from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import OPEN, read_bytes, read_json_lines
-from specbench.records.metrics import RATES, Totals, contrast, interval, macro
+from specbench.records.metrics import RATES
 from specbench.records.schema import Natural, Seconds
+from specbench.records.statistics import Totals, contrast, interval, macro
 from specbench.reporting.tables import markdown_table, shown
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specbench.common.storage import atomic_path
-from specbench.records.metrics import BASELINE, Interval
+from specbench.records.metrics import BASELINE
+from specbench.records.statistics import Interval
 from specbench.reporting import console, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.groups import groups

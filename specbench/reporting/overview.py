@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specbench.records.metrics import BASELINE, RATES, Interval, contrast, free_width_speed_up, pooled
+from specbench.records.metrics import BASELINE, RATES, free_width_speed_up
+from specbench.records.statistics import Interval, contrast, pooled
 from specbench.reporting import console, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import config_differences

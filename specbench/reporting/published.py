@@ -20,7 +20,8 @@ from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import hold, read_text, readable
-from specbench.records.metrics import RATES, interval
+from specbench.records.metrics import RATES
+from specbench.records.statistics import interval
 from specbench.reporting import text
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import TIMED, Evidence

@@ -13,7 +13,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specbench.records.metrics import BASELINE, RATES, Interval, interval, repeated
+from specbench.records.metrics import BASELINE, RATES
+from specbench.records.statistics import Interval, interval, repeated
 from specbench.reporting import styles
 from specbench.reporting.cells import Entry
 from specbench.reporting.text import mathtext

@@ -5,7 +5,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from specbench.records.metrics import BASELINE, RATES, Interval, interval
+from specbench.records.metrics import BASELINE, RATES
+from specbench.records.statistics import Interval, interval
 from specbench.reporting import served, text
 from specbench.reporting.analysis import FEWEST
 from specbench.reporting.cells import Entry

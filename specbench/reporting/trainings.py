@@ -13,8 +13,8 @@ import numpy as np
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json, readable
-from specbench.records.metrics import Interval, resamples
 from specbench.records.schema import PROVENANCE, Provenance
+from specbench.records.statistics import Interval, resamples
 from specbench.reporting.tables import ABSENT, number
 
 HELD_OUT = (

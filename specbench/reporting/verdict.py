@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specbench.records.metrics import BASELINE, Totals, resamples
+from specbench.records.metrics import BASELINE
+from specbench.records.statistics import Totals, resamples
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import shown
 
