@@ -279,7 +279,8 @@ def summarise(
     """
     if any(r.served for r in rows):
         baseline = ()
-    totals, both = sum_rows(rows, baseline), compared(rows, baseline)
+    both = compared(rows, baseline)
+    totals = both if both.pooled()["answers"] == len(rows) else sum_rows(rows, baseline)
     sampled = header["config"]["sampler"]["temperature"] > 0
     peaks = [values["peak"] for values in (measured or {}).get("memory", ()) if "peak" in values]
     return Summary(

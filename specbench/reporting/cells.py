@@ -1,7 +1,8 @@
 """Cells on disk -> entries: one drafter of one cell, summarised, ready for tables, figures and comparisons."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from specbench.records.metrics import BASELINE, Summary, busy, summarise
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.records.schema import Arm, Header
 from specbench.records.statistics import Totals
+
+Key = tuple[str, tuple[str, str]]  # an arm's label and what determines its rows
+Turn = tuple[str, int]  # of which question
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,33 @@ class Entry:
         found: Any = self.arm["drafter"].get("growth") or {}
         return found if isinstance(found, Mapping) else {}
 
+    @cached_property
+    def questions(self) -> frozenset[str]:
+        """That it was asked, by their texts."""
+        return frozenset(row.text or row.question for row in self.rows)
+
+    def with_rows(self, rows: Sequence[Row], baseline: Sequence[Row]) -> "Entry":
+        """The same of other rows."""
+        summary = summarise(self.header, self.arm, self.name, rows, baseline, self.measured)
+        return replace(self, summary=summary, rows=rows, baseline=baseline)
+
+    @cached_property
+    def conditions(self) -> dict[str, Any]:
+        """What two entries must have in common to be compared: aspect -> value."""
+        config, target = self.header["config"], self.header["target"]
+        return {
+            "study": self.study,
+            "target": (target.get("fingerprint"), self.model),
+            "machine": "" if self.replayed else identity.machine_key(self.header),
+            "dtype": self.dtype,
+            "length": config.get("decode"),
+            "dataset": self.dataset,
+            "prompts": {row.question: row.text for row in self.rows},
+            "temperature": config["sampler"],
+            "replay": self.replayed,
+            "tree": self.arm["drafter"].get("growth"),
+        }
+
     @property
     def totals(self) -> Totals:
         return self.summary.totals
@@ -136,8 +167,8 @@ def find(root: Path) -> Found:
     entries = collect(blocks.below(root), root, problems)
     failures = [failure for _, failure in readable(below(root, "*.failed.json"), CellFailure.read, problems)]
     if not entries and not failures:
-        said = f": {problems[0]}" if problems else "; run `make bench` first"
-        raise SpecBenchError(f"no rows under results={root}{said}")
+        reason = f": {problems[0]}" if problems else "; run `make bench` first"
+        raise SpecBenchError(f"no rows under results={root}{reason}")
     return Found(entries, failures, problems)
 
 
@@ -149,16 +180,40 @@ class Source:
     path: Path
     collection: str
     header: Header
-    rows: list[Row]
-    failures: list[Failure]
-    measured: list[Measurement]
+    records: Sequence[object]  # rows, failures and measurements, as they were written
 
-    @property
+    @cached_property
+    def rows(self) -> list[Row]:
+        return [r for r in self.records if isinstance(r, Row)]
+
+    @cached_property
+    def measurements(self) -> list[Measurement]:
+        return [r for r in self.records if isinstance(r, Measurement)]
+
+    @cached_property
     def group(self) -> tuple[str, ...]:
         """What blocks whose rows are pooled have in common. Seconds are those of one kind of machine."""
         machine = "" if self.header.get("replay") else identity.machine_key(self.header)
         study, model = self.header.get("study") or "", self.header["config"]["model"]["name"]
         return self.collection, study, model, identity.cell_key(self.header), machine
+
+    @cached_property
+    def keys(self) -> dict[str, Key]:
+        """Its arms: label -> key."""
+        return {label: (label, identity.arm_key(arm)) for label, arm in self.header["arms"].items()}
+
+    @cached_property
+    def baseline(self) -> dict[Turn, Row]:
+        return {_turn(row): row for row in self.rows if row.drafter == BASELINE}
+
+    @cached_property
+    def busy(self) -> str | None:
+        """See `metrics.busy`."""
+        return busy(self.rows, self.header["hardware"]["cores"])
+
+
+def _turn(record: Row | Failure) -> Turn:
+    return record.text or record.question, record.turn
 
 
 def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str] | None = None) -> list[Entry]:
@@ -174,133 +229,125 @@ def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str]
 
 def _sources(paths: Iterable[Path], root: Path | None, problems: list[str] | None) -> list[Source]:
     """Blocks by age, without those that count no more."""
-    found = []
+    found, left_out = [], [] if problems is None else problems
     for path, (header, records) in readable(paths, blocks.read_block, problems):
         if header["decoding"] != identity.DECODING:
-            if problems is not None:
-                problems.append(
-                    f"{path}: its rows were decoded by older rules (version {header['decoding']}); measure again"
-                )
+            left_out.append(f"{path}: its rows were decoded by older rules (version {header['decoding']}); measure again")
             continue
         if problems is not None and not read_bytes(path).endswith(b"\n"):
-            problems.append(f"{path}: the last row was cut off by a crash and is left out")
+            left_out.append(f"{path}: the last row was cut off by a crash and is left out")
         # <collection>/<model>/<cell>/<block>.jsonl
         above = path.relative_to(root).parts[:-3] if root is not None and path.is_relative_to(root) else ()
-        rows = [r for r in records if isinstance(r, Row)]
-        failures = [r for r in records if isinstance(r, Failure)]
-        measured = [r for r in records if isinstance(r, Measurement)]
-        found.append(Source(0, path, "/".join(above), header, rows, failures, measured))
+        found.append(Source(0, path, "/".join(above), header, records))
     found.sort(key=lambda source: (source.header["started"], source.path.name))
     for number, source in enumerate(found):
         source.number = number
     return found
 
 
-Key = tuple[str, tuple[str, str]]  # an arm's label and what determines its rows
-Turn = tuple[str, int]  # of which question
+@dataclass
+class ArmRows:
+    """What a cell's blocks hold of one arm, as one recipe and tree determined it.
+
+    Attributes:
+        newest: its newest block. rows: by turn, each with its block. lost: turns that failed once.
+    """
+
+    newest: Source
+    rows: dict[Turn, tuple[Source, Row]] = field(default_factory=dict)
+    lost: set[Turn] = field(default_factory=set)
+
+
+def _arm_rows(sources: Sequence[Source]) -> dict[Key, ArmRows]:
+    """All arms of one cell, from its blocks by age."""
+    found: dict[Key, ArmRows] = {}
+    for source in sources:
+        for key in source.keys.values():
+            found.setdefault(key, ArmRows(source)).newest = source
+        for record in source.records:
+            if isinstance(record, Row):
+                found[source.keys[record.drafter]].rows[_turn(record)] = source, record
+            elif isinstance(record, Failure):
+                found[source.keys[record.drafter]].lost.add(_turn(record))
+    return found
 
 
 def _entries(sources: Sequence[Source]) -> list[Entry]:
     """Of one cell: an entry an arm, its seeds together; of a study's arm as it is now, of plain runs each as it was."""
-    rows: dict[Key, dict[Turn, tuple[Source, Row]]] = {}
-    for source in sources:
-        keys = {label: (label, identity.arm_key(arm)) for label, arm in source.header["arms"].items()}
-        for key in keys.values():
-            rows.setdefault(key, {})
-        for row in source.rows:
-            rows[keys[row.drafter]][row.text or row.question, row.turn] = source, row
-    chosen = _current(rows, sources) if sources[0].header.get("study") else list(rows)
+    arms, study = _arm_rows(sources), sources[0].header.get("study")
+    chosen = _current(arms, sources) if study else list(arms)
     named: dict[tuple[str, Any], list[Key]] = {}
     for key in chosen:
-        source = _newest(key, sources)
-        one = source.header["arms"][key[0]]
-        of = one.get("of", key[0])
-        named.setdefault((of, None if "of" in one or source.header.get("study") else key[1]), []).append(key)
-    base = next((key for key in chosen if key[0] == BASELINE), None)
-    made = [_entry(name, keys, rows, base, sources) for (name, _), keys in named.items()]
+        arm = arms[key].newest.header["arms"][key[0]]
+        of = arm.get("of", key[0])
+        named.setdefault((of, None if "of" in arm or study else key[1]), []).append(key)
+    base = next((arms[key].rows for key in chosen if key[0] == BASELINE), {})
+    made = [_entry(name, {key: arms[key] for key in keys}, base, sources) for (name, _), keys in named.items()]
     return [entry for entry in made if entry is not None]
 
 
-def _newest(key: Key, sources: Sequence[Source]) -> Source:
-    """The newest block of an arm."""
-    label, own = key
-    return next(
-        s for s in reversed(sources) if label in s.header["arms"] and identity.arm_key(s.header["arms"][label]) == own
-    )
-
-
-def _current(rows: Mapping[Key, Mapping[Turn, Any]], sources: Sequence[Source]) -> list[Key]:
+def _current(arms: Mapping[Key, ArmRows], sources: Sequence[Source]) -> list[Key]:
     """Of each label the recipe of its newest block, and of that the tree with most rows."""
-    found = []
-    for label in dict.fromkeys(label for label, _ in rows):
-        newest = next(s for s in reversed(sources) if label in s.header["arms"])
-        recipe, _ = identity.arm_key(newest.header["arms"][label])
-        mine = [key for key in rows if key[0] == label and key[1][0] == recipe]
-        found.append(max(mine, key=lambda key: (len(rows[key]), _newest(key, sources).number)))
-    return found
+    newest = {label: key[1][0] for source in sources for label, key in source.keys.items()}
+    found: dict[str, Key] = {}
+    for key, arm in arms.items():
+        label, (recipe, _) = key
+        rival = arms.get(found.get(label, key), arm)
+        if recipe == newest[label] and (
+            label not in found or (len(arm.rows), arm.newest.number) > (len(rival.rows), rival.newest.number)
+        ):
+            found[label] = key
+    return [found[label] for label in dict.fromkeys(label for label, _ in arms)]
 
 
 def _entry(
-    name: str,
-    keys: Sequence[Key],
-    rows: Mapping[Key, Mapping[Turn, tuple[Source, Row]]],
-    base: Key | None,
-    sources: Sequence[Source],
+    name: str, arms: Mapping[Key, ArmRows], newest_base: Mapping[Turn, tuple[Source, Row]], sources: Sequence[Source]
 ) -> Entry | None:
-    """Rows of an arm with the baseline's that they are held against; None for one that nothing was decoded of."""
-    taken = [pair for key in keys for pair in rows[key].values()]
-    failed = _failed(keys, rows, sources)
-    if not taken and not failed:
+    """Rows of an arm with the baseline's that they are compared with; None for one that nothing was decoded of."""
+    pairs = [pair for arm in arms.values() for pair in arm.rows.values()]
+    failed = sum(len(arm.lost - arm.rows.keys()) for arm in arms.values())
+    if not pairs and not failed:
         return None
-    taken.sort(key=lambda pair: pair[0].number)
-    mine = [row for _, row in taken]
-    baseline = _baseline(taken, rows.get(base, {}) if base else {})
-    header = _newest(keys[0], sources).header
-    arm = header["arms"][keys[0][0]]
-    beside = _measured(keys, sources)
-    summary = summarise(header, arm, name, mine, baseline, beside)
-    used = {source.number: source for source, _ in taken}
-    disturbed = (busy(source.rows, source.header["hardware"]["cores"]) for source in used.values())
-    path, collection = _newest(keys[0], sources).path, sources[0].collection
+    pairs.sort(key=lambda pair: pair[0].number)
+    rows, baseline = [row for _, row in pairs], _baseline(pairs, newest_base)
+    (label, key), newest = next((key, arm.newest) for key, arm in arms.items())
+    header, arm = newest.header, newest.header["arms"][label]
+    measured = _measured(arms, sources)
+    used = {source.number: source for source, _ in pairs}
     return Entry(
-        collection, summary, failed, mine, header, arm, len({label for label, _ in keys}), beside, path,
-        next(filter(None, disturbed), None), baseline, keys[0][1], sources[0].group,
-    )  # fmt: skip
+        collection=newest.collection,
+        summary=summarise(header, arm, name, rows, baseline, measured),
+        failed=failed,
+        rows=rows,
+        header=header,
+        arm=arm,
+        seeds=len({label for label, _ in arms}),
+        measured=measured,
+        path=newest.path,
+        busy=next(filter(None, (source.busy for source in used.values())), None),
+        baseline=baseline,
+        key=key,
+        cell=newest.group,
+    )
 
 
-def _baseline(taken: Sequence[tuple[Source, Row]], newest: Mapping[Turn, tuple[Source, Row]]) -> list[Row]:
+def _baseline(pairs: Sequence[tuple[Source, Row]], newest: Mapping[Turn, tuple[Source, Row]]) -> list[Row]:
     """For every row the baseline's of its own block; where that has none, as in replays, the newest one."""
     found: dict[Turn, Row] = {}
-    own = {
-        (source.number, row.text or row.question, row.turn): row
-        for source in {s.number: s for s, _ in taken}.values() for row in source.rows if row.drafter == BASELINE
-    }  # fmt: skip
-    for source, row in taken:
-        turn = (row.text or row.question, row.turn)
-        beside = own.get((source.number, *turn)) or (newest[turn][1] if turn in newest else None)
+    for source, row in pairs:
+        turn = _turn(row)
+        beside = source.baseline.get(turn) or (newest[turn][1] if turn in newest else None)
         if beside is not None:
             found[turn] = beside
     return list(found.values())
 
 
-def _failed(keys: Sequence[Key], rows: Mapping[Key, Mapping[Turn, Any]], sources: Sequence[Source]) -> int:
-    """Generations that failed and were not made good."""
-    lost = set()
-    for source in sources:
-        for failure in source.failures:
-            key = (failure.drafter, identity.arm_key(source.header["arms"][failure.drafter]))
-            turn = (failure.text or failure.question, failure.turn)
-            if key in keys and turn not in rows[key]:
-                lost.add((key, turn))
-    return len(lost)
-
-
-def _measured(keys: Sequence[Key], sources: Sequence[Source]) -> dict[str, list[Mapping[str, float]]]:
+def _measured(keys: Collection[Key], sources: Sequence[Source]) -> dict[str, list[Mapping[str, float]]]:
     """What was measured beside, by quantity: each repetition once."""
     found: dict[str, dict[tuple[str, int], Mapping[str, float]]] = {}
     for source in sources:
-        for m in source.measured:
-            if (m.drafter, identity.arm_key(source.header["arms"][m.drafter])) in keys:
+        for m in source.measurements:
+            if source.keys[m.drafter] in keys:
                 found.setdefault(m.what, {})[m.drafter, m.repetition] = m.values
     return {what: list(values.values()) for what, values in found.items()}
 
@@ -311,10 +358,9 @@ def pooled(entries: Sequence[Entry]) -> Entry:
     same = [e for e in entries if e.key == first.key]
     if len(same) < 2:
         return first
-    rows = {(r.text or r.question, r.turn): r for e in [*same, first] for r in e.rows}
-    base = {(r.text or r.question, r.turn): r for e in [*same, first] for r in e.baseline}
-    summary = summarise(first.header, first.arm, first.name, list(rows.values()), list(base.values()), first.measured)
-    return replace(first, summary=summary, rows=list(rows.values()), baseline=list(base.values()))
+    rows = {_turn(row): row for e in [*same, first] for row in e.rows}
+    base = {_turn(row): row for e in [*same, first] for row in e.baseline}
+    return first.with_rows(list(rows.values()), list(base.values()))
 
 
 def below(root: Path, pattern: str) -> list[Path]:

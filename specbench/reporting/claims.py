@@ -15,7 +15,6 @@ questions, for both arms the same, or repetitions. Only what was measured alike 
 """
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,29 +48,17 @@ class Verdict:
 
 def config_differences(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[str]:
     """In what two entries differ that may not differ in one comparison, unless a study is about it."""
-    aspects = {
-        "study": lambda e: e.study,
-        "target": lambda e: (e.header["target"].get("fingerprint"), e.model),
-        "machine": lambda e: "" if e.replayed else identity.machine_key(e.header),
-        "dtype": lambda e: e.dtype,
-        "length": lambda e: e.header["config"].get("decode"),
-        "dataset": lambda e: e.dataset,
-        "prompts": lambda e: {r.question: r.text for r in e.rows},
-        "temperature": lambda e: e.header["config"]["sampler"],
-        "replay": lambda e: e.replayed,
-        "tree": _tree,
-    }
     free = {*varies, *(["prompts"] if "dataset" in varies else [])}
-    trees = _tree(a) is not None and _tree(b) is not None  # a drafter without a tree to choose has the one it has
-    alike = {"prompts": lambda x, y: all(y.get(q, text) == text for q, text in x.items())}  # of those that both have
-    return [
-        name for name, of in aspects.items()
-        if name not in free and (name != "tree" or trees) and not alike.get(name, operator.eq)(of(a), of(b))
-    ]  # fmt: skip
-
-
-def _tree(e: Entry) -> Any:
-    return e.arm["drafter"].get("growth")
+    found = []
+    for name, first in a.conditions.items():
+        second = b.conditions[name]
+        if name == "prompts":  # of those that both have
+            alike = all(second.get(question, text) == text for question, text in first.items())
+        else:  # a drafter without a tree to choose has the one it has
+            alike = first == second or (name == "tree" and None in (first, second))
+        if not alike and name not in free:
+            found.append(name)
+    return found
 
 
 def rate(e: Entry, metric: str) -> Rate:

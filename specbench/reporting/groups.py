@@ -1,12 +1,12 @@
 """Which entries stand in one table: those that were measured alike, with one baseline."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specbench.records import blocks
-from specbench.records.metrics import BASELINE, summarise
+from specbench.records.metrics import BASELINE
 from specbench.reporting.cells import Entry, collect
 
 Captioned = tuple[str, list[Entry]]
@@ -28,29 +28,24 @@ def _by_prompts(cell: Sequence[Entry]) -> list[Captioned]:
     plain = [e for e in cell if e.name == BASELINE]
     found: dict[frozenset[str], list[Entry]] = {}
     arms = [e for e in cell if e.name != BASELINE]
-    for e in sorted(arms, key=lambda e: -len(asked(e))):
-        whole = next((known for known in found if asked(e) == known or (e.failed and asked(e) < known)), asked(e))
+    for e in sorted(arms, key=lambda e: -len(e.questions)):
+        whole = next((known for known in found if e.questions == known or (e.failed and e.questions < known)), e.questions)
         found.setdefault(whole, []).append(e)
     if plain and not found:
-        found[asked(plain[0])] = []
+        found[plain[0].questions] = []
     for questions, group in found.items():
         if plain:
-            group.insert(0, _among(max(plain, key=lambda e: len(asked(e) & questions)), questions))
+            group.insert(0, _among(max(plain, key=lambda e: len(e.questions & questions)), questions))
     place = {id(e): number for number, e in enumerate(cell)}
     return [(g[-1].caption, sorted(g, key=lambda e: place.get(id(e), -1))) for g in found.values()]
 
 
-def asked(e: Entry) -> frozenset[str]:
-    """The questions of an entry, by their texts."""
-    return frozenset(row.text or row.question for row in e.rows)
-
-
 def _among(e: Entry, questions: frozenset[str]) -> Entry:
     """An entry of these questions alone."""
-    if asked(e) <= questions:
+    if e.questions <= questions:
         return e
     rows, base = ([r for r in some if (r.text or r.question) in questions] for some in (e.rows, e.baseline))
-    return replace(e, summary=summarise(e.header, e.arm, e.name, rows, base, e.measured), rows=rows, baseline=base)
+    return e.with_rows(rows, base)
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ def measured(wanted: Iterable[Asked]) -> list[Entry]:
                 e.cell[3] == one.cell
                 and e.cell[4] in (one.machine, "")
                 and e.key in arms
-                and (shared := asked(e) & questions)
+                and (shared := e.questions & questions)
             ):
                 found[e.cell, e.name, e.key, shared] = _among(e, shared)
     return list(found.values())

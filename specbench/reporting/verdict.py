@@ -88,14 +88,23 @@ def _beaten(drafters: Sequence[Entry]) -> list[bool]:
     own = np.stack([*(u for _, u in speeds), np.zeros(weights.shape)], 1)  # [1 + S, A, Q]
     whole = np.isfinite(value).all(1)
     value, own, weights = value[whole], own[whole], weights[whole]
-    lead = value[:, :, None] - value[:, None, :]  # [1 + S, A, A], of the line over the column
-    products = np.einsum("saq,sbq->sab", own * weights[:, None], own)
-    each = np.diagonal(products, axis1=1, axis2=2)
-    error = np.sqrt(np.maximum(each[:, :, None] + each[:, None, :] - 2 * products, 0))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        largest = np.nan_to_num(np.abs(lead[1:] - lead[0]) / error[1:], posinf=0).max((1, 2))
-    bound = np.quantile(largest, CONFIDENCE) * error[0]
-    return [bool(lost) for lost in ((lead[0] > bound) & (lead[0] > 0)).any(0)]
+    largest, leads, errors = np.zeros(len(value) - 1), [], []
+    for i in range(value.shape[1]):  # of this arm over every one; all pairs at once would fill the memory
+        over, error = value[:, i, None] - value, _difference_error(own, weights, i)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            each = np.nan_to_num(np.abs(over[1:] - over[0]) / error[1:], posinf=0)
+        largest = np.maximum(largest, each.max(1))
+        leads.append(over[0])
+        errors.append(error[0])
+    lead, bound = np.stack(leads), np.quantile(largest, CONFIDENCE) * np.stack(errors)
+    lost = np.logical_and(lead > bound, lead > 0)
+    return [bool(column.any()) for column in lost.T]
+
+
+def _difference_error(own: np.ndarray, weights: np.ndarray, i: int) -> np.ndarray:
+    """[1 + S, A]: standard errors of an arm's leads over all. own: [1 + S, A, Q]; weights: [1 + S, Q]."""
+    found: np.ndarray = np.sqrt(np.einsum("saq,sq->sa", (own[:, i, None] - own) ** 2, weights))
+    return found
 
 
 def _log_speed_up(part: Totals, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
