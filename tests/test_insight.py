@@ -1,4 +1,4 @@
-"""Every number of the insights against a count over random rows, the shortest way against all ways, figures looked over."""
+"""Every number of the insights against a count over random rows, figures looked over."""
 
 from itertools import combinations
 from pathlib import Path
@@ -163,95 +163,11 @@ def test_positions_widen_until_a_table_holds_them():
     assert [line[0] for line in lines] == ["eagle2", "vanilla"] and all(len(line) == 6 for line in lines)
 
 
-@SEEDS
-def test_waste_equals_counts(seed):
-    plain, e, _ = group(seed)
-    found, taken = analysis.waste(e), list(cycles(e.rows))
-    nodes, accepted = sum(c[4] for c in taken), sum(c[2] for c in taken)
-    assert found.share.value == pytest.approx(accepted / nodes)
-    assert found.per_accepted.value == pytest.approx(nodes / accepted)
-    assert found.a_cycle.value == pytest.approx(nodes / len(taken))
-    assert analysis.waste(plain) is None
-
-
-# The oracle drafter ---------------------------------------------------------------------------------------------------
-
-
-def all_ways(rows):
-    """Cycles of every way through the recorded cycles, tried one by one."""
-    end = len(rows[0].tokens) - 1
-    leads = {(c[0] - 1, c[0] - 1 + c[1]) for row in rows for c in cycles([row])}
-
-    def lengths(place):
-        if place == end:
-            yield 0
-        for begin, stop in leads:
-            if begin == place:
-                yield from (1 + rest for rest in lengths(stop))
-
-    return lengths(0)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_shortest_way_is_the_shortest_of_all(seed):
-    rng = np.random.default_rng(seed)
-    answer = rng.integers(0, 9, int(rng.integers(1, 14))).tolist()
-    rows = [spelled(rng, answer, str(i), skill=s) for i, s in enumerate((0.3, 0.5, 0.7))]
-    assert analysis.fewest_cycles(rows) == min(all_ways(rows))
-
-
 def row_of(drafter, accepted, question="q"):
     """A row of cycles that accept so many tokens each."""
     tokens = list(range(1 + sum(a + 1 for a in accepted)))
     n = len(accepted)
     return Row(drafter, question, "c", 0, 5, tokens, 0.1, 1.0, [9] * n, [DEPTH] * n, list(accepted), [[]] * n)
-
-
-def test_changing_the_drafter_inside_an_answer_by_hand():
-    """Ten tokens: one is good in the first half, one in the second; together they need two cycles."""
-    first, second = row_of("eagle2", [4, 0, 0, 0, 0, 0]), row_of("vanilla", [0, 0, 0, 0, 0, 4])
-    found = analysis.oracle_drafter([entry([first]), entry([second])])
-    assert (found.fixed.value, found.by_generation.value, found.by_cycle.value) == pytest.approx((10 / 6, 10 / 6, 5))
-    assert found.gain_by_cycle.value == pytest.approx(5 - 10 / 6) and found.generations == 1
-    assert found.wins == {"eagle2": 1, "vanilla": 1}
-
-
-@SEEDS
-def test_oracle_drafter_equals_counts(seed):
-    entries = group(seed, drafters=(("eagle2", 0.6), ("hass", 0.6), ("vanilla", 0.4)))
-    found = analysis.oracle_drafter(entries)
-    generations = list(zip(*(e.rows for e in entries), strict=True))
-    emitted = sum(len(rows[0].tokens) - 1 for rows in generations)
-    fewest = sum(min(len(r.accepted) for r in rows) for rows in generations)
-    assert found.by_generation.value == pytest.approx(emitted / fewest)
-    assert found.by_cycle.value == pytest.approx(emitted / sum(analysis.fewest_cycles(rows) for rows in generations))
-    best = max(entries, key=lambda e: e.summary.tau)
-    assert found.best == best.name and found.fixed.value == pytest.approx(best.summary.tau)
-    assert found.fixed.value <= found.by_generation.value <= found.by_cycle.value
-    assert (found.generations, found.left_out) == (12, 0) and set(found.wins) == {e.name for e in entries}
-    more = analysis.oracle_drafter(entries[1:])  # without plain passes there are fewer ways
-    assert more.by_cycle.value <= found.by_cycle.value
-
-
-def test_answers_that_differ_or_are_missing_are_left_out():
-    _, a, b = group(2)
-    b.rows[0].tokens[3] += 1
-    short = entry(list(b.rows[:-1]))
-    found = analysis.oracle_drafter([a, short])
-    assert (found.generations, found.left_out) == (10, 2)
-    kept = list(zip(a.rows[1:-1], short.rows[1:], strict=True))
-    fewest = sum(min(len(r.accepted) for r in rows) for rows in kept)
-    assert found.by_generation.value == pytest.approx(sum(len(x.tokens) - 1 for x, _ in kept) / fewest)
-    assert "10 (2 left out)" in analysis_tables.oracle_drafters([a, short])[1][0]
-    assert analysis.oracle_drafter([a]) is None
-    assert analysis.oracle_drafter([entry(list(a.rows), temperature=1.0), entry(list(a.rows), temperature=1.0)]) is None
-
-
-def test_seeds_of_an_arm_are_drafters_of_their_own():
-    pooled = entry([row_of("x#0", [4, 0, 0]), row_of("x#1", [0, 4, 0])])
-    found = analysis.oracle_drafter([pooled])
-    assert found.fixed.value == pytest.approx(7 / 3) and found.generations == 1
-    assert found.wins == {"x#0": 1}, "one name for both"
 
 
 # Confidence, conventions -----------------------------------------------------------------------------------

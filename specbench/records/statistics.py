@@ -72,9 +72,13 @@ class Totals:
         """One of the N parts of quantities that have them: [Q, N] -> [Q]."""
         return Totals(self.questions, {name: sums[:, at] for name, sums in self.sums.items()})
 
+    @cached_property
+    def _pooled(self) -> Sums:
+        return {name: sums.sum(0) for name, sums in self.sums.items()}
+
     def pooled(self) -> Sums:
         """Sums over all questions: numbers, or [N]."""
-        return {name: sums.sum(0) for name, sums in self.sums.items()}
+        return self._pooled
 
     @cached_property
     def resampled(self) -> Sums:

@@ -1,19 +1,17 @@
-"""What rows hold beyond tau: where drafts are accepted, what is wasted, how drafters could be combined, how sure they are.
+"""What rows hold beyond tau: where drafts are accepted, how sure drafters are, tau under every convention.
 
 Pure functions from entries and rows to numbers. Every rate is a ratio of sums over cycles or nodes, with a 95% bootstrap
 interval over questions as in `specbench.records.statistics`. A rate that rests on few tries is marked (`few`). Entries that
 are compared should come from one group (`groups.groups`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from specbench.records.metrics import RATES, sum_rows
 from specbench.records.rows import BINS, Row
-from specbench.records.statistics import Interval, Rate, Totals, contrast, interval
+from specbench.records.statistics import Interval, Rate, Totals, interval
 from specbench.reporting.cells import Entry
 
 FEWEST = 10  # tries, for a rate to be shown
@@ -103,120 +101,6 @@ def accepted_lengths(e: Entry) -> list[Rated]:
 
     totals = Totals.count(e.rows, count)
     return [rated(lambda s: s["of"] / s["cycles"], totals, "cycles", at) for at in range(longest + 1)]
-
-
-# What is wasted ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Waste:
-    """Draft nodes that the target verified, the root not counted.
-
-    a_cycle: nodes. per_accepted: nodes verified for one accepted token. share: of the nodes that were accepted.
-    """
-
-    a_cycle: Interval
-    per_accepted: Interval | None
-    share: Interval
-
-
-def waste(e: Entry) -> Waste | None:
-    """None for what drafts nothing, such as the baseline. A chain can do with one node an accepted token, a tree cannot."""
-    totals = Totals.count(e.rows, lambda r: {"nodes": sum(r.nodes), "accepted": sum(r.accepted), "cycles": len(r.nodes)})
-    share = interval(lambda s: s["accepted"] / s["nodes"], totals)
-    a_cycle = interval(lambda s: s["nodes"] / s["cycles"], totals)
-    if share is None or a_cycle is None:
-        return None
-    return Waste(a_cycle, interval(lambda s: s["nodes"] / s["accepted"], totals), share)
-
-
-# Oracles -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OracleDrafter:
-    """tau of a set of drafters with the choice among them left to somebody who knows the answer.
-
-    Attributes:
-        generations: that all drafters answered, with the same ids. left_out: that some answered otherwise, or not at all.
-        best: the drafter that accepts most over all generations, `fixed` its tau on them.
-        by_generation: the best drafter for each generation. by_cycle: the shortest way through each answer.
-        gain_by_generation, gain_by_cycle: differences to `fixed`, paired.
-        wins: drafter -> generations in which none needs fewer cycles; ties count for each.
-    """
-
-    generations: int
-    left_out: int
-    best: str
-    fixed: Interval
-    by_generation: Interval
-    by_cycle: Interval
-    gain_by_generation: Interval
-    gain_by_cycle: Interval
-    wins: Mapping[str, int]
-
-
-def oracle_drafter(entries: Sequence[Entry]) -> OracleDrafter | None:
-    """Which tau perfect choices among these drafters would reach, from recorded cycles alone. Greedy answers only.
-
-    Every lossless drafter spells the baseline's answer, so cycles of all of them lie on one line: a cycle leads from the
-    place of its root to the place of its bonus. `by_cycle` goes from the prefill's token to the answer's end in as few
-    recorded cycles as possible, changing the drafter wherever another one's cycle begins at the same place; the
-    baseline's plain passes, if it is among the entries, begin everywhere.
-
-    Limits: a drafter was recorded only at the places that its own decoding came to, so a switching decoder could do
-    better than `by_cycle`: it is a lower bound of the true oracle. It can be walked as told where a draft depends on the
-    text before it alone and not on the cycles that led there, which holds for drafters that keep nothing but the target's
-    states of accepted tokens. Seeds of an arm count as drafters of their own. None where fewer than two drafters answered
-    any generation alike.
-    """
-    arms = [(e.title, [r for r in e.rows if r.drafter == label]) for e in entries for label in _labels(e)]
-    if len(arms) < 2 or any(e.temperature > 0 for e in entries):
-        return None
-    answered = [{(r.question, r.turn): r for r in rows} for _, rows in arms]
-    asked = sorted(set().union(*answered))
-    beside = [[rows[key] for rows in answered] for key in asked if all(key in rows for rows in answered)]
-    alike = [rows for rows in beside if all(r.tokens == rows[0].tokens for r in rows)]
-    if not alike:
-        return None
-    used = np.array([[len(r.accepted) for r in rows] for rows in alike])  # [generations, arms] cycles
-    fewest = used.min(1)
-    best = int(used.sum(0).argmin())  # over the same tokens
-    always = _spending(alike, used[:, best])
-    by_generation, by_cycle = _spending(alike, fewest), _spending(alike, [fewest_cycles(rows) for rows in alike])
-    fixed, generation, cycle = (interval(RATES["tau"], t) for t in (always, by_generation, by_cycle))
-    gain_generation, gain_cycle = (contrast(RATES["tau"], t, always) for t in (by_generation, by_cycle))
-    if fixed is None or generation is None or cycle is None or gain_generation is None or gain_cycle is None:
-        return None
-    names = [name for name, _ in arms]
-    wins = {n: int((used[:, [n == name for name in names]].min(1) == fewest).sum()) for n in names}
-    left_out = len(asked) - len(alike)
-    return OracleDrafter(len(alike), left_out, names[best], fixed, generation, cycle, gain_generation, gain_cycle, wins)
-
-
-def _spending(generations: Sequence[Sequence[Row]], cycles: Iterable[int]) -> Totals:
-    """The tokens of each generation, in so many cycles."""
-    spent = {rows[0].key: n for rows, n in zip(generations, cycles, strict=True)}
-    firsts = [rows[0] for rows in generations]
-    return Totals.count(firsts, lambda r: {"tokens": len(r.tokens) - 1, "cycles": spent[r.key]})
-
-
-def _labels(e: Entry) -> list[str]:
-    return sorted({r.drafter for r in e.rows})
-
-
-def fewest_cycles(rows: Sequence[Row]) -> int:
-    """Recorded cycles on the shortest way through one answer, of whatever row: a shortest path, solved from its end."""
-    end = len(rows[0].tokens) - 1
-    leads: list[set[int]] = [set() for _ in range(end)]  # from each place to these
-    for row in rows:
-        for begin, stop in pairwise(cycle_bounds(row).tolist()):
-            leads[begin].add(stop)
-    far = end + 1  # more than any way takes
-    left = [far] * end + [0]
-    for place in reversed(range(end)):
-        left[place] = 1 + min((left[stop] for stop in leads[place]), default=far)
-    return left[0]
 
 
 # How sure drafters are -----------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 A value that rests on too few tries is marked, one that does not exist is absent.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from specbench.records.metrics import BASELINE, RATES
 from specbench.records.rows import BINS
@@ -16,7 +16,6 @@ from specbench.reporting.tables import ABSENT, number, shown
 
 MOST = 8  # columns of a table, or of a figure's axis, for positions
 
-T = TypeVar("T")
 Table = tuple[tuple[str, ...], list[list[str]]]
 
 
@@ -69,22 +68,6 @@ def length(accepted: int) -> str:
     return f"{accepted} or more" if accepted == LONGEST else str(accepted)
 
 
-def waste(group: Sequence[Entry]) -> Table:
-    """What the target verified in vain."""
-    columns = ("drafter", "nodes a cycle", "nodes verified an accepted token [95%]", "nodes accepted [95%]")
-    return columns, [
-        [e.title, f"{found.a_cycle.value:.1f}", shown(found.per_accepted), percent(found.share)]
-        for e, found in _each(group, analysis.waste)
-    ]
-
-
-def _each(group: Sequence[Entry], find: Callable[[Entry], T | None]) -> Iterator[tuple[Entry, T]]:
-    """The drafters of which something is found, with that."""
-    for e in drafters(group):
-        if (found := find(e)) is not None:
-            yield e, found
-
-
 def percent(found: Interval | None) -> str:
     """A share with its interval, in hundredths."""
     if found is None:
@@ -93,29 +76,15 @@ def percent(found: Interval | None) -> str:
     return f"{value:.1f}% [{low:.1f}, {high:.1f}]" if low < high else f"{value:.1f}%"
 
 
-def oracle_drafters(group: Sequence[Entry]) -> Table:
-    """What choosing the drafter anew would bring, for each generation or in each cycle; and in how many each is best."""
-    columns = ("choice", "tau [95%]", "more than the best drafter [95%]", "generations")
-    found = analysis.oracle_drafter(group)
-    if found is None:
-        return columns, []
-    wins = ", ".join(f"{name} {count}" for name, count in sorted(found.wins.items(), key=lambda x: -x[1]) if count)
-    generations = str(found.generations) + (f" ({found.left_out} left out)" if found.left_out else "")
-    return columns, [
-        [f"{found.best} always", shown(found.fixed), ABSENT, generations],
-        ["the best for each generation", shown(found.by_generation), shown(found.gain_by_generation), wins],
-        ["the best in each cycle", shown(found.by_cycle), shown(found.gain_by_cycle), generations],
-    ]
-
-
 def calibration(group: Sequence[Entry]) -> Table:
     """How far a drafter's probabilities can be believed; by tenth of probability, the share that was accepted."""
     tenths = tuple(f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS))
     columns = ("drafter", "candidates", "calibration error [95%]", "probability - acceptance [95%]", *tenths)
     lines = []
-    for e, found in _each(group, analysis.calibration):
-        points = [_point(rate) for _, rate in found.curve]
-        lines.append([e.title, f"{found.candidates:,}", _small(found.error), _small(found.excess), *points])
+    for e in drafters(group):
+        if (found := analysis.calibration(e)) is not None:
+            points = [_point(rate) for _, rate in found.curve]
+            lines.append([e.title, f"{found.candidates:,}", _small(found.error), _small(found.excess), *points])
     return columns, lines
 
 
@@ -176,8 +145,6 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Entry]], Table]]] = {
     "categories": ("tau by category", categories),
     "positions": ("tau by position in the output", positions),
     "lengths": ("Accepted tokens a cycle, shares of cycles", lengths),
-    "waste": ("Wasted verification", waste),
-    "oracle-drafter": ("If the best drafter were known beforehand", oracle_drafters),
     "calibration": ("Drafters' probabilities against acceptance", calibration),
     "conventions": ("tau of the same runs under each convention", conventions),
     "fitted": ("Fitted trees, expected and measured", fitted),

@@ -4,6 +4,7 @@ Every function draws one figure from what is there and returns it, or None where
 and lines are labelled directly, so that nobody looks colours up; no legend lies over data.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,37 +145,39 @@ def label(axes: Axes, points: Sequence[tuple[float, float, str, str]], taken: Se
     figure.set_layout_engine("none")  # what is measured now stays
     unit = figure.dpi / 72
     places = axes.transData.transform([(x, y) for x, y, *_ in points] + [tuple(p) for p in taken])
-    used = [Bbox([p - 3.5 * unit, p + 3.5 * unit]) for p in places]
+    used = [np.concatenate([p - 3.5 * unit, p + 3.5 * unit]) for p in places]
     for (x, y, name, colour), place in zip(points, places, strict=False):
-        said = axes.annotate(analysis_figures.short(name), (x, y), xytext=(0, 0), textcoords="offset points",
+        text = axes.annotate(analysis_figures.short(name), (x, y), xytext=(0, 0), textcoords="offset points",
                              fontsize="small", color=colour, ha="center", va="center", zorder=4)  # fmt: skip
-        box = said.get_window_extent()
-        shift, where = _free(place, box, axes.bbox, used, unit)
-        said.set_position(tuple(shift / unit))
-        if np.hypot(*(np.clip(place, where.min, where.max) - place)) > 6 * unit:
-            edge = axes.transData.inverted().transform(np.clip(place, where.min, where.max))
+        box = text.get_window_extent()
+        shift, where = _free(place, np.array([box.width, box.height]), axes.bbox, np.array(used), unit)
+        text.set_position(tuple(shift / unit))
+        nearest = np.clip(place, where[:2], where[2:])
+        if np.hypot(*(nearest - place)) > 6 * unit:
+            edge = axes.transData.inverted().transform(nearest)
             axes.plot([x, edge[0]], [y, edge[1]], color="#999999", linewidth=0.6, zorder=2, scalex=False, scaley=False)
         used.append(where)
 
 
-def _free(place: Any, box: Bbox, inside: Bbox, used: Sequence[Bbox], unit: float) -> tuple[np.ndarray, Bbox]:
-    """The nearest shift of a name from its point, in pixels, at which its box hides least, and that box."""
-    best: tuple[float, np.ndarray, Bbox] | None = None
+def _free(place: Any, size: np.ndarray, inside: Bbox, used: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest shift of a name from its point, in pixels, at which its box hides least, and that box.
+
+    Boxes are [x0, y0, x1, y1]; used: [N, 4].
+    """
+    fewest, best = math.inf, (place, used[0])
     for radius in RADII:
         for angle in ANGLES:
             way = np.array([np.cos(angle), np.sin(angle)])
-            shift = way * (radius * unit + np.abs(way) * [box.width / 2, box.height / 2])
-            corner = place + shift - [box.width / 2, box.height / 2]
-            where = Bbox.from_bounds(corner[0], corner[1], box.width, box.height)
-            hidden = sum(where.overlaps(other) for other in used)
-            hidden += 5 * (not (inside.x0 < where.x0 and where.x1 < inside.x1 + 30 * unit and inside.y0 < where.y0
-                                and where.y1 < inside.y1))  # fmt: skip
-            if best is None or hidden < best[0]:
-                best = hidden, shift, where
+            shift = way * (radius * unit + np.abs(way) * size / 2)
+            where = np.concatenate([place + shift - size / 2, place + shift + size / 2])
+            hidden = int(((where[:2] <= used[:, 2:]) & (used[:, :2] <= where[2:])).all(1).sum())
+            x0, y0, x1, y1 = where
+            hidden += 5 * (not (inside.x0 < x0 and x1 < inside.x1 + 30 * unit and inside.y0 < y0 and y1 < inside.y1))
+            if hidden < fewest:
+                fewest, best = hidden, (shift, where)
             if not hidden:
-                return shift, where
-    assert best is not None
-    return best[1], best[2]
+                return best
+    return best
 
 
 def errors(found: Interval) -> list[list[float]]:

@@ -51,7 +51,9 @@ class Overview:
         self.entries = labelled(entries)
         timed: Counter[Setting] = Counter()
         replayed: Counter[Setting] = Counter()
+        self.by_setting: dict[Setting | None, list[Entry]] = {}
         for e in self.entries:
+            self.by_setting.setdefault(setting(e), []).append(e)
             (replayed if e.replayed else timed)[setting(e)] += e.summary.prompts
         self.settings = sorted({*timed, *replayed}, key=lambda s: (s.temperature, -timed[s], -replayed[s], s.dataset))
 
@@ -62,13 +64,13 @@ class Overview:
 
     def timed(self, at: Setting | None) -> list[Entry]:
         """The largest group of a setting's drafters as decoded with the clock, fastest first."""
-        found = groups(e for e in self.entries if setting(e) == at and not e.replayed)
+        found = groups(e for e in self.by_setting.get(at, []) if not e.replayed)
         largest: list[Entry] = max((group for _, group in found), key=_size, default=[])
         return ranking(self._best(largest))
 
     def known(self, at: Setting | None) -> list[Entry]:
         """A setting's drafters, the baseline among them, as their acceptance is known best."""
-        return self._best(e for e in self.entries if setting(e) == at)
+        return self._best(self.by_setting.get(at, []))
 
     def accepting(self, at: Setting | None) -> list[Entry]:
         """The same without the baseline, most accepting first."""

@@ -13,8 +13,9 @@ import numpy as np
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json, readable
+from specbench.records.metrics import RATES
 from specbench.records.schema import PROVENANCE, Provenance
-from specbench.records.statistics import Interval, resamples
+from specbench.records.statistics import Interval, Totals, interval, resamples
 from specbench.reporting.tables import ABSENT, number
 
 HELD_OUT = (
@@ -49,14 +50,16 @@ def counts(trainings: Iterable[Mapping[str, Any]]) -> np.ndarray:
 
 def tau(answers: np.ndarray) -> Interval:
     """Pooled over cycles, with a bootstrap over answers. Raises `SpecBenchError` where no cycle was counted."""
-    if not answers.size or not answers[:, 1].sum():
+    found = interval(RATES["tau"], _totals(answers)) if answers.size else None
+    if found is None:
         raise SpecBenchError("trainings measured on held-out answers without a cycle cannot be compared")
-    emitted, cycles = answers.T
-    times = resamples(len(answers))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        samples = (times @ emitted) / (times @ cycles)
-    low, high = np.percentile(samples[np.isfinite(samples)], [2.5, 97.5])
-    return Interval(float(emitted.sum() / cycles.sum()), float(low), float(high))
+    return found
+
+
+def _totals(answers: np.ndarray) -> Totals:
+    """[answers, 2] of tokens and cycles, as sums by question."""
+    tokens, cycles = answers.T
+    return Totals(tuple(map(str, range(len(answers)))), {"tokens": tokens, "cycles": cycles})
 
 
 def gain(ours: np.ndarray, theirs: np.ndarray) -> Interval:
