@@ -37,7 +37,7 @@ from specbench.reporting import (
 )
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Evidence
-from specbench.reporting.document import Section
+from specbench.reporting.document import Section, Table
 from specbench.reporting.groups import groups
 from specbench.reporting.overview import Overview, where
 
@@ -92,7 +92,6 @@ class Report:
         self.rest = names.labelled(e for e in self.entries if id(e) not in mine)
         self.main = names.labelled(self.main)
         self.view, *self.others = [Overview(group) for group in places.values()] or [Overview([])]
-        self.parts = [_part(caption, group) for caption, group in groups(self.main)]
         self.answer = verdict.sentence(self.view.timed(self.view.first))
         self.insights = analysis_tables.all_of(self.view.known(self.view.first), self.view.timed(self.view.first))
         self.training = tables.training_lines(self.main)
@@ -130,8 +129,9 @@ class Report:
         root = self.sources.results
         drawn = figures.draw_all(self.view, self.entries, self.weights, root / "figures")
         (root / "tables").mkdir(parents=True, exist_ok=True)
-        for name, frame in self._frames().items():
-            _write_table(root / "tables" / name, frame)
+        for name, table in self._tables().items():
+            (root / "tables" / f"{name}.md").write_text(document.table(table) + "\n", encoding="utf-8")
+            _write(root / "tables" / name, document.frame(table), index=False)
         parts = sections.sections(self)
         written = document.files([block for part in parts for block in part.blocks], drawn)
         for paper in self.papers if any(paper.measured for paper in self.papers) else ():
@@ -145,20 +145,16 @@ class Report:
         freshness.record(root, self.read)
         return path
 
-    def _frames(self) -> dict[str, pd.DataFrame]:
-        """The measured tables, as frames by file name."""
-        frames = {}
-        for i, part in enumerate(self.parts):
-            for name, (columns, lines) in part["tables"].items():
-                frames[f"{name}-{i + 1}" if i else name] = pd.DataFrame(lines, columns=list(columns))
-        for name, table in (("acceptance", overview.acceptance(self.view)), ("speed-ups", overview.speeds(self.view))):
-            lines = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in table.lines]
-            frames[name] = pd.DataFrame(lines, columns=list(table.columns))
-        for name, (_, (columns, lines)) in self.insights.items():
-            frames[name] = pd.DataFrame(lines, columns=list(columns))
-        frames["training"] = pd.DataFrame(self.training, columns=list(tables.TRAINING))
-        frames["claims"] = pd.DataFrame(map(claims.cells, self.verdicts), columns=list(claims.COLUMNS))
-        return {name: frame for name, frame in frames.items() if len(frame)}
+    def _tables(self) -> dict[str, Table]:
+        """The measured tables by the name of their files."""
+        found: dict[str, Table] = {}
+        for i, (_, group) in enumerate(groups(self.main), 1):
+            found |= {f"{name}-{i}" if i > 1 else name: table for name, table in _group_tables(group).items()}
+        found |= {"acceptance": overview.acceptance(self.view), "speed-ups": overview.speeds(self.view)}
+        found |= {name: Table(*table) for name, (_, table) in self.insights.items()}
+        found["training"] = Table(tables.TRAINING, self.training)
+        found["claims"] = Table(claims.COLUMNS, list(map(claims.cells, self.verdicts)))
+        return {name: table for name, table in found.items() if table.lines}
 
     def markdown(self, parts: Sequence[Section], drawn: Mapping[str, str]) -> str:
         """`README.md`: what a code host shows for the folder."""
@@ -269,16 +265,14 @@ def _weights(folder: Path, entries: Sequence[Entry], problems: list[str]) -> dic
     return {f"{n} ({model})" if several else n: p for model, named in found.items() for n, p in named.items()}
 
 
-def _part(caption: str, group: Sequence[Entry]) -> dict[str, Any]:
-    """What files hold of comparable entries; each table as (columns, lines)."""
-    fastest = overview.ranking(group)
-    named = {
-        "decoding": (tables.COLUMNS, [tables.cells(e) for e in group]),
-        "versus": (overview.VERSUS, overview.versus(fastest)),
-        "alphas": (tables.ALPHAS, [tables.alphas(e) for e in group]),
-        "memory": (tables.MEMORY, tables.memory_lines(group)),
+def _group_tables(group: Sequence[Entry]) -> dict[str, Table]:
+    """What files hold of comparable entries."""
+    return {
+        "decoding": Table(tables.COLUMNS, [tables.cells(e) for e in group]),
+        "versus": Table(overview.VERSUS, overview.versus(overview.ranking(group))),
+        "alphas": Table(tables.ALPHAS, [tables.alphas(e) for e in group]),
+        "memory": Table(tables.MEMORY, tables.memory_lines(group)),
     }
-    return {"caption": f"{caption}, {group[0].summary.prompts} generations", "tables": named}
 
 
 INTERVAL = re.compile(r" (\[[-+\d., ]+\])(?=$|[\s,])")
@@ -312,14 +306,8 @@ def chosen(folder: Path, names: Sequence[str] | None = None, problems: list[str]
     return {name: study for name, study in studies.load(folder, problems).items() if not names or name in names}
 
 
-def _write_table(path: Path, frame: pd.DataFrame) -> None:
-    """One table three times."""
-    body = tables.markdown_table(list(frame.columns), frame.astype(str).values.tolist())
-    Path(f"{path}.md").write_text(body.rstrip() + "\n", encoding="utf-8")
-    _write(path, frame, index=False)
-
-
 def _write(path: Path, frame: pd.DataFrame, index: bool) -> None:
+    """One table as CSV and as LaTeX."""
     # not `with_suffix`: a name may hold a dot
     Path(f"{path}.csv").write_text(text.csv_table(frame, index), encoding="utf-8")
     Path(f"{path}.tex").write_text(text.latex_table(frame, index), encoding="utf-8")

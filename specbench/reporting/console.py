@@ -20,13 +20,11 @@ from specbench.reporting import names, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Verdict
 from specbench.reporting.groups import Asked, groups, measured
-from specbench.reporting.tables import ABSENT, disturbances, known_depths, number, shown
+from specbench.reporting.tables import ABSENT, alphas_by_step, disturbances, number, peak, shown
 
 WIDTH, WIDE = 80, 120  # columns of a terminal: what every table fits into, and where more is shown
 GAP = "  "
-COLUMNS = ("drafter", "speed-up [95%]", "= tokens/pass", "/ cost", "drafted", "output")
 SAID = 300  # letters of what was found of a claim
-MORE = ("tok/s", "accepted by step")
 Column = tuple[str, Callable[[Entry], str]]
 
 
@@ -138,47 +136,41 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
 # Columns --------------------------------------------------------------------------------------------------------------
 
 
+def _accepted_share(e: Entry) -> str:
+    nodes = sum(sum(r.nodes) for r in e.rows)
+    return f"{sum(sum(r.accepted) for r in e.rows) / nodes:.1%}" if nodes else ABSENT
+
+
+DRAFTER: Column = ("drafter", lambda e: e.title)
+TAU: Column = ("tokens/pass [95%]", lambda e: shown(e.summary.tau_interval))
+SPEED: Column = ("tok/s", lambda e: number("{:.1f}", e.summary.speed))
+ACCEPTED_SHARE: Column = ("accepted/drafted", _accepted_share)
+
+
 def main_columns(wide: bool) -> list[Column]:
     """What every table shows."""
-    makers: list[Callable[[Entry], str]] = [
-        lambda e: e.title,
-        lambda e: shown(e.summary.speed_up) if e.name != BASELINE else ABSENT if e.replayed else "1.00",
-        lambda e: number("{:.2f}", e.summary.tau),
-        lambda e: number("{:.2f}", cost(e)),
-        lambda e: number("{:.0f}", e.summary.nodes),
-        output,
+    columns: list[Column] = [
+        DRAFTER,
+        ("speed-up [95%]", lambda e: shown(e.summary.speed_up) if e.name != BASELINE else ABSENT if e.replayed else "1.00"),
+        ("= tokens/pass", lambda e: number("{:.2f}", e.summary.tau)),
+        ("/ cost", lambda e: number("{:.2f}", cost(e))),
+        ("drafted", lambda e: number("{:.0f}", e.summary.nodes)),
+        ("output", output),
     ]
-    more: list[Callable[[Entry], str]] = [lambda e: number("{:.1f}", e.summary.speed), _steps]
-    return [*zip(COLUMNS, makers, strict=True), *(zip(MORE, more, strict=True) if wide else ())]
+    return [*columns, SPEED, ("accepted by step", alphas_by_step)] if wide else columns
 
 
 def replayed_columns() -> list[Column]:
     """Of rows without seconds."""
-    return [
-        ("drafter", lambda e: e.title),
-        ("tokens/pass [95%]", lambda e: shown(e.summary.tau_interval)),
-        ("drafted", lambda e: number("{:.0f}", e.summary.nodes)),
-        ("accepted/drafted", _accepted_share),
-    ]
+    return [DRAFTER, TAU, ("drafted", lambda e: number("{:.0f}", e.summary.nodes)), ACCEPTED_SHARE]
 
 
 def detail_columns() -> list[list[Column]]:
     """What `details=true` adds, table by table."""
-    first = ("drafter", lambda e: e.title)
     return [
-        [
-            first,
-            ("tokens/pass [95%]", lambda e: shown(e.summary.tau_interval)),
-            ("mean by prompt", lambda e: number("{:.2f}", e.summary.tau_macro)),
-            ("accepted/drafted", _accepted_share),
-        ],
-        [
-            first,
-            ("tok/s", lambda e: number("{:.1f}", e.summary.speed)),
-            ("/".join((*PHASES, "rest")), _split),
-            ("peak memory", lambda e: f"{e.summary.peak_bytes / 2**20:,.0f} MiB" if e.summary.peak_bytes else ABSENT),
-        ],
-        [first, ("accepted by step 1, 2, ...", _steps)],
+        [DRAFTER, TAU, ("mean by prompt", lambda e: number("{:.2f}", e.summary.tau_macro)), ACCEPTED_SHARE],
+        [DRAFTER, SPEED, ("/".join((*PHASES, "rest")), _split), ("peak memory", peak)],
+        [DRAFTER, ("accepted by step 1, 2, ...", alphas_by_step)],
     ]
 
 
@@ -210,15 +202,6 @@ def output(e: Entry) -> str:
 
 def _split(e: Entry) -> str:
     return number("{:.0f}/{:.0f}/{:.0f}/{:.0f}%", *(100 * e.summary.split[phase] for phase in (*PHASES, "rest")))
-
-
-def _steps(e: Entry) -> str:
-    return " ".join(f"{a:.2f}" for a in e.summary.alphas[: known_depths(e)]) or ABSENT
-
-
-def _accepted_share(e: Entry) -> str:
-    nodes = sum(sum(r.nodes) for r in e.rows)
-    return f"{sum(sum(r.accepted) for r in e.rows) / nodes:.1%}" if nodes else ABSENT
 
 
 def _training(e: Entry) -> str:

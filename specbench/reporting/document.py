@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import pandas as pd
+
 from specbench.reporting import text
 
 
@@ -162,6 +164,12 @@ def table(block: Table) -> str:
     heading = "| " + " | ".join(map(text.markdown, block.columns)) + " |"
     body = ["| " + " | ".join(map(_cell, line)) + " |" for line in block.lines]
     return "\n".join([heading, "|---" * len(block.columns) + "|", *body])
+
+
+def frame(block: Table) -> pd.DataFrame:
+    """A table's texts, for CSV and LaTeX."""
+    lines = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in block.lines]
+    return pd.DataFrame(lines, columns=list(block.columns))
 
 
 def _cell(cell: str | Cell) -> str:

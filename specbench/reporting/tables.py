@@ -5,9 +5,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from specbench.records.metrics import BASELINE, RATES
+from specbench.records.metrics import BASELINE, PHASES, RATES
 from specbench.records.statistics import Interval, interval
-from specbench.reporting import served, text
+from specbench.reporting import document, served, text
 from specbench.reporting.analysis import FEWEST
 from specbench.reporting.cells import Entry
 from specbench.reporting.groups import groups
@@ -47,13 +47,23 @@ def cells(entry: Entry) -> list[str]:
         number("{:.1f}", s.speed),
         shown(s.speed_up),
         number(f"{shown(s.tau_interval)} ({{:.2f}})", s.tau_macro),
-        " ".join(f"{a:.2f}" for a in s.alphas[: known_depths(entry)]) or ABSENT,
+        alphas_by_step(entry),
         number("{:.1f}", s.nodes),
-        number("{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%", *(100 * s.split[p] for p in ("draft", "target", "verify", "rest"))),
+        number("{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%", *(100 * s.split[phase] for phase in (*PHASES, "rest"))),
         _expected(s.expected, s.expected_by_parameters),
-        f"{s.peak_bytes / 2**20:,.0f} MiB" if s.peak_bytes else ABSENT,
+        peak(entry),
         s.lossless,
     ]
+
+
+def alphas_by_step(entry: Entry) -> str:
+    """Acceptance by draft step, of the steps that were tried often enough."""
+    return " ".join(f"{alpha:.2f}" for alpha in entry.summary.alphas[: known_depths(entry)]) or ABSENT
+
+
+def peak(entry: Entry) -> str:
+    """Peak memory while decoding."""
+    return f"{entry.summary.peak_bytes / 2**20:,.0f} MiB" if entry.summary.peak_bytes else ABSENT
 
 
 def _expected(by_times: float, by_parameters: float) -> str:
@@ -186,5 +196,4 @@ def training_markdown(entries: list[Entry]) -> str:
 
 def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table of texts that may hold anything."""
-    heading, *rest = ("| " + " | ".join(map(text.markdown, line)) + " |" for line in (columns, *lines))
-    return "\n".join([heading, "|---" * len(columns) + "|", *rest])
+    return document.table(document.Table(columns, list(lines)))
