@@ -52,8 +52,7 @@ def main(config: DictConfig) -> None:
     if config.training is not None:
         lines = trainings.held_out_lines(Path(config.training), problems)
         if not lines:
-            said = problems[0] if problems else f"no trained weights under training={config.training}"
-            raise SpecBenchError(said)
+            raise SpecBenchError(problems[0] if problems else f"no trained weights under training={config.training}")
         print("".join(f"{tables.markdown_problem(p)}\n\n" for p in problems), end="")
         print(tables.markdown_table(trainings.HELD_OUT, lines))
         return

@@ -92,25 +92,13 @@ SEEDS = pytest.mark.parametrize("seed", range(5))
 
 
 @SEEDS
-def test_tau_by_category_and_accepted_lengths_equal_counts(seed):
+def test_tau_by_category_equals_counts(seed):
     e = group(seed)[1]
     found = analysis.by_category(e)
     assert list(found) == ["even", "odd"]
     for category, rate in found.items():
         taken = list(cycles([r for r in e.rows if r.category == category]))
         assert rate.tries == len(taken) and rate.found.value == pytest.approx(mean(c[1] for c in taken))
-    lengths = analysis.accepted_lengths(e)
-    taken = [c[2] for c in cycles(e.rows)]
-    assert [x.found.value for x in lengths] == pytest.approx([taken.count(n) / len(taken) for n in range(max(taken) + 1)])
-    assert 1 + sum(n * x.found.value for n, x in enumerate(lengths)) == pytest.approx(e.summary.tau)
-
-
-def test_long_acceptances_count_together():
-    row = Row("eagle2", "q", "c", 0, 5, [0] * 41, 0.1, 1.0, [9] * 4, [20] * 4, [7, 8, 9, 12], [[]] * 4)
-    shares = [x.found.value for x in analysis.accepted_lengths(entry([row]))]
-    assert shares == pytest.approx([0] * 7 + [0.25, 0.75])
-    columns, lines = analysis_tables.lengths([entry([row])])
-    assert columns[-1] == "8 or more" and lines == [["eagle2"] + [analysis.FEW] * 9]
 
 
 @SEEDS
@@ -118,12 +106,12 @@ def test_an_interval_resamples_questions(seed):
     e = group(seed)[1]
     questions = sorted({r.question for r in e.rows})
     mine = {q: list(cycles([r for r in e.rows if r.question == q])) for q in questions}
-    shares = []
+    taus = []
     for sample in draws(len(questions)):
         taken = [c for i in sample for c in mine[questions[i]]]
-        shares.append(mean(c[2] == 1 for c in taken))
-    found = analysis.accepted_lengths(e)[1].found
-    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(shares, [2.5, 97.5])))
+        taus.append(mean(c[1] for c in taken))
+    found = e.summary.tau_interval
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(taus, [2.5, 97.5])))
 
 
 @SEEDS

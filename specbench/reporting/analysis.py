@@ -16,7 +16,6 @@ from specbench.reporting.cells import Entry
 
 FEWEST = 10  # tries, for a rate to be shown
 FEW = "few tries"  # what stands in its place
-LONGEST = 8  # accepted lengths from here on are counted together
 STRETCH = 16  # tokens of output that make one position
 
 
@@ -85,22 +84,6 @@ def by_position(e: Entry, stretch: int = STRETCH) -> list[Rated]:
 def cycle_bounds(row: Row) -> np.ndarray:
     """[cycles + 1]: places in `row.tokens` of each cycle's root, and of the last token behind the last cycle."""
     return np.cumsum([0, *(a + 1 for a in row.accepted)])
-
-
-def accepted_lengths(e: Entry) -> list[Rated]:
-    """Shares of all cycles that accepted 0, 1, 2, … draft tokens; from `LONGEST` on together, as the last one.
-
-    Cycles that the end of an answer cut count with what they emitted, as in tau, which is 1 + the mean of these lengths.
-    """
-    longest = min(LONGEST, max((a for r in e.rows for a in r.accepted), default=-1))
-
-    def count(row: Row) -> dict[str, float | np.ndarray]:
-        lengths = np.minimum(np.array(row.accepted, int), longest)
-        cycles = np.full(longest + 1, len(lengths))
-        return {"of": np.bincount(lengths, minlength=longest + 1), "cycles": cycles}
-
-    totals = Totals.count(e.rows, count)
-    return [rated(lambda s: s["of"] / s["cycles"], totals, "cycles", at) for at in range(longest + 1)]
 
 
 # How sure drafters are -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from specbench.records.metrics import BASELINE, RATES
 from specbench.records.rows import BINS
 from specbench.records.statistics import Interval, interval
 from specbench.reporting import analysis
-from specbench.reporting.analysis import FEW, LONGEST, STRETCH, Rated, few
+from specbench.reporting.analysis import FEW, STRETCH, Rated, few
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, number, shown
 
@@ -53,19 +53,6 @@ def positions(group: Sequence[Entry]) -> Table:
     most = max((len(rates) for _, rates in found), default=0)
     columns = ("drafter", *(f"from {at * tokens}" for at in range(most)))
     return columns, [[name, *map(cell, rates), *[ABSENT] * (most - len(rates))] for name, rates in found]
-
-
-def lengths(group: Sequence[Entry]) -> Table:
-    """Shares of the cycles that accept 0, 1, 2, … tokens."""
-    found = [(e.title, analysis.accepted_lengths(e)) for e in drafters(group)]
-    most = max((len(rates) for _, rates in found), default=0)
-    columns = ("drafter", *(length(accepted) for accepted in range(most)))
-    return columns, [[name, *map(cell, rates), *[ABSENT] * (most - len(rates))] for name, rates in found]
-
-
-def length(accepted: int) -> str:
-    """What an accepted length is called; see `analysis.accepted_lengths`."""
-    return f"{accepted} or more" if accepted == LONGEST else str(accepted)
 
 
 def percent(found: Interval | None) -> str:
@@ -144,7 +131,6 @@ def _shape(said: Mapping[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[Sequence[Entry]], Table]]] = {
     "categories": ("tau by category", categories),
     "positions": ("tau by position in the output", positions),
-    "lengths": ("Accepted tokens a cycle, shares of cycles", lengths),
     "calibration": ("Drafters' probabilities against acceptance", calibration),
     "conventions": ("tau of the same runs under each convention", conventions),
     "fitted": ("Fitted trees, expected and measured", fitted),

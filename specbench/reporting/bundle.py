@@ -131,7 +131,7 @@ class Report:
         (root / "tables").mkdir(parents=True, exist_ok=True)
         for name, table in self._tables().items():
             (root / "tables" / f"{name}.md").write_text(document.table(table) + "\n", encoding="utf-8")
-            _write(root / "tables" / name, document.frame(table), index=False)
+            _write(root / "tables" / name, _frame(table), index=False)
         parts = sections.sections(self)
         written = document.files([block for part in parts for block in part.blocks], drawn)
         for paper in self.papers if any(paper.measured for paper in self.papers) else ():
@@ -304,6 +304,12 @@ def chosen(folder: Path, names: Sequence[str] | None = None, problems: list[str]
             f"no study {', '.join(unknown) or 'at all'} in {folder}; there are {', '.join(there) or 'none'}"
         )
     return {name: study for name, study in studies.load(folder, problems).items() if not names or name in names}
+
+
+def _frame(table: Table) -> pd.DataFrame:
+    """A table's texts, for CSV and LaTeX."""
+    lines = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in table.lines]
+    return pd.DataFrame(lines, columns=list(table.columns))
 
 
 def _write(path: Path, frame: pd.DataFrame, index: bool) -> None:

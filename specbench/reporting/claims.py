@@ -113,8 +113,8 @@ class Evidence:
 
     @property
     def _first(self) -> str | None:
-        said = next((o for o in self.study["cells"][0] if o.startswith("dataset=")), "dataset=mtbench")
-        return said.partition("=")[2]
+        option = next((o for o in self.study["cells"][0] if o.startswith("dataset=")), "dataset=mtbench")
+        return option.partition("=")[2]
 
 
 def compare(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, str]:

@@ -1,4 +1,4 @@
-"""What a report is made of, once for both of its media: sections of sentences, tables, figures and folds.
+"""What a report is made of, once for both of its media: sections of paragraphs, tables, figures and details.
 
 `markdown` writes them as a code host shows them; `report.html.j2` writes the same blocks as a page. Whatever they say may
 hold names of others, which each medium escapes where it writes them.
@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import pandas as pd
 
 from specbench.reporting import text
 
@@ -36,7 +34,7 @@ class Paragraph:
     text: str
     role: Literal["", "answer", "note"] = ""
     lead: str = ""
-    kind: str = "says"
+    kind: str = "paragraph"
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Details:
     blocks: Sequence["Block"]
     file: str = ""
     open: bool = False
-    kind: str = "fold"
+    kind: str = "details"
 
 
 Block = Paragraph | Table | Figures | Tally | Row | Link | Details
@@ -116,7 +114,7 @@ def markdown(sections: Iterable[Section], drawn: Mapping[str, str]) -> str:
 
 
 def files(blocks: Iterable[Block], drawn: Mapping[str, str]) -> dict[str, str]:
-    """What folds have files of their own: path below the report's folder -> Markdown."""
+    """The details that have files of their own: path below the report's folder -> Markdown."""
     found = {}
     for block in blocks:
         if isinstance(block, Details) and block.file:
@@ -166,17 +164,11 @@ def table(block: Table) -> str:
     return "\n".join([heading, "|---" * len(block.columns) + "|", *body])
 
 
-def frame(block: Table) -> pd.DataFrame:
-    """A table's texts, for CSV and LaTeX."""
-    lines = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in block.lines]
-    return pd.DataFrame(lines, columns=list(block.columns))
-
-
 def _cell(cell: str | Cell) -> str:
     """What a page says by colour is bold here."""
     if isinstance(cell, str):
         return text.markdown(cell)
-    said = text.markdown("; ".join(cell.parts) or cell.text)
+    shown = text.markdown("; ".join(cell.parts) or cell.text)
     if cell.beside is not None:
-        return f"{said} / {text.markdown(cell.beside)}"
-    return f"**{said}**" if said and cell.tone in ("good", "bad") else said
+        return f"{shown} / {text.markdown(cell.beside)}"
+    return f"**{shown}**" if shown and cell.tone in ("good", "bad") else shown

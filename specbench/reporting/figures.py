@@ -20,11 +20,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from matplotlib.transforms import Bbox
 
 from specbench.records.metrics import BASELINE
-from specbench.records.statistics import Interval
 from specbench.reporting import analysis_figures, names, study_figures, styles
 from specbench.reporting.cells import Entry
 from specbench.reporting.console import cost
 from specbench.reporting.overview import Overview, chosen, families, ranking
+from specbench.reporting.study_figures import error_bars, new_axes
 from specbench.reporting.tables import known_depths
 from specbench.reporting.text import mathtext
 
@@ -32,10 +32,6 @@ LEVIATHAN = "leviathan"  # the study of chains, where it was run
 OWN, PAPER = "#0072B2", "#9cc3dd"  # trees of this machine, and those of the papers
 STEPS = 8  # of a draft, at most
 SPEED_UPS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6)  # that lines are drawn of
-
-
-def _axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figure, Any]:
-    return plt.subplots(figsize=(width, height), layout="constrained", **options)
 
 
 def _colour(e: Entry) -> str:
@@ -47,14 +43,14 @@ def speed_up_bars(entries: Sequence[Entry]) -> Figure | None:
     found = [e for e in ranking(entries) if e.name != BASELINE and e.summary.speed_up is not None]
     if not found:
         return None
-    figure, axes = _axes(6.2, 0.235 * len(found) + 0.9)
+    figure, axes = new_axes(6.2, 0.235 * len(found) + 0.9)
     place, ticks = 0.0, []
     for arms in families(found):
         for e in arms:
             up = e.summary.speed_up
             assert up is not None
             thin = {"linewidth": 0.9, "ecolor": "#222222"}
-            axes.barh(place, up.value, 0.8, xerr=errors(up), capsize=2, error_kw=thin, color=_colour(e))
+            axes.barh(place, up.value, 0.8, xerr=error_bars([up]), capsize=2, error_kw=thin, color=_colour(e))
             ticks.append(place)
             place += 0.85
         place += 0.3
@@ -74,7 +70,7 @@ def cost_against_tau(entries: Sequence[Entry]) -> Figure | None:
     found = [e for e in entries if e.summary.tau > 0 and cost(e) > 0]
     if not any(e.name != BASELINE for e in found):
         return None
-    figure, axes = _axes(7.4, 4.6)
+    figure, axes = new_axes(7.4, 4.6)
     x, y = np.array([cost(e) for e in found]), np.array([e.summary.tau for e in found])
     axes.set(xscale="log", yscale="log", xlim=(0.92 * min(x), 1.15 * max(x)), ylim=(0.92 * min(y), 1.2 * max(y)))
     for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
@@ -112,7 +108,7 @@ def step_alphas(entries: Sequence[Entry]) -> Figure | None:
     found = [(e, min(STEPS, known_depths(e))) for e in entries if e.name != BASELINE and known_depths(e)]
     if not found:
         return None
-    figure, axes = _axes(7.4, 3.5)
+    figure, axes = new_axes(7.4, 3.5)
     ends, lines = [], []
     for e, depths in found:
         steps, alphas = np.arange(1, depths + 1), np.array(e.summary.alphas[:depths])
@@ -178,11 +174,6 @@ def _free(place: Any, size: np.ndarray, inside: Bbox, used: np.ndarray, unit: fl
             if not hidden:
                 return best
     return best
-
-
-def errors(found: Interval) -> list[list[float]]:
-    """An interval as Matplotlib's error bars want it."""
-    return [[max(0.0, found.value - found.low)], [max(0.0, found.high - found.value)]]
 
 
 def draw_all(

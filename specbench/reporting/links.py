@@ -46,9 +46,9 @@ def predicted(rows: Sequence[Row], shape: Shape) -> Prediction | None:
     return Prediction(tokens / cycles / (draft + server + line + trips), draft, server, line, trips)
 
 
-def shape_of(said: Mapping[str, Any]) -> Shape:
-    """A header's link, as the shaper takes it."""
-    return Shape(**{key: said[key] for key in Shape.__dataclass_fields__ if key in said})
+def shape_of(link: Mapping[str, Any]) -> Shape:
+    """A header's link, as the network emulator takes it."""
+    return Shape(**{key: link[key] for key in Shape.__dataclass_fields__ if key in link})
 
 
 def table(group: Sequence[Entry]) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -58,29 +58,30 @@ def table(group: Sequence[Entry]) -> tuple[tuple[str, ...], list[list[str]]]:
 
 
 def _line(e: Entry, rows: Sequence[Row]) -> list[str]:
-    said = predicted(rows, shape_of(e.header["config"].get("link", {})))
-    if said is None:
+    prediction = predicted(rows, shape_of(e.header["config"].get("link", {})))
+    if prediction is None:
         return []
     tokens = sum(len(row.tokens) - 1 for row in rows)
     used = [row.link for row in rows if row.link is not None]
     sent, received = sum(sum(u.sent.values()) for u in used), sum(sum(u.received.values()) for u in used)
     travelled = [f"{count / tokens:,.0f}" for count in (sent, received)]
     trips = f"{sum(u.round_trips for u in used) / tokens:.2f}"
-    parts = " / ".join(f"{1000 * seconds:.1f}" for seconds in (said.draft_s, said.server_s, said.line_s, said.trips_s))
-    speeds = [f"{e.summary.speed:.1f}", f"{said.tokens_per_s:.1f}", shown(e.summary.speed_up)]
+    seconds = prediction.draft_s, prediction.server_s, prediction.line_s, prediction.trips_s
+    parts = " / ".join(f"{1000 * part:.1f}" for part in seconds)
+    speeds = [f"{e.summary.speed:.1f}", f"{prediction.tokens_per_s:.1f}", shown(e.summary.speed_up)]
     return [e.title, *speeds, parts, trips, *travelled]
 
 
 def clients(group: Sequence[Entry]) -> tuple[tuple[str, ...], list[list[str]]]:
     """Tokens a second of a server by how many clients it has, all together and the slowest: medians over repetitions."""
-    taken = {e.title: e.measured["clients"] for e in group if e.measured.get("clients")}
-    together = {name for found in taken.values() for values in found for name in values if name.startswith("together_")}
+    measured = {e.title: e.measured["clients"] for e in group if e.measured.get("clients")}
+    together = {name for found in measured.values() for values in found for name in values if name.startswith("together_")}
     counts = sorted(int(name.removeprefix("together_")) for name in together)
     columns = [f"{n} client{'s' * (n > 1)}, {what}" for what in ("all", "the slowest") for n in counts]
     keys = [f"{what}_{n}" for what in ("together", "slowest") for n in counts]
-    return ("drafter", *columns), [[name, *(_median(found, key) for key in keys)] for name, found in taken.items()]
+    return ("drafter", *columns), [[name, *(_median(found, key) for key in keys)] for name, found in measured.items()]
 
 
-def _median(taken: Sequence[Mapping[str, float]], name: str) -> str:
-    values = [values[name] for values in taken if name in values]
+def _median(measured: Sequence[Mapping[str, float]], name: str) -> str:
+    values = [values[name] for values in measured if name in values]
     return f"{statistics.median(values):.1f}" if values else ABSENT

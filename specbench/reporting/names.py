@@ -61,15 +61,16 @@ def _parts(group: Sequence[Entry]) -> list[list[str]]:
     parts = [[t] if t and (several or (t != PAPER and not mine)) else [] for t, mine in zip(trees, own, strict=True)]
     options = [dict(_options(e)) for e in group]
     for key in CELLS:
-        if len({said.get(key, "") for said in options}) > 1:
-            parts = [[*mine, *filter(None, [said.get(key)])] for mine, said in zip(parts, options, strict=True)]
-    for key in dict.fromkeys(key for said in options for key in said if key not in CELLS):
-        alike: dict[tuple[str, ...], set[str]] = {}
-        for mine, said in zip(parts, options, strict=True):
-            alike.setdefault(tuple(mine), set()).add(said.get(key, ""))
-        for mine, said in zip(parts, options, strict=True):
-            if len(alike.get(tuple(mine), ())) > 1 and said.get(key):
-                mine.append(said[key])
+        if len({own_options.get(key, "") for own_options in options}) > 1:
+            for part, own_options in zip(parts, options, strict=True):
+                part += filter(None, [own_options.get(key)])
+    for key in dict.fromkeys(key for own_options in options for key in own_options if key not in CELLS):
+        values: dict[tuple[str, ...], set[str]] = {}
+        for part, own_options in zip(parts, options, strict=True):
+            values.setdefault(tuple(part), set()).add(own_options.get(key, ""))
+        for part, own_options in zip(parts, options, strict=True):
+            if len(values.get(tuple(part), ())) > 1 and own_options.get(key):
+                part.append(own_options[key])
     return parts
 
 

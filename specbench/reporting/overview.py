@@ -6,9 +6,8 @@ hold more questions. Two drafters are compared only if their rows were measured 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from specbench.records.metrics import BASELINE, RATES, free_width_speed_up
 from specbench.records.statistics import Interval, contrast, pooled
@@ -171,27 +170,23 @@ def speeds(view: Overview) -> Table:
     return _by_setting(view, chosen, lambda e: shown(e.summary.speed_up), "speed-up by dataset (generations)")
 
 
-def _by_setting(view: Overview, chosen: Mapping[Setting, Mapping[str, Entry]], say: Any, caption: str) -> Table:
+def _by_setting(
+    view: Overview, chosen: Mapping[Setting, Mapping[str, Entry]], show: Callable[[Entry], str], caption: str
+) -> Table:
     """A line a drafter, most accepting first; a column a setting, with what its rows are, where they are all the same."""
-    names = dict.fromkeys(e.title for at in view.settings for e in view.accepting(at))
-    columns, kinds = [], {}
+    columns = ["drafter"]
+    lines: dict[str, list[str | Cell]] = {e.title: [e.title] for at in view.settings for e in view.accepting(at)}
     for at, found in chosen.items():
-        kind = {_kind(e) for e in found.values()}
-        kinds[at] = kind.pop() if len(kind) == 1 else ""
-        columns.append(f"{at} ({kinds[at]})" if kinds[at] else str(at))
-    lines: list[list[str | Cell]] = []
-    for name in names:
-        line: list[str | Cell] = [name]
-        for at, found in chosen.items():
-            e = found.get(name)
-            value = ABSENT if e is None else say(e)
-            aside = f" ({_kind(e)})" if e is not None and not kinds[at] else ""
+        if not found:
+            continue
+        kinds = {_kind(e) for e in found.values()}
+        alike = len(kinds) == 1
+        columns.append(f"{at} ({kinds.pop()})" if alike else str(at))
+        for name, line in lines.items():
+            value = show(found[name]) if name in found else ABSENT
+            aside = f" ({_kind(found[name])})" if name in found and not alike else ""
             line.append(Cell(ABSENT, "away") if value == ABSENT else value + aside)
-        lines.append(line)
-    kept = [i for i, at in enumerate(chosen) if chosen[at]]
-    return Table(
-        ("drafter", *(columns[i] for i in kept)), [[x[0], *(x[i + 1] for i in kept)] for x in lines if kept], caption
-    )
+    return Table(tuple(columns), list(lines.values()) if len(columns) > 1 else [], caption)
 
 
 def _kind(e: Entry) -> str:

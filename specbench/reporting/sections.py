@@ -59,8 +59,8 @@ def _answer(report: "Report") -> list[Block]:
         return [Paragraph(report.answer, "answer")]
     blocks: list[Block] = [Paragraph(report.answer, "answer"), Paragraph(console.caption(group, machine=True), "note")]
     blocks += [Paragraph(busy, lead="CAUTION") for busy in tables.disturbances(group)]
-    if said := [*console.reasons(group), *console.advice(group)]:
-        blocks.append(Paragraph(" ".join(said)))
+    if comments := [*console.reasons(group), *console.advice(group)]:
+        blocks.append(Paragraph(" ".join(comments)))
     if differ := overview.apart(group):
         blocks.append(Paragraph(f"These rows differ in {', '.join(differ)}: such drafters are not compared below.", "note"))
     return [*blocks, Row([Figures(("speed_up",)), overview.numbers(group)])]

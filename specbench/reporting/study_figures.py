@@ -29,7 +29,8 @@ def _styles(names: Iterable[str]) -> list[dict[str, Any]]:
     return [styles.line(n) | {"label": mathtext(n)} for n in names]
 
 
-def _axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figure, Any]:
+def new_axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figure, Any]:
+    """A figure of so many inches, with its axes."""
     return plt.subplots(figsize=(width, height), layout="constrained", **options)
 
 
@@ -43,7 +44,7 @@ def _legend(figure: Figure, axes: Axes, place: Any = "outside right upper", colu
         figure.legend(handles, labels, fontsize="small", ncols=columns, loc=place, frameon=False)
 
 
-def _bars(found: Sequence[Interval]) -> np.ndarray:
+def error_bars(found: Sequence[Interval]) -> np.ndarray:
     """Intervals as Matplotlib's error bars want them, [2, N]."""
     return np.array([[max(0.0, f.value - f.low) for f in found], [max(0.0, f.high - f.value) for f in found]])
 
@@ -59,7 +60,7 @@ def head_share(entries: Sequence[Entry]) -> Figure | None:
     figure = _stacked([e.title for e, _ in found], parts, "milliseconds of drafting a cycle")
     whole = [repeated([v["ms"] for v in values]) for _, values in found]
     figure.axes[0].errorbar(
-        [w.value for w in whole], range(len(whole)), xerr=_bars(whole), fmt="none", ecolor="black", capsize=2
+        [w.value for w in whole], range(len(whole)), xerr=error_bars(whole), fmt="none", ecolor="black", capsize=2
     )
     return figure
 
@@ -75,7 +76,7 @@ def _measured(entries: Sequence[Entry], what: str, names: Iterable[str]) -> list
 
 def _stacked(names: Sequence[str], parts: Mapping[str, np.ndarray], label: str) -> Figure:
     """One horizontal bar a name, made of parts."""
-    figure, axes = _axes(6.4, 0.3 * len(names) + 1.2)
+    figure, axes = new_axes(6.4, 0.3 * len(names) + 1.2)
     left = np.zeros(len(names))
     for (part, values), colour in zip(parts.items(), PARTS, strict=True):
         axes.barh(range(len(names)), values, left=left, color=colour, label=part)
@@ -93,7 +94,7 @@ def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     found = {n: points for n, points in measured.items() if points}
     if not found:
         return None
-    figure, (left, right) = _axes(8.0, 3.4, ncols=2)
+    figure, (left, right) = new_axes(8.0, 3.4, ncols=2)
     for points, style in zip(found.values(), _styles(found), strict=True):
         tokens = [h["tokens"] / 1e6 for h in points]
         left.plot(tokens, [h["chain_tau"] for h in points], markersize=3.5, linewidth=1.1, **style)
@@ -112,12 +113,12 @@ def training_memory(entries: Sequence[Entry]) -> Figure | None:
         series.setdefault(e.arm["drafter"]["name"], {})[_steps(e)] = values
     if not series:
         return None
-    figure, (left, right) = _axes(8.0, 3.0, ncols=2)
+    figure, (left, right) = new_axes(8.0, 3.0, ncols=2)
     for points, style in zip(series.values(), _styles(series), strict=True):
         steps = sorted(points)
         for axes, name, unit in ((left, "peak", 2**30), (right, "seconds", 1)):
             found = [repeated([v[name] / unit for v in points[n]]) for n in steps]
-            axes.errorbar(steps, [f.value for f in found], yerr=_bars(found), capsize=2, **style)
+            axes.errorbar(steps, [f.value for f in found], yerr=error_bars(found), capsize=2, **style)
     left.set(xlabel="simulated steps", ylabel="peak memory of a step, GiB", ylim=(0, None))
     right.set(xlabel="simulated steps", ylabel="seconds a training step", ylim=(0, None))
     _legend(figure, left)
@@ -138,9 +139,9 @@ def tree_cost(entries: Sequence[Entry]) -> Figure | None:
     _, repetitions = found[0]
     sizes = {int(name[3:]): name for name in repetitions[0] if re.fullmatch(r"ms_\d{1,9}", name)}
     points = {n: repeated([v[name] for v in repetitions if name in v]) for n, name in sorted(sizes.items())}
-    figure, axes = _axes()
+    figure, axes = new_axes()
     values = [p.value for p in points.values()]
-    axes.errorbar(list(points), values, yerr=_bars(list(points.values())), color=styles.BLUE, marker="o", capsize=2)
+    axes.errorbar(list(points), values, yerr=error_bars(list(points.values())), color=styles.BLUE, marker="o", capsize=2)
     axes.set(xlabel="nodes in the pass, root included", ylabel="milliseconds", ylim=(0, None))
     axes.grid(alpha=0.3)
     return figure
@@ -151,7 +152,7 @@ def cost_of_cycles(passes: Mapping[int, Mapping[str, float]], parts: Mapping[str
 
     passes: by tokens before the tree, `ms_<nodes>`. parts: `first` and `level`, seconds by width.
     """
-    figure, (left, right) = _axes(8.0, 3.4, ncols=2)
+    figure, (left, right) = new_axes(8.0, 3.4, ncols=2)
     for number, (context, found) in enumerate(passes.items()):
         points = {int(name[3:]): ms for name, ms in found.items()}
         left.plot(
@@ -180,7 +181,7 @@ def theory(entries: Sequence[Entry]) -> Figure | None:
     if not chains:
         return None
     alpha = np.linspace(0.01, 0.99, 99)
-    figure, (left, right) = _axes(8.0, 3.4, ncols=2)
+    figure, (left, right) = new_axes(8.0, 3.4, ncols=2)
     for gamma in sorted({2, 5, *map(_gamma, chains)}):
         expected = (1 - alpha ** (gamma + 1)) / (1 - alpha)
         for axes, curve, top in ((left, expected, 6.0), (right, expected / (gamma * COST + 1), 4.0)):
@@ -206,7 +207,7 @@ def draft_vocabularies(entries: Sequence[Entry]) -> Figure | None:
     if len({ids for _, ids in found}) < 2:
         return None
     kinds = [timed for timed in (False, True) if any(e.replayed != timed for e, _ in found)]  # no panel without rows
-    figure, grid = _axes(4.0 * len(kinds), 3.4, ncols=len(kinds), squeeze=False)
+    figure, grid = new_axes(4.0 * len(kinds), 3.4, ncols=len(kinds), squeeze=False)
     panels = grid[0]
     sizes = sorted({ids for _, ids in found})
     found.sort(key=lambda pair: pair[1])
@@ -216,7 +217,7 @@ def draft_vocabularies(entries: Sequence[Entry]) -> Figure | None:
             points = [(ids, value) for ids, s in own if (value := s.speed_up if timed else s.tau_interval)]
             if points:
                 values = [value for _, value in points]
-                bars = {"yerr": _bars(values), "capsize": 2}
+                bars = {"yerr": error_bars(values), "capsize": 2}
                 panel.errorbar([ids for ids, _ in points], [v.value for v in values], **bars, **style)
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [f"{ids:,}" for ids in sizes], rotation=45, ha="right")

@@ -6,13 +6,15 @@ they are: letters. Knows errors and nothing else in the project.
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from markupsafe import Markup, escape
 from rich.text import Text
 
 from specbench.common.errors import visible
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # What GitHub's Markdown would take for a mark, as a character reference: no renderer takes those for anything else.
 # Underscores inside words, brackets that are no link and signs between spaces mean nothing to it and stay readable.
@@ -71,18 +73,18 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:LONGEST]
 
 
-def csv_table(frame: pd.DataFrame, index: bool) -> str:
+def csv_table(frame: "pd.DataFrame", index: bool) -> str:
     """A frame of texts as CSV."""
     written: str = _each(frame, visible).to_csv(index=index, lineterminator="\n")
     return written
 
 
-def latex_table(frame: pd.DataFrame, index: bool) -> str:
+def latex_table(frame: "pd.DataFrame", index: bool) -> str:
     """A frame of texts as LaTeX."""
     written: str = _each(frame, latex).to_latex(index=index, escape=False)
     return written
 
 
-def _each(frame: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
+def _each(frame: "pd.DataFrame", change: Callable[[str], str]) -> "pd.DataFrame":
     """Cells, columns and index changed alike."""
     return frame.astype(str).map(change).rename(columns=change, index=lambda label: change(str(label)))
