@@ -26,6 +26,7 @@ from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.records.statistics import contrast, interval
 from specbench.reporting import bundle, foreign_results, freshness, overview, tables
 from specbench.reporting.bundle import Report, Sources
+from specbench.reporting.groups import groups
 
 GOLDEN = ROOT / "tests" / "golden"  # two plain cells cut to two questions, the same as a study's cell, the tables they give
 HOSTILE = '<img src=x onerror="document.title=\'owned\'"></script><script>document.title="owned"</script>&amp;'
@@ -455,7 +456,7 @@ def test_two_targets_in_one_folder_are_kept_apart(tmp_path):
         changed["config"]["model"]["name"] = "another"
         path.write_text(json.dumps(changed) + "\n" + "".join(rows[:-1]))  # a generation less each
     both = report(tmp_path)
-    assert [part["caption"].split(",")[0] for part in both.parts] == ["smollm2-135m", "another"]
+    assert [caption.split(",")[0] for caption, _ in groups(both.main)] == ["smollm2-135m", "another"]
     assert both.answer == alone.answer and [view.entries[0].model for view in both.others] == ["another"]
     assert both.verdicts == alone.verdicts and not alone.judged
     both.write()
