@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.io import read_bytes, readable
+from specbench.common.io import readable
 from specbench.records import blocks, identity
-from specbench.records.metrics import BASELINE, Summary, busy, summarise
-from specbench.records.rows import CellFailure, Failure, Measurement, Row
+from specbench.records.metrics import BASELINE, Summary, summarise
+from specbench.records.rows import CellFailure, Failure, Row
 from specbench.records.schema import Arm, Header
 from specbench.records.statistics import Totals
-
-Key = tuple[str, tuple[str, str]]  # an arm's label and what determines its rows
-Turn = tuple[str, int]  # of which question
+from specbench.reporting.sources import Key, Source, Turn, read_sources, turn_of
 
 
 @dataclass(frozen=True)
@@ -172,77 +170,15 @@ def find(root: Path) -> Found:
     return Found(entries, failures, problems)
 
 
-@dataclass
-class Source:
-    """A block as it was read, its rows of later arms among them. number: in order of time."""
-
-    number: int
-    path: Path
-    collection: str
-    header: Header
-    records: Sequence[object]  # rows, failures and measurements, as they were written
-
-    @cached_property
-    def rows(self) -> list[Row]:
-        return [r for r in self.records if isinstance(r, Row)]
-
-    @cached_property
-    def measurements(self) -> list[Measurement]:
-        return [r for r in self.records if isinstance(r, Measurement)]
-
-    @cached_property
-    def group(self) -> tuple[str, ...]:
-        """What blocks whose rows are pooled have in common. Seconds are those of one kind of machine."""
-        machine = "" if self.header.get("replay") else identity.machine_key(self.header)
-        study, model = self.header.get("study") or "", self.header["config"]["model"]["name"]
-        return self.collection, study, model, identity.cell_key(self.header), machine
-
-    @cached_property
-    def keys(self) -> dict[str, Key]:
-        """Its arms: label -> key."""
-        return {label: (label, identity.arm_key(arm)) for label, arm in self.header["arms"].items()}
-
-    @cached_property
-    def baseline(self) -> dict[Turn, Row]:
-        return {_turn(row): row for row in self.rows if row.drafter == BASELINE}
-
-    @cached_property
-    def busy(self) -> str | None:
-        """See `metrics.busy`."""
-        return busy(self.rows, self.header["hardware"]["cores"])
-
-
-def _turn(record: Row | Failure) -> Turn:
-    return record.text or record.question, record.turn
-
-
 def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str] | None = None) -> list[Entry]:
     """Entries of all drafters of all cells, each cell's blocks pooled; every generation counts once, the newest one.
 
     problems: see `specbench.common.io.readable`; a last row that was cut off is one too.
     """
     grouped: dict[tuple[str, ...], list[Source]] = {}
-    for source in _sources(paths, root, problems):
+    for source in read_sources(paths, root, problems):
         grouped.setdefault(source.group, []).append(source)
     return [entry for sources in grouped.values() for entry in _entries(sources)]
-
-
-def _sources(paths: Iterable[Path], root: Path | None, problems: list[str] | None) -> list[Source]:
-    """Blocks by age, without those that count no more."""
-    found, left_out = [], [] if problems is None else problems
-    for path, (header, records) in readable(paths, blocks.read_block, problems):
-        if header["decoding"] != identity.DECODING:
-            left_out.append(f"{path}: its rows were decoded by older rules (version {header['decoding']}); measure again")
-            continue
-        if problems is not None and not read_bytes(path).endswith(b"\n"):
-            left_out.append(f"{path}: the last row was cut off by a crash and is left out")
-        # <collection>/<model>/<cell>/<block>.jsonl
-        above = path.relative_to(root).parts[:-3] if root is not None and path.is_relative_to(root) else ()
-        found.append(Source(0, path, "/".join(above), header, records))
-    found.sort(key=lambda source: (source.header["started"], source.path.name))
-    for number, source in enumerate(found):
-        source.number = number
-    return found
 
 
 @dataclass
@@ -266,9 +202,9 @@ def _arm_rows(sources: Sequence[Source]) -> dict[Key, ArmRows]:
             found.setdefault(key, ArmRows(source)).newest = source
         for record in source.records:
             if isinstance(record, Row):
-                found[source.keys[record.drafter]].rows[_turn(record)] = source, record
+                found[source.keys[record.drafter]].rows[turn_of(record)] = source, record
             elif isinstance(record, Failure):
-                found[source.keys[record.drafter]].lost.add(_turn(record))
+                found[source.keys[record.drafter]].lost.add(turn_of(record))
     return found
 
 
@@ -335,7 +271,7 @@ def _baseline(pairs: Sequence[tuple[Source, Row]], newest: Mapping[Turn, tuple[S
     """For every row the baseline's of its own block; where that has none, as in replays, the newest one."""
     found: dict[Turn, Row] = {}
     for source, row in pairs:
-        turn = _turn(row)
+        turn = turn_of(row)
         beside = source.baseline.get(turn) or (newest[turn][1] if turn in newest else None)
         if beside is not None:
             found[turn] = beside
@@ -358,8 +294,8 @@ def pooled(entries: Sequence[Entry]) -> Entry:
     same = [e for e in entries if e.key == first.key]
     if len(same) < 2:
         return first
-    rows = {_turn(row): row for e in [*same, first] for row in e.rows}
-    base = {_turn(row): row for e in [*same, first] for row in e.baseline}
+    rows = {turn_of(row): row for e in [*same, first] for row in e.rows}
+    base = {turn_of(row): row for e in [*same, first] for row in e.baseline}
     return first.with_rows(list(rows.values()), list(base.values()))
 
 
