@@ -13,8 +13,10 @@ from specbench.engine.backends.quantised import EXACT, Int8Linear, quantised
 from specbench.engine.interface import Taps
 from specbench.engine.rows import Rows
 from specbench.reporting.trainings import Trial, trial_lines
-from specbench.training.corpus import CorpusSettings, Writer, unpack
-from specbench.training.features import Corpus, Shards, held_out, packed
+from specbench.training.corpus import CorpusSettings, Writer
+from specbench.training.corpus_file import unpack
+from specbench.training.features import Corpus, held_out, packed
+from specbench.training.shards import Shards
 from specbench.training.writer import Lengths, Prompt, write
 
 STOP = 60

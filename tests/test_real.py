@@ -19,7 +19,8 @@ from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation.audit import LEAST, MOST, audit
-from specbench.training.corpus import PACKED, PACKED_PROVENANCE, settled, unpack
+from specbench.training.corpus import settled
+from specbench.training.corpus_file import PACKED, PACKED_PROVENANCE, unpack
 
 SAMPLED = Sampler(0.8, top_k=4)
 TOKENS = 25  # of an answer: enough for a dozen cycles

@@ -7,9 +7,9 @@ import pytest
 from conftest import ROOT
 from omegaconf import OmegaConf
 
-from specbench import study, train
+from specbench import study
 from specbench.common.errors import SpecBenchError
-from specbench.config import validation
+from specbench.config import train_spec, validation
 from specbench.config.cli import composed
 from specbench.config.run_spec import compose_run, from_config
 from specbench.evaluation import study_runs
@@ -174,8 +174,7 @@ TRAININGS = dict(
 @pytest.mark.parametrize("name", TRAININGS)
 def test_trainings_are_configurations_of_a_training(name, tmp_path):
     config = composed("train", [*TRAININGS[name], f"train.out={tmp_path}"])
-    validation.check(config, train.Options)
-    train._settle(config)
+    train_spec.from_config(config)
 
 
 @pytest.mark.parametrize("arm", ["independent", "ouroboros"])

@@ -21,11 +21,12 @@ from specbench.common.errors import SpecBenchError
 from specbench.config import validation
 from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
-from specbench.training.features import Corpus, Sequence, save_shard
+from specbench.training.features import Corpus
 from specbench.training.overwriting import made_by
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
-from specbench.training.trainer import EVERY, Trainer, check, drawn
+from specbench.training.shards import Sequence, save_shard
+from specbench.training.trainer import METRICS_EVERY, Trainer, check, drawn
 
 VOCABULARY, BATCHES = 8, 5  # ids; batches an epoch
 
@@ -247,7 +248,7 @@ def test_the_steps_really_get_the_rates_of_the_recipe(tmp_path):
     assert used == [pytest.approx([0.025 * f, 0.05 * f]) for f in factors] and factors[3] == 1.0 > factors[5] > 0.1
 
 
-@pytest.mark.parametrize("at", [3, EVERY + 3])
+@pytest.mark.parametrize("at", [3, METRICS_EVERY + 3])
 def test_a_loss_that_is_no_number_ends_the_training_and_keeps_nothing_of_it(tmp_path, at):
     made = trainer(tmp_path, epochs=20)  # which keeps every step
     loss = made.drafter.loss
@@ -257,7 +258,7 @@ def test_a_loss_that_is_no_number_ends_the_training_and_keeps_nothing_of_it(tmp_
     assert torch.load(made.checkpoint, weights_only=True)["step"] == at
 
 
-@pytest.mark.parametrize("steps", [EVERY - 3, EVERY, 2 * EVERY + 5])
+@pytest.mark.parametrize("steps", [METRICS_EVERY - 3, METRICS_EVERY, 2 * METRICS_EVERY + 5])
 def test_metrics_are_smoothed_step_by_step_however_seldom_they_are_read(tmp_path, steps):
     made = trainer(tmp_path, epochs=20, steps=steps)
     seen, gradients = [], made._gradients

@@ -15,9 +15,9 @@ from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
-from specbench.training.features import Shards
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings
+from specbench.training.shards import Shards
 from specbench.training.trainer import check
 
 TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual length

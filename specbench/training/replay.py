@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from specbench.engine.decode import Limits, decode
-from specbench.engine.interface import Batch, Drafter, Step
-from specbench.engine.policies import named
+from specbench.engine.interface import Batch, Drafter, NoShortcut, Step
+from specbench.engine.policies import Chain, named
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 from specbench.training.features import Answer
 
-MOST = 64  # tokens of an answer that are replayed
-TOGETHER = 8  # answers drafted for in one pass
+ANSWER_TOKENS = 64  # of an answer that are replayed
+BATCH = 8  # answers drafted for in one pass
+CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
 
 
 @dataclass
@@ -67,18 +68,29 @@ class Acceptance:
             self.passed[depth] += depth < accepted
 
 
+def chain_acceptance(target: Target, drafter: Any, answers: list[Answer]) -> Acceptance:
+    """Of a chain of `CHAIN` steps: from all positions at once where the drafter can, else cycle by cycle."""
+    growth, drafter.growth = drafter.growth, Chain(CHAIN)
+    try:
+        return chains(target, drafter, answers, CHAIN)
+    except NoShortcut:
+        return replay(target, drafter, answers)
+    finally:
+        drafter.growth = growth
+
+
 @torch.no_grad()
-def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, most: int = MOST) -> Acceptance:
+def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, max_tokens: int = ANSWER_TOKENS) -> Acceptance:
     """What `replay` counts with a chain of `steps`, from the drafter's `drafts` at all positions at once.
 
     Raises:
         NoShortcut: the drafter has no such drafts.
     """
-    lengths = [min(a.begin + most, len(a.ids)) for a in answers]
+    lengths = [min(a.begin + max_tokens, len(a.ids)) for a in answers]
     order = sorted(range(len(answers)), key=lengths.__getitem__)  # neighbours in length pad one another least
     counted: dict[int, tuple[list[int], int]] = {}
-    for at in range(0, len(order), TOGETHER):
-        places = order[at : at + TOGETHER]
+    for at in range(0, len(order), BATCH):
+        places = order[at : at + BATCH]
         part, ends = [answers[i] for i in places], [lengths[i] for i in places]
         batch = _batch(target, drafter, part, ends)
         place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -136,12 +148,12 @@ def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) ->
 
 
 @torch.no_grad()
-def replay(target: Target, drafter: Drafter, answers: list[Answer], most: int = MOST) -> Acceptance:
-    """Replay the first `most` tokens of each answer. One target pass each, then drafting only."""
+def replay(target: Target, drafter: Drafter, answers: list[Answer], max_tokens: int = ANSWER_TOKENS) -> Acceptance:
+    """Replay the first `max_tokens` tokens of each answer. One target pass each, then drafting only."""
     result = Acceptance()
     for answer in answers:
         result.begin()
-        prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + most]
+        prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + max_tokens]
         known: Any = ReplayTarget(target, prompt, said, drafter.taps)
         for event in decode(known, drafter, prompt, Limits(len(said)), Lossless(), Sampler()):
             if isinstance(event, Step):

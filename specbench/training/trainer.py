@@ -19,24 +19,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate.utils import DistributedDataParallelKwargs
 from rich.console import Console
 from torch import Tensor, nn
 
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError, refusing
-from specbench.common.io import differing
-from specbench.common.storage import atomic_path
 from specbench.engine.interface import Batch
 from specbench.engine.tensors import unpickled
-from specbench.records import identity
-from specbench.training import parameters
+from specbench.training import checkpoint, parameters
 from specbench.training.features import Corpus, Row
 from specbench.training.overwriting import UNDECIDED
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings, describe, phase_at, rates
 
-EVERY = 20  # steps after which metrics are read and shown
+METRICS_EVERY = 20  # steps after which metrics are read and shown
 
 
 def trainable(drafter: nn.Module) -> parameters.Named:
@@ -159,9 +156,9 @@ class Trainer:
 
         They are counted epoch by epoch: how many rows packing makes depends on the order in which it meets the texts.
         """
-        ends, most = [0], self.settings.steps or math.inf
+        ends, max_steps = [0], self.settings.steps or math.inf
         for epoch in range(self.settings.epochs):
-            if ends[-1] < most:
+            if ends[-1] < max_steps:
                 ends.append(ends[-1] + len(self._steps(epoch)))
         return ends[1:]
 
@@ -171,6 +168,11 @@ class Trainer:
         if not counts:
             return torch.empty(0, device=self.accelerator.device)
         return self.corpus.frequent(None if self.settings.others else max(counts)).to(self.accelerator.device)
+
+    @property
+    def size(self) -> int:
+        """Trainable parameters."""
+        return sum(p.numel() for p in self.parameters)
 
     @property
     def checkpoint(self) -> Path:
@@ -199,7 +201,7 @@ class Trainer:
                 self.unread.append({name: value.detach() for name, value in metrics.items()})
                 before, now = now, time.monotonic()
                 self.seconds += now - before
-                if self.step % EVERY == 0 or self.step == self.total:
+                if self.step % METRICS_EVERY == 0 or self.step == self.total:
                     self._read()
                     self._progress(console)
                 if self._agreed(now - validated > settings.validate_minutes * 60 and self.step < self.total):
@@ -255,7 +257,7 @@ class Trainer:
             batch.progress = self.step / self.total
             with self.accelerator.autocast():
                 metrics = self.objective(batch)
-            metrics, tokens = self._together(metrics, batch, sum(b - a for row in share for _, a, b in row))
+            metrics, tokens = self._over_processes(metrics, batch, sum(b - a for row in share for _, a, b in row))
             self.accelerator.backward(metrics["loss"] / self.settings.accumulate)
             total += tokens
         return metrics, total
@@ -268,7 +270,7 @@ class Trainer:
             frequent = drawn(frequent, own, self.settings.sampled)
         return torch.cat([frequent, drawn(rest, own, self.settings.others)]) if self.settings.others else frequent
 
-    def _together(self, metrics: dict[str, Tensor], batch: Batch, own: int) -> tuple[dict[str, Tensor], int]:
+    def _over_processes(self, metrics: dict[str, Tensor], batch: Batch, own: int) -> tuple[dict[str, Tensor], int]:
         """Of several processes: means over the whole batch instead of this share of it with `own` tokens, and its tokens.
 
         Gradients are averaged over processes, so a share counts by its scored positions over their average. What is
@@ -354,13 +356,8 @@ class Trainer:
             "history": self.history,
             "parameters": [p.detach().cpu() for p in self.parameters],
             "optimizers": [o.state_dict() for o in self.optimizers],
-            "rng": gather_object([torch.get_rng_state()]),  # by process
-            "cuda_rng": gather_object([torch.cuda.get_rng_state()]) if torch.cuda.is_available() else [],
         }
-        if self.accelerator.is_main_process:
-            with atomic_path(self.checkpoint) as temporary:
-                torch.save(state, temporary)
-        self.accelerator.wait_for_everyone()
+        checkpoint.write(self.checkpoint, state, self.accelerator)
 
     def _resume(self) -> None:
         if not self.checkpoint.exists():
@@ -368,34 +365,17 @@ class Trainer:
             return
         state = unpickled(self.checkpoint, "remove it to begin anew")
         with refusing(f"{self.checkpoint} is not of this training; use another train.name or remove it"):
+            checkpoint.check(self.checkpoint, state, self.total, self.shaped_by, self.processes)
             self._restore(state)
         self._print(Console(stderr=True), f"resuming at step {self.step} of {self.total}")
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Go on where a saved state stands. Raises anything at all for one that is not of this drafter and optimizer."""
-        if state["total"] != self.total:
-            raise SpecBenchError(
-                f"{self.checkpoint} is of a run of {state['total']} steps, this one has {self.total} (the corpus or the "
-                "settings changed); use another train.name or remove it"
-            )
-        before, now = (identity.unplaced(json.loads(text)) for text in (state["shaped_by"], json.dumps(self.shaped_by)))
-        if changed := list(differing(before, now)):
-            raise SpecBenchError(
-                f"{self.checkpoint} is of a training with another {', '.join(changed[:4])}; use another train.name or "
-                "remove it"
-            )
         with torch.no_grad():
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.copy_(value)
         for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(value)
-        if len(state["rng"]) != self.processes:
-            raise SpecBenchError(
-                f"{self.checkpoint} is of {len(state['rng'])} processes, this run has {self.processes}; launch as many or "
-                "use another train.name"
-            )
-        torch.set_rng_state(state["rng"][self.accelerator.process_index])
-        if state["cuda_rng"]:
-            torch.cuda.set_rng_state(state["cuda_rng"][self.accelerator.process_index])
+        checkpoint.restore_random_state(state, self.accelerator.process_index)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.history = state["history"]
