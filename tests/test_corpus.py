@@ -67,7 +67,7 @@ def literal(target, prompt, lengths):
         coming = list(turn)
         if number and coming[0] == tokens[-1]:
             coming = coming[1:]
-        if number and len(tokens) + len(coming) + lengths.least > lengths.whole:
+        if number and len(tokens) + len(coming) + lengths.min_answer > lengths.whole:
             break
         tokens += coming
         begin = len(tokens)
@@ -92,7 +92,7 @@ def prompts_of(count, temperature=0.0):
 def test_dialogues_are_what_the_target_says_greedily(rows):
     target = tiny(spread=0.7)
     target.stop_ids = (STOP, 17)
-    lengths = Lengths(answer=9, whole=30, least=4)
+    lengths = Lengths(answer=9, whole=30, min_answer=4)
     found = {d.prompt.index: d for d in write(target, iter(prompts_of(12)), lengths, rows)}
     assert sorted(found) == list(range(12))
     for prompt in prompts_of(12):
@@ -104,7 +104,7 @@ def test_dialogues_are_what_the_target_says_greedily(rows):
 
 def test_sampled_dialogues_do_not_depend_on_their_neighbours():
     target = tiny()
-    lengths = Lengths(answer=9, whole=30, least=4)
+    lengths = Lengths(answer=9, whole=30, min_answer=4)
     alone = {d.prompt.index: d.tokens for p in prompts_of(6, 0.8) for d in write(target, iter([p]), lengths, 1)}
     together = {d.prompt.index: d.tokens for d in write(target, iter(prompts_of(6, 0.8)), lengths, 4)}
     assert alone == together
@@ -114,7 +114,7 @@ def test_sampled_dialogues_do_not_depend_on_their_neighbours():
 def test_sampling_follows_the_target():
     target = tiny(spread=0.25)
     prompts = (Prompt(i, ((3, 14, 15),), 1.0, seed=i) for i in range(3000))
-    first = torch.tensor([d.tokens[3] for d in write(target, prompts, Lengths(answer=1, whole=9, least=1), 500)])
+    first = torch.tensor([d.tokens[3] for d in write(target, prompts, Lengths(answer=1, whole=9, min_answer=1), 500)])
     expected = target.logits(states_of(target, [3, 14, 15])[-1]).float().softmax(-1) * 3000
     found = first.bincount(minlength=len(expected)).double()
     many = expected >= 8
@@ -383,7 +383,7 @@ def test_held_out_answers_are_of_several_turns(tmp_path):
     text = writer(target, tmp_path)
     text.write()
     folder = Shards(text).build()
-    answers = held_out(folder, 6, least=2)
+    answers = held_out(folder, 6, min_tokens=2)
     by_ids = {tuple(t.tokens): t for t in text.texts() if t.index < 6}
     turns = set()
     for answer in answers:

@@ -18,7 +18,7 @@ from specbench.config import validation
 from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
 from specbench.training.features import Corpus
-from specbench.training.loss_vocabulary import drawn
+from specbench.training.loss_vocabulary import draw
 from specbench.training.overwriting import made_by
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
@@ -108,10 +108,10 @@ def test_drawn_ids_are_the_texts_own_and_as_many_others():
     ids, own = torch.tensor([9, 4, 7, 1, 8, 2]), torch.tensor([7, 7, 3, 2])
     torch.manual_seed(0)
     for count in (2, 3, 5):
-        found = drawn(ids, own, count).tolist()
+        found = draw(ids, own, count).tolist()
         assert len(found) == len(set(found)) == count and {7, 2} <= set(found) <= set(ids.tolist())
-    assert drawn(ids, own, 6).tolist() == ids.tolist() and drawn(ids, own, 1).tolist() == [7, 2]
-    assert len({tuple(sorted(drawn(ids, own, 3).tolist())) for _ in range(40)}) == 4, "the others are drawn anew"
+    assert draw(ids, own, 6).tolist() == ids.tolist() and draw(ids, own, 1).tolist() == [7, 2]
+    assert len({tuple(sorted(draw(ids, own, 3).tolist())) for _ in range(40)}) == 4, "the others are drawn anew"
 
 
 def test_the_mass_of_a_phase_is_its_share_of_all_learning_rates():

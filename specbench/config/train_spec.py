@@ -23,7 +23,7 @@ from specbench.records.schema import SKIP, WEIGHTS
 from specbench.training.corpus import CorpusSettings
 from specbench.training.job import WITH_DRAFTER, Stage, TrainJob
 from specbench.training.overwriting import made_by, refuse_overwriting
-from specbench.training.plan import Rows
+from specbench.training.plan import BatchShape
 from specbench.training.recipe import TrainSettings
 
 
@@ -73,7 +73,8 @@ def from_config(config: DictConfig) -> TrainJob:
     options = checked(config, TrainOptions)
     recipe, drafter = options["train"], options["drafter"]
     _require_trainable(recipe, drafter)
-    made = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
+    made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
+    made["batch"] = BatchShape(recipe["batch"], recipe["row_tokens"])
     _check_phases(recipe, drafter)
     if not (recipe["overwrite"] or recipe["missing"]):
         _protect(recipe, drafter)
@@ -86,7 +87,6 @@ def from_config(config: DictConfig) -> TrainJob:
         drafter=drafter,
         make_drafter=partial(instantiate, drafter),
         recipe=recipe,
-        rows=Rows(recipe["batch"], recipe["row_tokens"]),
     )
 
 

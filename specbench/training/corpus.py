@@ -45,7 +45,7 @@ class CorpusSettings:
 
     Attributes:
         source: `answers` (the target's own, to the conversations' questions) or `text` (the conversations as they are).
-        turns: most questions of a conversation that are asked (`answers`).
+        turns: questions of a conversation that are asked, at most (`answers`).
         prompt_tokens: longest question used (`answers`).
         answer_tokens: longest answer written (`answers`).
         text_tokens: longest sequence; text is cut off behind it, answers end there.
@@ -58,7 +58,7 @@ class CorpusSettings:
         states: store the target's states. shard: sequences a file of them.
         rows: dialogues written side by side.
         precision: who writes, see `writer.write`; answers of a quantised copy are another corpus. Held-out answers are
-            always the target's own. `auto` is made definite by `settled` before there is a digest.
+            always the target's own. `auto` is made definite by `settle_precision` before there is a digest.
         reading: precision of the passes that read states, see `precision.wide`.
     """
 
@@ -82,7 +82,7 @@ class CorpusSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings a list
 
-    def what(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """The settings that decide about the text; who writes decides about nothing where nothing is written."""
         if self.source == "answers" and self.precision == "auto":
             raise ValueError("precision=auto names no corpus; settle it first")
@@ -91,13 +91,15 @@ class CorpusSettings:
 
     def digest(self, fingerprint: str) -> str:
         """Of what the text is: more of the same goes into the same folder."""
-        return hashlib.sha256(json.dumps([fingerprint, self.what()], sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps([fingerprint, self.identity()], sort_keys=True).encode()).hexdigest()[:12]
 
     def folder(self, root: Path, fingerprint: str) -> Path:
         return root / f"{self.source}-{self.digest(fingerprint)}"
 
 
-def settled(settings: CorpusSettings, fingerprint: str, device: torch.device, packed: Path | None) -> CorpusSettings:
+def settle_precision(
+    settings: CorpusSettings, fingerprint: str, device: torch.device, packed: Path | None
+) -> CorpusSettings:
     """The same with a definite precision: for `auto` that of a packed corpus with these settings, else what is fastest.
 
     So a corpus that lies in one file is taken over on every machine, whichever precision would pay there.
@@ -129,7 +131,7 @@ class Writer:
         packed: Path | None = None,
     ):
         self.target, self.chat, self.fingerprint = target, chat, target.fingerprint()
-        self.settings = settings = settled(settings, self.fingerprint, target.device, packed)
+        self.settings = settings = settle_precision(settings, self.fingerprint, target.device, packed)
         self.folder = settings.folder(root, self.fingerprint)
         self.packed = packed
         whole = {json.dumps(c[0]["content"]): c for c in chats}  # a question is asked once
@@ -167,7 +169,7 @@ class Writer:
             return sorted(self.written().values(), key=lambda t: t.index)
         found, tokens = [], 0
         for index, chat in enumerate(self.chats):
-            if tokens >= self.wanted():
+            if tokens >= self.token_limit:
                 break
             text = self._as_it_is(index, chat)
             found.append(text)
@@ -216,12 +218,12 @@ class Writer:
             return
         there = self.written()
         mine = [i for i in range(process, self._dialogues, processes) if i not in there]
-        held, rest = ([i for i in mine if (i < self.settings.validation) == early] for early in (True, False))
+        validation, rest = ([i for i in mine if (i < self.settings.validation) == early] for early in (True, False))
         # Held-out answers are the target's own to the letter: acceptance is counted against them.
-        with progress("held-out answers", len(held), "dialogues") as reached:
-            for count, _ in enumerate(self._run(held, process, "target"), 1):
+        with progress("held-out answers", len(validation), "dialogues") as reached:
+            for count, _ in enumerate(self._run(validation, process, "target"), 1):
                 reached(count)
-        tokens, until = self._training_tokens(there.values()) // processes, self.wanted() / processes
+        tokens, until = self._training_tokens(there.values()) // processes, self.token_limit / processes
         with (
             progress("answers", int(min(until, tokens + self.missing())), "tokens") as reached,
             closing(self._run(rest if tokens < until else [], process, self.settings.precision)) as dialogues,
@@ -240,7 +242,7 @@ class Writer:
         if first is None:
             return
         answer = self.settings.answer_tokens
-        lengths = Lengths(answer, self.settings.text_tokens, least=min(MIN_ANSWER, answer))
+        lengths = Lengths(answer, self.settings.text_tokens, min_answer=min(MIN_ANSWER, answer))
         path = self.folder / f"answers-{process}.jsonl"
         with path.open("ab") as file:
             if file.tell() and not path.read_bytes().endswith(b"\n"):
@@ -252,9 +254,9 @@ class Writer:
 
     def _prompt(self, index: int) -> Prompt | None:
         """What dialogue `index` is asked: its questions up to the first one that is too long."""
-        settings, held = self.settings, self.settings.validation
-        draw, place = divmod(max(0, index - held), len(self.chats) - held)
-        chat = self.chats[index if index < held else held + place]
+        settings, validation = self.settings, self.settings.validation
+        draw, behind = divmod(max(0, index - validation), len(self.chats) - validation)
+        chat = self.chats[index if index < validation else validation + behind]
         questions = [m["content"] for m in chat if m["role"] == "user"][: settings.turns]
         turns: list[tuple[int, ...]] = []
         for question in questions:
@@ -267,15 +269,16 @@ class Writer:
         if not turns:
             return None
         temperature = max(settings.temperatures) if draw else settings.temperatures[index % len(settings.temperatures)]
-        temperature = 0.0 if index < held else temperature
+        temperature = 0.0 if index < validation else temperature
         return Prompt(index, tuple(turns), temperature, settings.seed * 1_000_003 + index)
 
     @property
     def _dialogues(self) -> int:
-        held = self.settings.validation
-        return held + (len(self.chats) - held) * self.settings.draws
+        validation = self.settings.validation
+        return validation + (len(self.chats) - validation) * self.settings.draws
 
-    def wanted(self) -> float:
+    @property
+    def token_limit(self) -> float:
         """Training tokens asked for; infinite: all there are."""
         return math.inf if self.settings.tokens is None else self.settings.tokens
 
@@ -335,6 +338,6 @@ class Writer:
         """What this corpus is, for provenances."""
         return {
             "corpus": self.settings.digest(self.fingerprint),
-            "settings": self.settings.what(),
+            "settings": self.settings.identity(),
             "target_fingerprint": self.fingerprint,
         }

@@ -52,7 +52,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     drafter = job.make_drafter(weights=job.start)
     drafter.bind(target)
     stored = job.corpus.states and not job.online and not drafter.taps.beside  # shards hold last states only
-    processes.print(plan(workspace.shards, drafter, settings, job.rows, not stored, job.build), flush=True)
+    processes.print(plan(workspace.shards, drafter, settings, job.batch, not stored, job.build), flush=True)
     if job.build:
         workspace.build_corpus()
     corpus = _corpus(workspace, drafter, None if stored else target)
@@ -82,13 +82,13 @@ def _corpus(workspace: Workspace, drafter: Any, online: Target | None) -> Corpus
     job, settings = workspace.job, workspace.text.settings
     return Corpus(
         workspace.shards.folder,
-        job.rows.count,
+        job.batch.rows,
         job.answers_only,
         job.settings.seed,
         online,
         drafter.taps,
         settings.tokens,
-        job.rows.tokens,
+        job.batch.row_tokens,
         settings.reading,
     )
 

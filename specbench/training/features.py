@@ -173,7 +173,7 @@ class Answer:
     states: Tensor | None = None  # [T, D]; None: not known yet
 
 
-def held_out(folder: Path, count: int, least: int = 16) -> list[Answer]:
+def held_out(folder: Path, count: int, min_tokens: int = 16) -> list[Answer]:
     """The first `count` held-out dialogues with a usable answer; of dialogue i its i-th answer, going round.
 
     So second and third answers, with a history before them, are measured too, as they are in a benchmark of several turns.
@@ -182,9 +182,9 @@ def held_out(folder: Path, count: int, least: int = 16) -> list[Answer]:
     shard = read_shard(folder / f"{VALIDATION}.safetensors")
     tokens, answer, states = shard.tokens.long(), shard.answer.bool(), shard.states
     for turn, (a, b) in enumerate(itertools.pairwise(shard.starts)):
-        said = torch.cat([answer.new_zeros(1), answer[a:b], answer.new_zeros(1)]).int().diff()
-        begins, ends = (said == 1).nonzero()[:, 0].tolist(), (said == -1).nonzero()[:, 0].tolist()
-        usable = [(i, j) for i, j in zip(begins, ends, strict=True) if j - i >= least and i > 0]
+        edges = torch.cat([answer.new_zeros(1), answer[a:b], answer.new_zeros(1)]).int().diff()
+        begins, ends = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
+        usable = [(i, j) for i, j in zip(begins, ends, strict=True) if j - i >= min_tokens and i > 0]
         if not usable:
             continue
         begin, end = usable[turn % len(usable)]

@@ -1,4 +1,4 @@
-"""One training as a job: what it is told, and what each of its stages works with.
+"""One training as a job: its options, and what each of its stages works with.
 
 `specbench.config.train_spec` composes and settles a `TrainJob`; nothing here knows Hydra. `open_workspace` loads what every
 stage needs: the target, and the corpus that the target writes. What follows is in `drafter_training` (the weights) and
@@ -25,7 +25,7 @@ from specbench.engine.target import Target, pick_device
 from specbench.records.schema import WEIGHTS
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.overwriting import tracked
-from specbench.training.plan import Rows
+from specbench.training.plan import BatchShape
 from specbench.training.recipe import TrainSettings
 from specbench.training.shards import VALIDATION, Shards
 
@@ -40,7 +40,7 @@ class TrainJob:
     Attributes:
         drafter, recipe: the options of the drafter and of `train` as plain values, for provenances.
         make_drafter: the drafter, not yet bound to a target; takes options that replace its own.
-        start: folder of weights to begin with. rows: of a batch. text: whose questions the corpus answers.
+        start: folder of weights to begin with. text: whose questions the corpus answers.
     """
 
     threads: int | None
@@ -58,7 +58,7 @@ class TrainJob:
     start: str | None
     pack: str | None
     minutes: float | None
-    rows: Rows
+    batch: BatchShape
     missing: bool
     overwrite: bool
     build: bool

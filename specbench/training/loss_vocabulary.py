@@ -8,13 +8,13 @@ from specbench.training.features import Corpus
 from specbench.training.recipe import Phase, TrainSettings
 
 
-def drawn(ids: Tensor, own: Tensor, count: int) -> Tensor:
+def draw(ids: Tensor, own: Tensor, count: int) -> Tensor:
     """So many of some ids: those that a text holds, and others at random; all, as they stand, if there are no more."""
     if count >= len(ids):
         return ids
-    held = torch.isin(ids, own)
-    others = ids[~held]
-    return torch.cat([ids[held], others[torch.randperm(len(others), device=ids.device)[: max(0, count - int(held.sum()))]]])
+    in_text = torch.isin(ids, own)
+    others, missing = ids[~in_text], max(0, count - int(in_text.sum()))
+    return torch.cat([ids[in_text], others[torch.randperm(len(others), device=ids.device)[:missing]]])
 
 
 class LossVocabulary:
@@ -35,5 +35,5 @@ class LossVocabulary:
         own = batch.tokens[batch.valid]
         frequent, rest = self.ids[:count], self.ids[count:]
         if self.settings.sampled is not None:
-            frequent = drawn(frequent, own, self.settings.sampled)
-        return torch.cat([frequent, drawn(rest, own, self.settings.others)]) if self.settings.others else frequent
+            frequent = draw(frequent, own, self.settings.sampled)
+        return torch.cat([frequent, draw(rest, own, self.settings.others)]) if self.settings.others else frequent

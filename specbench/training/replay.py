@@ -90,13 +90,13 @@ def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, max_
     order = sorted(range(len(answers)), key=lengths.__getitem__)  # neighbours in length pad one another least
     counted: dict[int, tuple[list[int], int]] = {}
     for at in range(0, len(order), BATCH):
-        places = order[at : at + BATCH]
-        part, ends = [answers[i] for i in places], [lengths[i] for i in places]
+        indices = order[at : at + BATCH]
+        part, ends = [answers[i] for i in indices], [lengths[i] for i in indices]
         batch = _batch(target, drafter, part, ends)
-        place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        begins = torch.tensor([a.begin for a in part], device=place.device)[:, None]
-        asked = place < torch.tensor(ends, device=place.device)[:, None] - 1  # [B, T] the token after is known
-        reached = asked & (place >= begins)  # a root stands here
+        position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        begins = torch.tensor([a.begin for a in part], device=position.device)[:, None]
+        asked = position < torch.tensor(ends, device=position.device)[:, None] - 1  # [B, T] the token after is known
+        reached = asked & (position >= begins)  # a root stands here
         accepted = torch.zeros_like(batch.tokens)  # [B, T] by root
         drafted = 0  # a drafter may have fewer steps
         for step, pick in enumerate(drafter.drafts(batch, steps)):
@@ -104,10 +104,10 @@ def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, max_
             passed = torch.zeros_like(reached)
             if reached.any():
                 passed[reached] = named(drafter, pick(reached)) == batch.tokens.roll(-1, 1)[reached]
-            accepted += passed.roll(-step, 1)  # a chain's step stands `step` places behind its root
+            accepted += passed.roll(-step, 1)  # a chain's step stands `step` positions behind its root
             reached = passed.roll(1, 1) & asked
             reached[:, 0] = False
-        counted |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(places)}
+        counted |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(indices)}
     result = Acceptance()
     for i, answer in enumerate(answers):
         by_root, drafted = counted[i]
@@ -153,9 +153,9 @@ def replay(target: Target, drafter: Drafter, answers: list[Answer], max_tokens: 
     result = Acceptance()
     for answer in answers:
         result.begin()
-        prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + max_tokens]
-        known: Any = ReplayTarget(target, prompt, said, drafter.taps)
-        for event in decode(known, drafter, prompt, Limits(len(said)), Lossless(), Sampler()):
+        prompt, tokens = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + max_tokens]
+        known: Any = ReplayTarget(target, prompt, tokens, drafter.taps)
+        for event in decode(known, drafter, prompt, Limits(len(tokens)), Lossless(), Sampler()):
             if isinstance(event, Step):
                 result.add(event.accepted, event.drafted)
     return result

@@ -99,7 +99,7 @@ class Shards:
         for name, texts in self.chosen().items():
             tokens = sum(len(t.tokens) for t in texts)
             used += tokens * (name != VALIDATION)
-            unread += tokens * (not self._there(self.folder / f"{name}.safetensors", texts))
+            unread += tokens * (not self._is_complete(self.folder / f"{name}.safetensors", texts))
         return used, unread
 
     def seconds_per_token(self) -> float:
@@ -126,7 +126,7 @@ class Shards:
         with progress("states", total, "tokens") as reached:
             for turn, (name, texts) in enumerate(shards.items()):
                 path = self.folder / f"{name}.safetensors"
-                if turn % processes == process and not self._there(path, texts):
+                if turn % processes == process and not self._is_complete(path, texts):
                     save_shard(path, read(self.target, texts, self.settings.states, self.settings.reading))
                 done += sum(len(t.tokens) for t in texts)
                 reached(done)
@@ -139,7 +139,7 @@ class Shards:
         for number, texts in itertools.groupby(self.text.texts(), self._number):
             if number < 0:
                 shards[VALIDATION] = list(texts)
-            elif tokens < self.text.wanted():
+            elif tokens < self.text.token_limit:
                 name = f"shard-{number:05d}"
                 shards[name] = list(texts)
                 tokens += sum(len(t.tokens) for t in shards[name])
@@ -148,7 +148,7 @@ class Shards:
     def _number(self, text: Text) -> int:
         return max(-1, (text.index - self.settings.validation) // self.settings.shard)
 
-    def _there(self, path: Path, texts: list[Text]) -> bool:
+    def _is_complete(self, path: Path, texts: list[Text]) -> bool:
         """Does this shard hold these texts, with states if they are wanted?"""
         if not path.exists():
             return False
