@@ -16,9 +16,7 @@ from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-DOORS = [
-    f"specbench.{door}" for door in ("run", "train", "report", "study", "export", "cost", "serve", "trials", "evidence")
-]
+DOORS = [f"specbench.{door}" for door in ("run", "train", "report", "study", "export", "cost", "serve", "evidence")]
 LATER = [  # what the doors import only when they need it
     "drafters.beagle",
     "drafters.coral",

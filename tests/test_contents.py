@@ -23,7 +23,8 @@ from specbench.engine.target import Target
 from specbench.records import identity
 from specbench.records.blocks import NAME, read_block
 from specbench.records.rows import Row
-from specbench.training.corpus import PACKED_PROVENANCE, CorpusSettings
+from specbench.training.corpus import CorpusSettings
+from specbench.training.corpus_file import PACKED_PROVENANCE
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,10 @@ from specbench.common.errors import SpecBenchError
 from specbench.engine.backends.quantised import EXACT, Int8Linear, quantised
 from specbench.engine.interface import Taps
 from specbench.engine.rows import Rows
-from specbench.reporting.trainings import Trial, trial_lines
-from specbench.training.corpus import CorpusSettings, Writer, unpack
-from specbench.training.features import Corpus, Shards, held_out, packed
+from specbench.training.corpus import CorpusSettings, Writer
+from specbench.training.corpus_file import unpack
+from specbench.training.features import Corpus, held_out, packed
+from specbench.training.shards import Shards
 from specbench.training.writer import Lengths, Prompt, write
 
 STOP = 60
@@ -66,7 +67,7 @@ def literal(target, prompt, lengths):
         coming = list(turn)
         if number and coming[0] == tokens[-1]:
             coming = coming[1:]
-        if number and len(tokens) + len(coming) + lengths.least > lengths.whole:
+        if number and len(tokens) + len(coming) + lengths.min_answer > lengths.whole:
             break
         tokens += coming
         begin = len(tokens)
@@ -91,7 +92,7 @@ def prompts_of(count, temperature=0.0):
 def test_dialogues_are_what_the_target_says_greedily(rows):
     target = tiny(spread=0.7)
     target.stop_ids = (STOP, 17)
-    lengths = Lengths(answer=9, whole=30, least=4)
+    lengths = Lengths(answer=9, whole=30, min_answer=4)
     found = {d.prompt.index: d for d in write(target, iter(prompts_of(12)), lengths, rows)}
     assert sorted(found) == list(range(12))
     for prompt in prompts_of(12):
@@ -103,7 +104,7 @@ def test_dialogues_are_what_the_target_says_greedily(rows):
 
 def test_sampled_dialogues_do_not_depend_on_their_neighbours():
     target = tiny()
-    lengths = Lengths(answer=9, whole=30, least=4)
+    lengths = Lengths(answer=9, whole=30, min_answer=4)
     alone = {d.prompt.index: d.tokens for p in prompts_of(6, 0.8) for d in write(target, iter([p]), lengths, 1)}
     together = {d.prompt.index: d.tokens for d in write(target, iter(prompts_of(6, 0.8)), lengths, 4)}
     assert alone == together
@@ -113,7 +114,7 @@ def test_sampled_dialogues_do_not_depend_on_their_neighbours():
 def test_sampling_follows_the_target():
     target = tiny(spread=0.25)
     prompts = (Prompt(i, ((3, 14, 15),), 1.0, seed=i) for i in range(3000))
-    first = torch.tensor([d.tokens[3] for d in write(target, prompts, Lengths(answer=1, whole=9, least=1), 500)])
+    first = torch.tensor([d.tokens[3] for d in write(target, prompts, Lengths(answer=1, whole=9, min_answer=1), 500)])
     expected = target.logits(states_of(target, [3, 14, 15])[-1]).float().softmax(-1) * 3000
     found = first.bincount(minlength=len(expected)).double()
     many = expected >= 8
@@ -382,7 +383,7 @@ def test_held_out_answers_are_of_several_turns(tmp_path):
     text = writer(target, tmp_path)
     text.write()
     folder = Shards(text).build()
-    answers = held_out(folder, 6, least=2)
+    answers = held_out(folder, 6, min_tokens=2)
     by_ids = {tuple(t.tokens): t for t in text.texts() if t.index < 6}
     turns = set()
     for answer in answers:
@@ -391,43 +392,3 @@ def test_held_out_answers_are_of_several_turns(tmp_path):
         turns.add(whole.spans.index((answer.begin, len(answer.ids))))
         torch.testing.assert_close(answer.states.float(), states_of(target, answer.ids), atol=2e-2, rtol=1e-2)
     assert len(answers) == 6 and len(turns) > 1
-
-
-# Tables -------------------------------------------------------------------------------------------------------------
-
-
-def training(answers, **more):
-    said = {"parameters": 5, "data": {"unique_tokens": 7}, "tokens_seen": 9, "steps": 4, "hours": 0.5, "seed": 0}
-    said |= {"machine": {"device": "here"}, "precision": "bf16", "options": ["drafter=a", "train.corpus.tokens=250000"]}
-    return said | {"held_out": {"answers": answers, "n_alpha": [0.5, 0.25]}} | more
-
-
-def test_trials_are_compared_answer_by_answer_with_their_base():
-    base = [[10 + i % 3, 10] for i in range(40)]
-    better = [[e + 3, c] for e, c in base]
-    rows = [training(base, drafter="eagle2", trial="base", seed=s) for s in (0, 1)]
-    rows += [training(better, drafter="eagle2", trial="more", seed=s) for s in (0, 1)]
-    rows += [training(base, drafter="eagle2", trial="same", seed=1), training(base, drafter="hass", trial="base")]
-    trials = [Trial("eagle2", n, n, "base", k) for n, k in (("more", True), ("same", False), ("never", None))]
-    lines = trial_lines([Trial("eagle2", "base", "before"), *trials], rows)
-    assert [line[1] for line in lines] == ["base", "more", "same"], "what was not run has no line"
-    assert lines[0][5] == "-" and lines[1][5:] == ["+0.300 [+0.300, +0.300]", "yes"]
-    assert lines[2][5:] == ["+0.000 [+0.000, +0.000]", "no"]
-    assert lines[1][4] == f"{sum(e for e, _ in better) / 400:.3f}"
-
-
-TOKENS = {"options": ["drafter=a", "train.corpus.tokens=500000"]}
-
-
-@pytest.mark.parametrize("other", [{"seed": 1}, {"machine": {"device": "there"}}, {"precision": "no"}, TOKENS])
-def test_a_trial_is_never_compared_with_a_base_that_was_trained_otherwise(other):
-    rows = [training([[3, 2]] * 5, drafter="a", trial="base"), training([[4, 2]] * 5, drafter="a", trial="x", **other)]
-    assert trial_lines([Trial("a", "x", "", "base")], rows) == []
-    rows.append(training([[3, 2]] * 5, drafter="a", trial="base", **other))
-    assert trial_lines([Trial("a", "x", "", "base")], rows)[0][3:5] == ["1.500", "2.000"]
-
-
-def test_trainings_measured_on_other_answers_are_not_compared():
-    rows = [training([[3, 2]] * 5, drafter="a", trial="base"), training([[3, 2]] * 6, drafter="a", trial="x")]
-    with pytest.raises(SpecBenchError, match="different held-out answers"):
-        trial_lines([Trial("a", "x", "", "base")], rows)

@@ -29,8 +29,10 @@ from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import Chain
 from specbench.engine.pretrained import read_gguf, shaped
 from specbench.engine.target import Target
-from specbench.training.corpus import PACKED, PACKED_PROVENANCE, CorpusSettings, Text, Writer, unpack
-from specbench.training.features import Corpus, Sequence, held_out, save_shard
+from specbench.training.corpus import CorpusSettings, Writer
+from specbench.training.corpus_file import PACKED, PACKED_PROVENANCE, Text, unpack
+from specbench.training.features import Corpus, held_out
+from specbench.training.shards import Sequence, save_shard
 
 CPU = torch.device("cpu")
 

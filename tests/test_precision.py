@@ -8,8 +8,9 @@ from test_drafters import batch_of
 from test_trainer import trainer
 
 from specbench.training import precision
-from specbench.training.corpus import Text
-from specbench.training.features import Corpus, read, save_shard
+from specbench.training.corpus_file import Text
+from specbench.training.features import Corpus
+from specbench.training.shards import read, save_shard
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -19,7 +19,8 @@ from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation.audit import LEAST, MOST, audit
-from specbench.training.corpus import PACKED, PACKED_PROVENANCE, settled, unpack
+from specbench.training.corpus import settle_precision
+from specbench.training.corpus_file import PACKED, PACKED_PROVENANCE, unpack
 
 SAMPLED = Sampler(0.8, top_k=4)
 TOKENS = 25  # of an answer: enough for a dozen cycles
@@ -198,7 +199,7 @@ def test_the_shipped_corpus_is_this_targets_and_small(real):
     target, folder = real[0], ROOT / "drafters" / "weights" / "smollm2-135m"
     said = json.loads((folder / PACKED_PROVENANCE).read_text())
     asked = instantiate(composed("train").train.corpus)
-    settings = settled(asked, target.fingerprint(), target.device, folder)
+    settings = settle_precision(asked, target.fingerprint(), target.device, folder)
     assert settings.precision == said["settings"]["precision"] == "int8"
     assert said["corpus"] == settings.digest(target.fingerprint()) and said["license"] and said["commit"]
     assert (folder / PACKED).stat().st_size <= 12e6 and sha256_of(folder / PACKED) == said["sha256"]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -25,13 +26,14 @@ import specbench.train
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count
 from specbench.config import validation
+from specbench.config.train_spec import TrainOptions
 from specbench.data.conversations import Conversations
 from specbench.data.prompts import PromptSet
 from specbench.engine.loading import ModelSpec
 
 DOORS: dict[str, Any] = {
     "run": specbench.run,
-    "train": specbench.train,
+    "train": SimpleNamespace(main=specbench.train.main, Options=TrainOptions),
     "export": specbench.export,
     "report": specbench.report,
     "study": specbench.study,

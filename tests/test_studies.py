@@ -4,18 +4,20 @@ import re
 from collections import defaultdict
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, tiny
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from specbench import study, train
+from specbench import study
 from specbench.common.errors import SpecBenchError
-from specbench.config import validation
+from specbench.config import train_spec, validation
 from specbench.config.cli import composed
 from specbench.config.run_spec import compose_run, from_config
 from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import Member, training_of, weights_folder
 from specbench.records import studies
 from specbench.reporting import published
+from specbench.training.trainer import check
 
 STUDIES = studies.load()
 MODEL = "smollm2-135m"
@@ -174,8 +176,19 @@ TRAININGS = dict(
 @pytest.mark.parametrize("name", TRAININGS)
 def test_trainings_are_configurations_of_a_training(name, tmp_path):
     config = composed("train", [*TRAININGS[name], f"train.out={tmp_path}"])
-    validation.check(config, train.Options)
-    train._settle(config)
+    train_spec.from_config(config)
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if name.startswith("trial_")])
+def test_every_trial_changes_its_base_and_can_be_trained(name):
+    found = []
+    for label, arm in STUDIES[name]["arms"].items():
+        config = composed("train", training_of(Member(label, 0, label, arm), STUDIES[name], [])[1])
+        made = instantiate(config.drafter, weights=None)
+        made.bind(tiny())
+        check(made, instantiate(config.train.settings))
+        found.append(OmegaConf.to_container(config))
+    assert next(iter(STUDIES[name]["arms"])) == "base" and found[0] not in found[1:], "nothing is changed"
 
 
 @pytest.mark.parametrize("arm", ["independent", "ouroboros"])

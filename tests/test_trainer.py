@@ -3,7 +3,6 @@
 import itertools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,21 +10,20 @@ import torch
 from accelerate.state import AcceleratorState
 from conftest import DRAFTERS, ROOT, composed, tiny
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch import nn
 
 from drafters.base import TrainedDrafter
-from specbench import trials
-from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.config import validation
 from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
-from specbench.training.features import Corpus, Sequence, save_shard
+from specbench.training.features import Corpus
+from specbench.training.loss_vocabulary import draw
 from specbench.training.overwriting import made_by
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
-from specbench.training.trainer import EVERY, Trainer, check, drawn
+from specbench.training.shards import Sequence, save_shard
+from specbench.training.trainer import METRICS_EVERY, Trainer, check
 
 VOCABULARY, BATCHES = 8, 5  # ids; batches an epoch
 
@@ -110,10 +108,10 @@ def test_drawn_ids_are_the_texts_own_and_as_many_others():
     ids, own = torch.tensor([9, 4, 7, 1, 8, 2]), torch.tensor([7, 7, 3, 2])
     torch.manual_seed(0)
     for count in (2, 3, 5):
-        found = drawn(ids, own, count).tolist()
+        found = draw(ids, own, count).tolist()
         assert len(found) == len(set(found)) == count and {7, 2} <= set(found) <= set(ids.tolist())
-    assert drawn(ids, own, 6).tolist() == ids.tolist() and drawn(ids, own, 1).tolist() == [7, 2]
-    assert len({tuple(sorted(drawn(ids, own, 3).tolist())) for _ in range(40)}) == 4, "the others are drawn anew"
+    assert draw(ids, own, 6).tolist() == ids.tolist() and draw(ids, own, 1).tolist() == [7, 2]
+    assert len({tuple(sorted(draw(ids, own, 3).tolist())) for _ in range(40)}) == 4, "the others are drawn anew"
 
 
 def test_the_mass_of_a_phase_is_its_share_of_all_learning_rates():
@@ -247,7 +245,7 @@ def test_the_steps_really_get_the_rates_of_the_recipe(tmp_path):
     assert used == [pytest.approx([0.025 * f, 0.05 * f]) for f in factors] and factors[3] == 1.0 > factors[5] > 0.1
 
 
-@pytest.mark.parametrize("at", [3, EVERY + 3])
+@pytest.mark.parametrize("at", [3, METRICS_EVERY + 3])
 def test_a_loss_that_is_no_number_ends_the_training_and_keeps_nothing_of_it(tmp_path, at):
     made = trainer(tmp_path, epochs=20)  # which keeps every step
     loss = made.drafter.loss
@@ -257,7 +255,7 @@ def test_a_loss_that_is_no_number_ends_the_training_and_keeps_nothing_of_it(tmp_
     assert torch.load(made.checkpoint, weights_only=True)["step"] == at
 
 
-@pytest.mark.parametrize("steps", [EVERY - 3, EVERY, 2 * EVERY + 5])
+@pytest.mark.parametrize("steps", [METRICS_EVERY - 3, METRICS_EVERY, 2 * METRICS_EVERY + 5])
 def test_metrics_are_smoothed_step_by_step_however_seldom_they_are_read(tmp_path, steps):
     made = trainer(tmp_path, epochs=20, steps=steps)
     seen, gradients = [], made._gradients
@@ -540,54 +538,6 @@ def test_the_papers_numbers():
     assert rates(beagle, 8_000)[2_000:] == [1.0] * 6_000 and (beagle.clip, beagle.clip_by) == (0.5, "norm")
     medusa = settings_of("train=paper", "drafter=medusa")
     assert rates(medusa, 1_000)[99] == 1.0 and rates(medusa, 1_000)[550] == pytest.approx(0.5)
-
-
-ASKED = trials.Options(**OmegaConf.to_container(composed("trials"), resolve=True))
-
-
-def test_trials_begin_in_a_new_folder_and_go_on_there_with_what_is_missing(tmp_path, monkeypatch):
-    trained = []
-
-    def train(trial, seed, options):
-        trained.append((trial.name, seed))
-        return {
-            "drafter": trial.drafter, "trial": trial.name, "seed": seed, "options": options, "precision": "no",
-            "machine": environment.hardware(torch.device("cpu")), "hours": 1.0, "steps": 2,
-            "held_out": {"chain_tau": 1.5, "answers": [[3, 2]] * 4},
-        }  # fmt: skip
-
-    monkeypatch.setattr(trials, "_train", train)
-    said = f"out={tmp_path / 'new'}", "only=[vanilla:base,vanilla:norm]"
-    for more in (["seeds=[0]"], ["seeds=[0,1]"], ["seeds=[0]", "tokens=1000"]):
-        trials.main.__wrapped__(composed("trials", *said, *more))
-    assert trained == [("base", 0), ("norm", 0), ("base", 1), ("norm", 1), ("base", 0), ("norm", 0)]
-    assert len((tmp_path / "new" / "trials.jsonl").read_text().splitlines()) == 6
-    table = (tmp_path / "new" / "README.md").read_text()
-    assert table.count("| vanilla | norm |") == 1 and "| vanilla | base |" in table
-
-
-def test_no_trial_takes_the_weights_of_one_that_was_told_otherwise(monkeypatch):
-    commands = []
-    monkeypatch.setattr(trials.subprocess, "run", lambda command: commands.append(command) or SimpleNamespace(returncode=1))
-    for tokens in (1000, 2000):
-        with pytest.raises(SpecBenchError, match="failed"):
-            trials._train(trials.listed(ASKED)[0], 0, [f"train.corpus.tokens={tokens}"])
-    outs = [next(word for word in command if word.startswith("train.out=")) for command in commands]
-    assert outs[0] != outs[1]
-
-
-@pytest.mark.parametrize("trial", trials.listed(ASKED), ids=lambda t: f"{t.drafter}-{t.name}")
-def test_every_trial_is_something_the_door_takes(trial):
-    config = composed("train", *trials.told(ASKED, trial, seed=1))
-    settings = instantiate(config.train.settings)
-    assert (settings.epochs, settings.seed) == (1, 1) and config.train.build is False
-    made = instantiate(config.drafter, weights=None)
-    target = tiny()
-    made.bind(target)
-    check(made, settings)
-    if trial.base is not None:
-        base = next(t for t in trials.listed(ASKED) if (t.drafter, t.name) == (trial.drafter, trial.base))
-        assert config != composed("train", *trials.told(ASKED, base, 1)), "nothing is changed"
 
 
 @pytest.mark.parametrize("scale", ["small", "paper", "gpu", "brief"])

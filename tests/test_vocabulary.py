@@ -20,7 +20,8 @@ from specbench.engine.causal_lm import CausalLM
 from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import check
-from specbench.training.corpus import CorpusSettings, Writer, unpack
+from specbench.training.corpus import CorpusSettings, Writer
+from specbench.training.corpus_file import unpack
 from specbench.training.features import Answer
 from specbench.training.replay import chains, replay
 

@@ -17,7 +17,7 @@ from specbench.common.io import read_text
 from specbench.common.storage import PROJECT
 
 CONF = PROJECT / "conf"
-PRESETS = ("recipe", "study", "trial")  # groups whose files are chosen as a whole
+PRESETS = ("recipe", "study")  # groups whose files are chosen as a whole
 LISTED = {"drafter": "drafters", "dataset": "datasets", "model": "models", "tree": "trees", "study": "studies"}
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -12,7 +12,7 @@ from specbench.config import catalog
 WIDTH, COLUMN = 80, 28
 FLAGS = ("-h", "--help")
 REFUSED = {"study": "drafter"}  # a group that a command takes no choice of: a study has arms
-COMMANDS = ("run", "study", "train", "report", "export", "cost", "serve", "evidence", "trials")
+COMMANDS = ("run", "study", "train", "report", "export", "cost", "serve", "evidence")
 
 
 def asked(words: Sequence[str]) -> bool:
@@ -88,7 +88,7 @@ def _options(options: Iterable[catalog.Option]) -> list[str]:
 def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str]:
     found: dict[str, list[str]] = {}
     for key, group in groups.items():
-        title = f"{key}={chosen[key].replace('???', 'NAME')}" if group.folder != "trial" else "trial@drafters.NAME=NAME"
+        title = f"{key}={chosen[key].replace('???', 'NAME')}"
         found.setdefault(title, row(title, ", ".join(catalog.names(group.folder))))
     return [line for lines in found.values() for line in lines]
 

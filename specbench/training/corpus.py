@@ -12,7 +12,6 @@ A finished corpus of answers travels as one compressed file of ids (`pack`, `unp
 import hashlib
 import itertools
 import json
-import lzma
 import math
 import time
 from collections.abc import Generator, Iterable
@@ -22,24 +21,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field
-from safetensors.torch import load, save
-from typing_extensions import TypedDict
+from pydantic import Field
 
-from specbench.common.errors import SpecBenchError, refusing
-from specbench.common.io import parse, read_bytes, read_json
+from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
-from specbench.common.storage import atomic_path, sha256_of
+from specbench.common.storage import atomic_path
 from specbench.common.types import Count, Seed, Weight
 from specbench.data.chat import Chat, Message
 from specbench.engine.target import Target
+from specbench.training import corpus_file
+from specbench.training.corpus_file import Text
 from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, fastest, rows_of, write, writing
 
-PACKED, PACKED_PROVENANCE = "corpus.safetensors.xz", "corpus.json"
-MOST_CHARACTERS = 12  # a token: no longer text is ever encoded
-LEAST = 32  # tokens that an answer must have room for, or its question is not asked
-# how far, where and how it is written, not what it is
-HOW = ("tokens", "draws", "states", "shard", "rows", "reading")
+MAX_CHARACTERS = 12  # a token: no longer text is ever encoded
+MIN_ANSWER = 32  # tokens that an answer must have room for, or its question is not asked
+# options that say how far, where and how it is written, not what it is
+NOT_IDENTITY = ("tokens", "draws", "states", "shard", "rows", "reading")
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class CorpusSettings:
 
     Attributes:
         source: `answers` (the target's own, to the conversations' questions) or `text` (the conversations as they are).
-        turns: most questions of a conversation that are asked (`answers`).
+        turns: questions of a conversation that are asked, at most (`answers`).
         prompt_tokens: longest question used (`answers`).
         answer_tokens: longest answer written (`answers`).
         text_tokens: longest sequence; text is cut off behind it, answers end there.
@@ -61,7 +58,7 @@ class CorpusSettings:
         states: store the target's states. shard: sequences a file of them.
         rows: dialogues written side by side.
         precision: who writes, see `writer.write`; answers of a quantised copy are another corpus. Held-out answers are
-            always the target's own. `auto` is made definite by `settled` before there is a digest.
+            always the target's own. `auto` is made definite by `settle_precision` before there is a digest.
         reading: precision of the passes that read states, see `precision.wide`.
     """
 
@@ -85,39 +82,24 @@ class CorpusSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings a list
 
-    def what(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """The settings that decide about the text; who writes decides about nothing where nothing is written."""
         if self.source == "answers" and self.precision == "auto":
             raise ValueError("precision=auto names no corpus; settle it first")
-        how = HOW if self.source == "answers" else (*HOW, "precision")
-        return {k: v for k, v in asdict(self).items() if k not in how}
+        left_out = NOT_IDENTITY if self.source == "answers" else (*NOT_IDENTITY, "precision")
+        return {k: v for k, v in asdict(self).items() if k not in left_out}
 
     def digest(self, fingerprint: str) -> str:
         """Of what the text is: more of the same goes into the same folder."""
-        return hashlib.sha256(json.dumps([fingerprint, self.what()], sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps([fingerprint, self.identity()], sort_keys=True).encode()).hexdigest()[:12]
 
     def folder(self, root: Path, fingerprint: str) -> Path:
         return root / f"{self.source}-{self.digest(fingerprint)}"
 
 
-@dataclass(frozen=True)
-class Text:
-    """One conversation as ids. spans: [begin, end) of what the assistant said."""
-
-    index: Annotated[int, Field(ge=0)]  # in the shuffled order; those below `validation` are held out
-    tokens: list[int]
-    spans: list[tuple[int, int]]
-
-
-class Packed(TypedDict):
-    """What is read of `corpus.json`; beside it stands more for people."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
-    corpus: str
-    sha256: str
-
-
-def settled(settings: CorpusSettings, fingerprint: str, device: torch.device, packed: Path | None) -> CorpusSettings:
+def settle_precision(
+    settings: CorpusSettings, fingerprint: str, device: torch.device, packed: Path | None
+) -> CorpusSettings:
     """The same with a definite precision: for `auto` that of a packed corpus with these settings, else what is fastest.
 
     So a corpus that lies in one file is taken over on every machine, whichever precision would pay there.
@@ -125,11 +107,10 @@ def settled(settings: CorpusSettings, fingerprint: str, device: torch.device, pa
     if settings.precision != "auto" or settings.source == "text":
         return settings
     candidates = [replace(settings, precision=precision) for precision in ("target", "int8")]
-    if packed is not None and (packed / PACKED_PROVENANCE).is_file():
-        said: Packed = read_json(packed / PACKED_PROVENANCE, Packed)
-        for candidate in candidates:
-            if candidate.digest(fingerprint) == said["corpus"]:
-                return candidate
+    there = None if packed is None else corpus_file.read_provenance(packed)
+    for candidate in candidates:
+        if there is not None and candidate.digest(fingerprint) == there["corpus"]:
+            return candidate
     return replace(settings, precision=fastest(device))
 
 
@@ -150,7 +131,7 @@ class Writer:
         packed: Path | None = None,
     ):
         self.target, self.chat, self.fingerprint = target, chat, target.fingerprint()
-        self.settings = settings = settled(settings, self.fingerprint, target.device, packed)
+        self.settings = settings = settle_precision(settings, self.fingerprint, target.device, packed)
         self.folder = settings.folder(root, self.fingerprint)
         self.packed = packed
         whole = {json.dumps(c[0]["content"]): c for c in chats}  # a question is asked once
@@ -170,7 +151,7 @@ class Writer:
         """Is there an answer to read, or a question that may fit?"""
         if self.settings.source == "text":
             return len(chat) > 1
-        return len(chat[0]["content"]) <= MOST_CHARACTERS * self.settings.prompt_tokens
+        return len(chat[0]["content"]) <= MAX_CHARACTERS * self.settings.prompt_tokens
 
     def _long(self, chat: list[Message]) -> bool:
         """May the first question be too long?"""
@@ -180,13 +161,7 @@ class Writer:
 
     def written(self) -> dict[int, Text]:
         """The dialogues on disk, by index; a line that a kill cut off is as if it were not there."""
-        found: dict[int, Text] = {}
-        for path in sorted(self.folder.glob("answers-*.jsonl")):
-            for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
-                if line.endswith(b"}"):  # a record's only bracket of this kind: it is whole
-                    text: Text = parse(line, Text, f"{path} line {number}")
-                    found[text.index] = text
-        return found
+        return corpus_file.read_lines(sorted(self.folder.glob("answers-*.jsonl")))
 
     def texts(self) -> list[Text]:
         """What there is of the corpus, in order: held-out first."""
@@ -194,7 +169,7 @@ class Writer:
             return sorted(self.written().values(), key=lambda t: t.index)
         found, tokens = [], 0
         for index, chat in enumerate(self.chats):
-            if tokens >= self.wanted():
+            if tokens >= self.token_limit:
                 break
             text = self._as_it_is(index, chat)
             found.append(text)
@@ -215,7 +190,10 @@ class Writer:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings), indent=1))
         if self.settings.source == "answers" and self.packed is not None and not self.written():
-            self._adopt(self.packed)
+            texts = corpus_file.unpack_checked(self.packed, self.settings.digest(self.fingerprint))
+            if texts:
+                with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
+                    temporary.write_bytes(b"".join(corpus_file.to_line(t.index, t.tokens, t.spans) for t in texts))
 
     def seconds_per_token(self) -> float:
         """Of writing, tried on a few passes over rows that are half full."""
@@ -240,12 +218,12 @@ class Writer:
             return
         there = self.written()
         mine = [i for i in range(process, self._dialogues, processes) if i not in there]
-        held, rest = ([i for i in mine if (i < self.settings.validation) == early] for early in (True, False))
+        validation, rest = ([i for i in mine if (i < self.settings.validation) == early] for early in (True, False))
         # Held-out answers are the target's own to the letter: acceptance is counted against them.
-        with progress("held-out answers", len(held), "dialogues") as reached:
-            for count, _ in enumerate(self._run(held, process, "target"), 1):
+        with progress("held-out answers", len(validation), "dialogues") as reached:
+            for count, _ in enumerate(self._run(validation, process, "target"), 1):
                 reached(count)
-        tokens, until = self._training_tokens(there.values()) // processes, self.wanted() / processes
+        tokens, until = self._training_tokens(there.values()) // processes, self.token_limit / processes
         with (
             progress("answers", int(min(until, tokens + self.missing())), "tokens") as reached,
             closing(self._run(rest if tokens < until else [], process, self.settings.precision)) as dialogues,
@@ -264,25 +242,25 @@ class Writer:
         if first is None:
             return
         answer = self.settings.answer_tokens
-        lengths = Lengths(answer, self.settings.text_tokens, least=min(LEAST, answer))
+        lengths = Lengths(answer, self.settings.text_tokens, min_answer=min(MIN_ANSWER, answer))
         path = self.folder / f"answers-{process}.jsonl"
         with path.open("ab") as file:
             if file.tell() and not path.read_bytes().endswith(b"\n"):
                 file.write(b"\n")  # behind a line that a kill cut off
             for dialogue in write(self.target, itertools.chain([first], prompts), lengths, self.settings.rows, precision):
-                file.write(_line(dialogue))
+                file.write(corpus_file.to_line(dialogue.prompt.index, dialogue.tokens, dialogue.spans))
                 file.flush()
                 yield dialogue
 
     def _prompt(self, index: int) -> Prompt | None:
         """What dialogue `index` is asked: its questions up to the first one that is too long."""
-        settings, held = self.settings, self.settings.validation
-        draw, place = divmod(max(0, index - held), len(self.chats) - held)
-        chat = self.chats[index if index < held else held + place]
+        settings, validation = self.settings, self.settings.validation
+        draw, behind = divmod(max(0, index - validation), len(self.chats) - validation)
+        chat = self.chats[index if index < validation else validation + behind]
         questions = [m["content"] for m in chat if m["role"] == "user"][: settings.turns]
         turns: list[tuple[int, ...]] = []
         for question in questions:
-            if len(question) > MOST_CHARACTERS * settings.prompt_tokens:
+            if len(question) > MAX_CHARACTERS * settings.prompt_tokens:
                 break
             ids = self.chat.follow_up(question) if turns else self.chat.encode([{"role": "user", "content": question}])
             if len(ids) > settings.prompt_tokens:
@@ -291,42 +269,21 @@ class Writer:
         if not turns:
             return None
         temperature = max(settings.temperatures) if draw else settings.temperatures[index % len(settings.temperatures)]
-        temperature = 0.0 if index < held else temperature
+        temperature = 0.0 if index < validation else temperature
         return Prompt(index, tuple(turns), temperature, settings.seed * 1_000_003 + index)
 
     @property
     def _dialogues(self) -> int:
-        held = self.settings.validation
-        return held + (len(self.chats) - held) * self.settings.draws
+        validation = self.settings.validation
+        return validation + (len(self.chats) - validation) * self.settings.draws
 
-    def wanted(self) -> float:
+    @property
+    def token_limit(self) -> float:
         """Training tokens asked for; infinite: all there are."""
         return math.inf if self.settings.tokens is None else self.settings.tokens
 
     def _training_tokens(self, texts: Iterable[Text]) -> int:
         return sum(len(t.tokens) for t in texts if t.index >= self.settings.validation)
-
-    # What it is made of -------------------------------------------------------------------------------------------------
-
-    def frequent(self, most: int, name: str) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The ids of the training text from the most frequent on, ties by id, and what was counted.
-
-        Where fewer occur than are wanted, those that never do follow in the order of their ids. name: of the target.
-        """
-        texts = [torch.tensor(t.tokens) for t in self.texts() if t.index >= self.settings.validation]
-        if not texts:
-            raise SpecBenchError(f"{self.folder} holds no training text to count; let specbench.train write it first")
-        counts = torch.cat(texts).bincount(minlength=self.target.vocab_size)
-        ids = counts.argsort(descending=True, stable=True)[:most]
-        return ids, {
-            "target": name,
-            "target_fingerprint": self.fingerprint,
-            "corpus": self.settings.digest(self.fingerprint),
-            "settings": self.settings.what(),
-            "training_tokens": int(counts.sum()),
-            "ids": len(ids),
-            "occurring": int((counts[ids] > 0).sum()),  # behind these stand ids that never occur
-        }
 
     # Text as it is ------------------------------------------------------------------------------------------------------
 
@@ -345,72 +302,42 @@ class Writer:
         limit = self.settings.text_tokens
         return Text(index, tokens[:limit], [s for s in spans if s[0] < s[1]])
 
-    # One file -----------------------------------------------------------------------------------------------------------
+    # What it is made of -------------------------------------------------------------------------------------------------
+
+    def frequent(self, count: int, name: str) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The ids of the training text from the most frequent on, ties by id, and what was counted.
+
+        Where fewer occur than are wanted, those that never do follow in the order of their ids. name: of the target.
+        """
+        texts = [torch.tensor(t.tokens) for t in self.texts() if t.index >= self.settings.validation]
+        if not texts:
+            raise SpecBenchError(f"{self.folder} holds no training text to count; let specbench.train write it first")
+        counts = torch.cat(texts).bincount(minlength=self.target.vocab_size)
+        ids = counts.argsort(descending=True, stable=True)[:count]
+        return ids, {
+            "target": name,
+            **self._identity(),
+            "training_tokens": int(counts.sum()),
+            "ids": len(ids),
+            "occurring": int((counts[ids] > 0).sum()),  # behind these stand ids that never occur
+        }
 
     def pack(self, folder: Path, provenance: dict[str, Any]) -> Path:
         """Write all answers as one compressed file of ids, and beside it what they are."""
         texts = self.texts()
         if not texts:
             raise SpecBenchError(f"{self.folder} holds no answers to pack")
-        spans = [(i, *s) for i, t in enumerate(texts) for s in t.spans]
-        small = self.target.vocab_size <= 1 << 16
-        tensors = {
-            # the low and the high byte of each id apart: they compress better so
-            "tokens": torch.tensor([i for t in texts for i in t.tokens], dtype=torch.int32)
-            .view(torch.uint8)
-            .view(-1, 4)[:, : 2 if small else 4]
-            .T.contiguous(),
-            "lengths": torch.tensor([len(t.tokens) for t in texts], dtype=torch.int32),
-            "index": torch.tensor([t.index for t in texts], dtype=torch.int32),
-            "spans": torch.tensor(spans, dtype=torch.int32),
+        about = self._identity() | {
+            "dialogues": len(texts),
+            "held_out": sum(t.index < self.settings.validation for t in texts),
+            "training_tokens": self._training_tokens(texts),
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_path(folder / PACKED) as temporary:
-            temporary.write_bytes(lzma.compress(save(tensors), preset=9 | lzma.PRESET_EXTREME))
-            said = provenance | {
-                "corpus": self.settings.digest(self.fingerprint),
-                "settings": self.settings.what(),
-                "target_fingerprint": self.fingerprint,
-                "dialogues": len(texts),
-                "held_out": sum(t.index < self.settings.validation for t in texts),
-                "training_tokens": self._training_tokens(texts),
-                "sha256": sha256_of(temporary),
-            }
-            (folder / PACKED_PROVENANCE).write_text(json.dumps(said, indent=1) + "\n")
-        return folder / PACKED
+        return corpus_file.pack(folder, texts, self.target.vocab_size, provenance | about)
 
-    def _adopt(self, folder: Path) -> None:
-        """Take over a packed corpus if it is this one."""
-        if not (folder / PACKED).is_file() or not (folder / PACKED_PROVENANCE).is_file():
-            return
-        said: Packed = read_json(folder / PACKED_PROVENANCE, Packed)
-        if said["corpus"] != self.settings.digest(self.fingerprint):
-            return
-        if sha256_of(folder / PACKED) != said["sha256"]:
-            raise SpecBenchError(f"{folder / PACKED} has not the SHA-256 that {PACKED_PROVENANCE} names; fetch it again")
-        with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
-            temporary.write_bytes(b"".join(_line(t) for t in unpack(folder / PACKED)))
-
-
-def unpack(path: Path) -> list[Text]:
-    """The dialogues of a packed corpus. Raises `SpecBenchError`."""
-    with refusing(f"{path} is damaged or cut off; fetch it again"):
-        return _unpacked(load(lzma.decompress(read_bytes(path))))
-
-
-def _unpacked(tensors: dict[str, torch.Tensor]) -> list[Text]:
-    planes = tensors["tokens"].long()  # [bytes, n]
-    tokens = sum(plane << (8 * i) for i, plane in enumerate(planes))
-    assert isinstance(tokens, torch.Tensor)
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for text, begin, end in tensors["spans"].tolist():
-        spans.setdefault(text, []).append((begin, end))
-    pieces = tokens.split(tensors["lengths"].tolist())
-    index = tensors["index"].tolist()
-    return [Text(index[i], piece.tolist(), spans.get(i, [])) for i, piece in enumerate(pieces)]
-
-
-def _line(text: Dialogue | Text) -> bytes:
-    index = text.prompt.index if isinstance(text, Dialogue) else text.index
-    record = {"index": index, "tokens": text.tokens, "spans": text.spans}
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    def _identity(self) -> dict[str, Any]:
+        """What this corpus is, for provenances."""
+        return {
+            "corpus": self.settings.digest(self.fingerprint),
+            "settings": self.settings.identity(),
+            "target_fingerprint": self.fingerprint,
+        }

@@ -1,207 +1,26 @@
-"""The feature source: shards of token ids and target states on disk, or the frozen target in the training loop.
+"""The feature source: batches of token ids and target states, read from shards or computed by the frozen target.
 
-Knows the target and the shards, no drafter. A corpus' text (`corpus`) lies in its folder as safetensors shards of whole
-sequences end to end. With states on disk ("stored") every drafter shares one pass of the target; without them, or where
-a drafter taps more than the last hidden state, the target computes them per batch ("online").
-
-    shard-00007.safetensors    tokens [n] int32 | states [n, D] (optional) | answer [n] uint8 | starts [sequences + 1] |
-                               index [sequences] which of the corpus' conversations they are
+Knows the target and the shards, no drafter. With states on disk ("stored") every drafter shares one pass of the target;
+without them, or where a drafter taps more than the last hidden state, the target computes them per batch ("online").
 """
 
 import hashlib
 import itertools
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specbench.common.errors import SpecBenchError, refusing
-from specbench.common.progress import progress
-from specbench.common.storage import atomic_path
+from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.target import Target
-from specbench.training.corpus import Text, Writer
 from specbench.training.precision import wide
-
-VALIDATION = "validation"
-READ_TOKENS = 4096  # of a pass that reads states
+from specbench.training.shards import VALIDATION, Shard, read_shard
 
 Span = tuple[Path, int, int]  # a sequence: its shard, begin and end there
 Row = list[Span]  # what lies end to end in one row of a batch
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One conversation as the target saw it."""
-
-    index: int
-    tokens: Tensor  # [T] int64
-    answer: Tensor  # [T] bool: True on what the assistant said
-    states: Tensor | None = None  # [T, D] post-norm
-
-
-def read(target: Target, texts: list[Text], states: bool = True, precision: str = "target") -> list[Sequence]:
-    """Texts with the target's states, in the given order; neighbours in length share a right-padded pass."""
-    parts: list[list[int]] = []
-    waiting = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
-    while waiting and states:
-        rows = max(1, READ_TOKENS // len(texts[waiting[-1]].tokens))
-        parts.append(waiting[-rows:])
-        waiting = waiting[:-rows]
-
-    @torch.no_grad()
-    def run(part: list[int]) -> dict[int, Tensor]:
-        longest = len(texts[part[-1]].tokens)
-        padded = [texts[i].tokens + [0] * (longest - len(texts[i].tokens)) for i in part]
-        tokens = torch.tensor(padded, device=target.device)
-        positions = torch.arange(longest, device=target.device).expand_as(tokens)
-        with wide(precision, target.device, target.hidden_size):
-            last = target.run(tokens, positions, None, None)  # causal: padding on the right is seen by no real token
-        return {i: last[row, : len(texts[i].tokens)].to("cpu", torch.bfloat16) for row, i in enumerate(part)}
-
-    found = {i: last for read in _side_by_side(run, parts, target.device) for i, last in read.items()}
-    sequences = []
-    for i, text in enumerate(texts):
-        answer = torch.zeros(len(text.tokens), dtype=torch.bool)
-        for begin, end in text.spans:
-            answer[begin:end] = True
-        sequences.append(Sequence(text.index, torch.tensor(text.tokens), answer, found.get(i)))
-    return sequences
-
-
-def _side_by_side(run: Callable[[Any], Any], parts: Iterable[Any], device: torch.device) -> list[Any]:
-    """What comes of each part. Of a processor's cores each takes whole passes: all at one pass wait a third of the time."""
-    cores = torch.get_num_threads() if device.type == "cpu" else 1
-    if cores == 1:
-        return list(map(run, parts))
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(cores) as pool:
-            return list(pool.map(run, parts))
-    finally:
-        torch.set_num_threads(cores)
-
-
-class Shards:
-    """Writes the shards that are missing or behind their text, each atomically: killed, it goes on at the one it was at."""
-
-    def __init__(self, text: Writer):
-        self.text, self.settings, self.target, self.folder = text, text.settings, text.target, text.folder
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 5 + (2 * self.target.hidden_size if self.settings.states else 0)  # states in bfloat16
-
-    def tokens(self) -> tuple[int, int]:
-        """Training tokens of the text to be used, and tokens whose shards are missing or behind their text."""
-        used, unread = 0, 0
-        for name, texts in self.chosen().items():
-            tokens = sum(len(t.tokens) for t in texts)
-            used += tokens * (name != VALIDATION)
-            unread += tokens * (not self._there(self.folder / f"{name}.safetensors", texts))
-        return used, unread
-
-    def seconds_per_token(self) -> float:
-        """Of a pass that reads states, tried on random tokens."""
-        length = min(256, self.settings.text_tokens)
-        tokens = torch.randint(self.target.vocab_size, (READ_TOKENS // length // 2 or 1, length), device=self.target.device)
-        seconds = 0.0
-        for _ in range(2):  # the first one warms up
-            begin = time.perf_counter()
-            with wide(self.settings.reading, self.target.device, self.target.hidden_size):
-                states = self.target.run(tokens, torch.arange(length, device=tokens.device).expand_as(tokens), None, None)
-            float(states.sum())  # waits for the device
-            seconds = time.perf_counter() - begin
-        return seconds / tokens.numel()
-
-    def build(self, process: int = 0, processes: int = 1, held_out: bool = False) -> Path:
-        """Write what is missing; returns the folder. Of several processes each writes its own shards.
-
-        held_out: of the validation dialogues alone.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shards = {name: texts for name, texts in self.chosen().items() if name == VALIDATION or not held_out}
-        total, done = sum(len(t.tokens) for texts in shards.values() for t in texts), 0
-        with progress("states", total, "tokens") as reached:
-            for turn, (name, texts) in enumerate(shards.items()):
-                path = self.folder / f"{name}.safetensors"
-                if turn % processes == process and not self._there(path, texts):
-                    save_shard(path, read(self.target, texts, self.settings.states, self.settings.reading))
-                done += sum(len(t.tokens) for t in texts)
-                reached(done)
-        return self.folder
-
-    def chosen(self) -> dict[str, list[Text]]:
-        """Shards and their texts, held-out first: of the written text as many shards as hold the tokens asked for."""
-        shards: dict[str, list[Text]] = {}
-        tokens = 0
-        for number, texts in itertools.groupby(self.text.texts(), self._number):
-            if number < 0:
-                shards[VALIDATION] = list(texts)
-            elif tokens < self.text.wanted():
-                name = f"shard-{number:05d}"
-                shards[name] = list(texts)
-                tokens += sum(len(t.tokens) for t in shards[name])
-        return shards
-
-    def _number(self, text: Text) -> int:
-        return max(-1, (text.index - self.settings.validation) // self.settings.shard)
-
-    def _there(self, path: Path, texts: list[Text]) -> bool:
-        """Does this shard hold these texts, with states if they are wanted?"""
-        if not path.exists():
-            return False
-        shard = read_shard(path)
-        if shard.states is None and self.settings.states:
-            return False
-        return shard.index == [t.index for t in texts]
-
-
-def save_shard(path: Path, sequences: list[Sequence]) -> None:
-    """Lay sequences end to end in one safetensors file, atomically; states in bfloat16."""
-    tensors = {
-        "tokens": torch.cat([s.tokens for s in sequences]).int(),
-        "answer": torch.cat([s.answer for s in sequences]).to(torch.uint8),
-        "starts": torch.tensor([0, *(len(s.tokens) for s in sequences)]).cumsum(0),
-        "index": torch.tensor([s.index for s in sequences]),
-    }
-    states = [s.states for s in sequences if s.states is not None]
-    if len(states) == len(sequences):
-        tensors["states"] = torch.cat(states).to(torch.bfloat16)
-    with atomic_path(path) as temporary:
-        save_file(tensors, temporary)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A shard's tensors, mapped from its file: what is read once lies in memory as long as there is room."""
-
-    tokens: Tensor  # [n] int32
-    answer: Tensor  # [n] uint8
-    states: Tensor | None  # [n, D] bfloat16
-    starts: list[int]  # where its sequences begin, and the last one's end
-    index: list[int] | None  # of their conversations; None: of an older format
-
-
-def read_shard(path: Path) -> Shard:
-    """Map a shard. Raises `SpecBenchError` for one that is not there or damaged."""
-    if not path.is_file():
-        raise SpecBenchError(f"{path} is not there; build the corpus (train.build=true)")
-    with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-        starts: list[int] = found["starts"].tolist()
-        lengths = {len(found[name]) for name in ("tokens", "answer", "states") if name in found}
-        if starts[:1] != [0] or starts != sorted(starts) or lengths != {starts[-1]}:
-            raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
-        index = found["index"].tolist() if "index" in found else None
-        return Shard(found["tokens"], found["answer"], found.get("states"), starts, index)
 
 
 class Corpus:
@@ -354,7 +173,7 @@ class Answer:
     states: Tensor | None = None  # [T, D]; None: not known yet
 
 
-def held_out(folder: Path, count: int, least: int = 16) -> list[Answer]:
+def held_out(folder: Path, count: int, min_tokens: int = 16) -> list[Answer]:
     """The first `count` held-out dialogues with a usable answer; of dialogue i its i-th answer, going round.
 
     So second and third answers, with a history before them, are measured too, as they are in a benchmark of several turns.
@@ -363,9 +182,9 @@ def held_out(folder: Path, count: int, least: int = 16) -> list[Answer]:
     shard = read_shard(folder / f"{VALIDATION}.safetensors")
     tokens, answer, states = shard.tokens.long(), shard.answer.bool(), shard.states
     for turn, (a, b) in enumerate(itertools.pairwise(shard.starts)):
-        said = torch.cat([answer.new_zeros(1), answer[a:b], answer.new_zeros(1)]).int().diff()
-        begins, ends = (said == 1).nonzero()[:, 0].tolist(), (said == -1).nonzero()[:, 0].tolist()
-        usable = [(i, j) for i, j in zip(begins, ends, strict=True) if j - i >= least and i > 0]
+        edges = torch.cat([answer.new_zeros(1), answer[a:b], answer.new_zeros(1)]).int().diff()
+        begins, ends = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
+        usable = [(i, j) for i, j in zip(begins, ends, strict=True) if j - i >= min_tokens and i > 0]
         if not usable:
             continue
         begin, end = usable[turn % len(usable)]

@@ -52,19 +52,19 @@ def refuse_overwriting(path: Path, recipe: Mapping[str, Any] | None = None) -> N
     """
     if not path.exists():
         return
-    mend = "write elsewhere with train.out=FOLDER, or allow it with train.overwrite=true"
+    hint = "write elsewhere with train.out=FOLDER, or allow it with train.overwrite=true"
     if tracked(path):
-        raise SpecBenchError(f"{path} is under version control and would be overwritten; {mend}")
+        raise SpecBenchError(f"{path} is under version control and would be overwritten; {hint}")
     if recipe is None:
         return
     origin = path.parent / PROVENANCE
     if not origin.exists():
-        raise SpecBenchError(f"{path} has no {PROVENANCE} beside it that says who made it; {mend}")
+        raise SpecBenchError(f"{path} has no {PROVENANCE} beside it that says who made it; {hint}")
     before: dict[str, Any] = read_json(origin)
     there = made_by(before.get("drafter") or {}, before.get("recipe") or {})
     if changed := list(differing(there, json.loads(json.dumps(recipe)))):
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        raise SpecBenchError(f"{path} was made with another {', '.join(changed[:SHOWN])}{more}; {mend}")
+        raise SpecBenchError(f"{path} was made with another {', '.join(changed[:SHOWN])}{more}; {hint}")
 
 
 def made_by(drafter: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,13 @@ def trained_in(named: Named, patterns: Iterable[str] | None) -> set[str]:
 
 def check(named: Named, settings: TrainSettings) -> None:
     """Raises `SpecBenchError` for a pattern of a group or a phase that means no parameter, and where nothing is trained."""
-    wanted: list[tuple[str, Iterable[str]]] = [("train.settings.groups", settings.groups)]
+    named_patterns: list[tuple[str, Iterable[str]]] = [("train.settings.groups", settings.groups)]
     for number, phase in enumerate(settings.phases):
         place = f"train.settings.phases[{number}].train"
         if phase.train is not None and not phase.train:
             raise SpecBenchError(f"{place}: nothing is trained; leave it out to train everything")
-        wanted.append((place, phase.train or ()))
-    for place, patterns in wanted:
+        named_patterns.append((place, phase.train or ()))
+    for place, patterns in named_patterns:
         for pattern in patterns:
             if not trained_in(named, [pattern]):
                 tops = ", ".join(dict.fromkeys(name.split(".")[0] for name, _ in named))

@@ -15,9 +15,9 @@ from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
-from specbench.training.features import Shards
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings
+from specbench.training.shards import Shards
 from specbench.training.trainer import check
 
 TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual length
@@ -25,11 +25,11 @@ FLOATS = 4  # of a logit's size that a loss over the vocabulary holds at once
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Of a batch: how many, and how many tokens each is packed to (None: a sequence each)."""
+class BatchShape:
+    """Rows of a batch, and tokens that each is packed to; None: a row is one sequence."""
 
-    count: int
-    tokens: int | None = None
+    rows: int
+    row_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Plan:
             )
 
 
-def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: Rows, online: bool, build: bool) -> Plan:
+def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShape, online: bool, build: bool) -> Plan:
     """Try a training batch and, if tokens are missing, a pass that writes and one that reads them; estimate the rest.
 
     build: what is missing of the corpus is to be made, not done without.
@@ -90,13 +90,13 @@ def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: Rows, onl
     unread = unread + missing if build else 0
     own = [p for p in drafter.parameters() if p.requires_grad]
     size = sum(p.numel() * p.element_size() for p in own)
-    longest = batch.tokens or text.settings.text_tokens
-    logits = FLOATS * 4 * batch.count * longest * target.vocab_size
+    longest = batch.row_tokens or text.settings.text_tokens
+    logits = FLOATS * 4 * batch.rows * longest * target.vocab_size
     ids = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
     logits = logits * min(max(ids), target.vocab_size) // target.vocab_size
     passes = settings.epochs * (tokens + missing)
     if settings.steps is not None:
-        passes = min(passes, settings.steps * settings.accumulate * batch.count * longest)
+        passes = min(passes, settings.steps * settings.accumulate * batch.rows * longest)
     sizes = Plan(
         corpus_tokens=missing,
         corpus_seconds=0.0,
@@ -114,7 +114,7 @@ def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: Rows, onl
     return replace(
         sizes,
         corpus_seconds=seconds,
-        training_seconds=passes * _training_seconds(drafter, target, settings, batch.count, online),
+        training_seconds=passes * _training_seconds(drafter, target, settings, batch.rows, online),
     )
 
 

@@ -62,10 +62,10 @@ class Schedule:
         up = round((self.warmup or 0.0) * total) if self.warmup_steps is None else self.warmup_steps
         if step < up:
             return (step + 1) / up
-        held = round(self.plateau * max(total - up, 0))
-        if step < up + held:
+        plateau = round(self.plateau * max(total - up, 0))
+        if step < up + plateau:
             return 1.0
-        left = 1 - (step - up - held) / max(total - up - held, 1)
+        left = 1 - (step - up - plateau) / max(total - up - plateau, 1)
         return self.floor + (1 - self.floor) * SHAPES[self.decay](left)
 
 
@@ -98,14 +98,14 @@ class Phase:
     floor: Share | None = None
 
     @classmethod
-    def of(cls, number: int, said: Any) -> "Phase":
+    def of(cls, number: int, options: Any) -> "Phase":
         """A phase from what a configuration says of it. Raises `SpecBenchError`, which names the phase from 0."""
         place = f"train.settings.phases[{number}]"
-        if isinstance(said, cls):
-            said = {f.name: getattr(said, f.name) for f in fields(cls)}
-        train = said.get("train")
+        if isinstance(options, cls):
+            options = {f.name: getattr(options, f.name) for f in fields(cls)}
+        train = options.get("train")
         phase = cls(
-            **{**said, "drafter": dict(said.get("drafter") or {}), "train": None if train is None else tuple(train)}
+            **{**options, "drafter": dict(options.get("drafter") or {}), "train": None if train is None else tuple(train)}
         )
         if phase._own() and not phase.restart:
             raise SpecBenchError(f"{place}: {', '.join(phase._own())} without restart=true has no effect")
@@ -176,7 +176,7 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         # a configuration brings lists and mappings
-        phases = tuple(Phase.of(i, said) for i, said in enumerate(self.phases)) or (Phase(share=1.0),)
+        phases = tuple(Phase.of(i, options) for i, options in enumerate(self.phases)) or (Phase(share=1.0),)
         object.__setattr__(self, "phases", phases)
         object.__setattr__(self, "groups", dict(self.groups))
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -226,12 +226,12 @@ def lr_shares(settings: TrainSettings, total: int) -> list[float]:
 
 def describe(settings: TrainSettings, total: int) -> str:
     """The phases in one line: what each does, over which share of the steps and of the learning rate."""
-    said = []
-    for phase, mass in zip(settings.phases, lr_shares(settings, total), strict=True):
+    phases = []
+    for phase, lr_share in zip(settings.phases, lr_shares(settings, total), strict=True):
         count = settings.vocabulary_in(phase)
         more = f" and {settings.others:,} drawn" if settings.others else ""
         parts = ["over all ids" if count is None else f"confined to {count:,} ids{more}"]
         parts += [f"{name}={value}" for name, value in phase.drafter.items()]
         parts += [f"only {', '.join(phase.train)}"] if phase.train is not None else []
-        said.append(f"{phase.share:.0%} {' '.join(parts)} ({mass:.0%} of the learning rate)")
-    return f"phases: {', '.join(said)}"
+        phases.append(f"{phase.share:.0%} {' '.join(parts)} ({lr_share:.0%} of the learning rate)")
+    return f"phases: {', '.join(phases)}"

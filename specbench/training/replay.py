@@ -15,16 +15,17 @@ from torch import Tensor
 
 from specbench.engine.decode import Limits, decode
 from specbench.engine.drafter import Drafter
-from specbench.engine.interface import Batch, Step
-from specbench.engine.policies import named
+from specbench.engine.interface import Batch, NoShortcut, Step
+from specbench.engine.policies import Chain, named
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 from specbench.training.features import Answer
 
-MOST = 64  # tokens of an answer that are replayed
-TOGETHER = 8  # answers drafted for in one pass
+ANSWER_TOKENS = 64  # of an answer that are replayed
+BATCH = 8  # answers drafted for in one pass
+CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
 
 
 @dataclass
@@ -68,24 +69,35 @@ class Acceptance:
             self.passed[depth] += depth < accepted
 
 
+def chain_acceptance(target: Target, drafter: Any, answers: list[Answer]) -> Acceptance:
+    """Of a chain of `CHAIN` steps: from all positions at once where the drafter can, else cycle by cycle."""
+    growth, drafter.growth = drafter.growth, Chain(CHAIN)
+    try:
+        return chains(target, drafter, answers, CHAIN)
+    except NoShortcut:
+        return replay(target, drafter, answers)
+    finally:
+        drafter.growth = growth
+
+
 @torch.no_grad()
-def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, most: int = MOST) -> Acceptance:
+def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, max_tokens: int = ANSWER_TOKENS) -> Acceptance:
     """What `replay` counts with a chain of `steps`, from the drafter's `drafts` at all positions at once.
 
     Raises:
         NoShortcut: the drafter has no such drafts.
     """
-    lengths = [min(a.begin + most, len(a.ids)) for a in answers]
+    lengths = [min(a.begin + max_tokens, len(a.ids)) for a in answers]
     order = sorted(range(len(answers)), key=lengths.__getitem__)  # neighbours in length pad one another least
     counted: dict[int, tuple[list[int], int]] = {}
-    for at in range(0, len(order), TOGETHER):
-        places = order[at : at + TOGETHER]
-        part, ends = [answers[i] for i in places], [lengths[i] for i in places]
+    for at in range(0, len(order), BATCH):
+        indices = order[at : at + BATCH]
+        part, ends = [answers[i] for i in indices], [lengths[i] for i in indices]
         batch = _batch(target, drafter, part, ends)
-        place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        begins = torch.tensor([a.begin for a in part], device=place.device)[:, None]
-        asked = place < torch.tensor(ends, device=place.device)[:, None] - 1  # [B, T] the token after is known
-        reached = asked & (place >= begins)  # a root stands here
+        position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        begins = torch.tensor([a.begin for a in part], device=position.device)[:, None]
+        asked = position < torch.tensor(ends, device=position.device)[:, None] - 1  # [B, T] the token after is known
+        reached = asked & (position >= begins)  # a root stands here
         accepted = torch.zeros_like(batch.tokens)  # [B, T] by root
         drafted = 0  # a drafter may have fewer steps
         for step, pick in enumerate(drafter.drafts(batch, steps)):
@@ -93,10 +105,10 @@ def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, most
             passed = torch.zeros_like(reached)
             if reached.any():
                 passed[reached] = named(drafter, pick(reached)) == batch.tokens.roll(-1, 1)[reached]
-            accepted += passed.roll(-step, 1)  # a chain's step stands `step` places behind its root
+            accepted += passed.roll(-step, 1)  # a chain's step stands `step` positions behind its root
             reached = passed.roll(1, 1) & asked
             reached[:, 0] = False
-        counted |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(places)}
+        counted |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(indices)}
     result = Acceptance()
     for i, answer in enumerate(answers):
         by_root, drafted = counted[i]
@@ -137,14 +149,14 @@ def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) ->
 
 
 @torch.no_grad()
-def replay(target: Target, drafter: Drafter, answers: list[Answer], most: int = MOST) -> Acceptance:
-    """Replay the first `most` tokens of each answer. One target pass each, then drafting only."""
+def replay(target: Target, drafter: Drafter, answers: list[Answer], max_tokens: int = ANSWER_TOKENS) -> Acceptance:
+    """Replay the first `max_tokens` tokens of each answer. One target pass each, then drafting only."""
     result = Acceptance()
     for answer in answers:
         result.begin()
-        prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + most]
-        known: Any = ReplayTarget(target, prompt, said, drafter.taps)
-        for event in decode(known, drafter, prompt, Limits(len(said)), Lossless(), Sampler()):
+        prompt, tokens = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + max_tokens]
+        known: Any = ReplayTarget(target, prompt, tokens, drafter.taps)
+        for event in decode(known, drafter, prompt, Limits(len(tokens)), Lossless(), Sampler()):
             if isinstance(event, Step):
                 result.add(event.accepted, event.drafted)
     return result

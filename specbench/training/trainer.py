@@ -19,24 +19,23 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate.utils import DistributedDataParallelKwargs
 from rich.console import Console
 from torch import Tensor, nn
 
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError, refusing
-from specbench.common.io import differing
-from specbench.common.storage import atomic_path
 from specbench.engine.interface import Batch
 from specbench.engine.tensors import unpickled
-from specbench.records import identity
-from specbench.training import parameters
+from specbench.training import checkpoint, parameters
 from specbench.training.features import Corpus, Row
+from specbench.training.loss_vocabulary import LossVocabulary
+from specbench.training.metrics import Metrics
 from specbench.training.overwriting import UNDECIDED
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings, describe, phase_at, rates
 
-EVERY = 20  # steps after which metrics are read and shown
+METRICS_EVERY = 20  # steps after which metrics are read and shown
 
 
 def trainable(drafter: nn.Module) -> parameters.Named:
@@ -62,15 +61,6 @@ def check(drafter: Any, settings: TrainSettings) -> None:
 def _decisive(settings: TrainSettings) -> dict[str, Any]:
     """What decides about the weights: the rest may differ when a killed run goes on."""
     return {k: v for k, v in asdict(settings).items() if k not in UNDECIDED["settings"]}
-
-
-def drawn(ids: Tensor, own: Tensor, count: int) -> Tensor:
-    """So many of some ids: those that a text holds, and others at random; all, as they stand, if there are no more."""
-    if count >= len(ids):
-        return ids
-    held = torch.isin(ids, own)
-    others = ids[~held]
-    return torch.cat([ids[held], others[torch.randperm(len(others), device=ids.device)[: max(0, count - int(held.sum()))]]])
 
 
 class _Objective(nn.Module):
@@ -139,11 +129,10 @@ class Trainer:
         self.ends = self._ends()
         self.total = int(min(settings.steps or math.inf, self.ends[-1]))
         self.rates = rates(settings, self.total)
-        self.frequent = self._frequent()
+        self.vocabulary = LossVocabulary(corpus, settings, self.accelerator.device)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.phase = -1  # none has begun
-        self.running: dict[str, float] = {}  # smoothed metrics of this phase
-        self.unread: list[dict[str, Tensor]] = []  # those of the newest steps: to read one is to wait for the device
+        self.metrics = Metrics()
         self.history: list[dict[str, Any]] = []
 
     def _cast(self, dtype: torch.dtype) -> None:
@@ -159,18 +148,16 @@ class Trainer:
 
         They are counted epoch by epoch: how many rows packing makes depends on the order in which it meets the texts.
         """
-        ends, most = [0], self.settings.steps or math.inf
+        ends, max_steps = [0], self.settings.steps or math.inf
         for epoch in range(self.settings.epochs):
-            if ends[-1] < most:
+            if ends[-1] < max_steps:
                 ends.append(ends[-1] + len(self._steps(epoch)))
         return ends[1:]
 
-    def _frequent(self) -> Tensor:
-        """The corpus's ids, most frequent first: as many as any phase asks for, or all if others are drawn beside them."""
-        counts = [count for phase in self.settings.phases if (count := self.settings.vocabulary_in(phase)) is not None]
-        if not counts:
-            return torch.empty(0, device=self.accelerator.device)
-        return self.corpus.frequent(None if self.settings.others else max(counts)).to(self.accelerator.device)
+    @property
+    def size(self) -> int:
+        """Trainable parameters."""
+        return sum(p.numel() for p in self.parameters)
 
     @property
     def checkpoint(self) -> Path:
@@ -196,11 +183,11 @@ class Trainer:
                 metrics, tokens = self._gradients(step_batches)
                 self._update()
                 self.step, self.tokens = self.step + 1, self.tokens + tokens
-                self.unread.append({name: value.detach() for name, value in metrics.items()})
+                self.metrics.add(metrics)
                 before, now = now, time.monotonic()
                 self.seconds += now - before
-                if self.step % EVERY == 0 or self.step == self.total:
-                    self._read()
+                if self.step % METRICS_EVERY == 0 or self.step == self.total:
+                    self.metrics.read(self.step)
                     self._progress(console)
                 if self._agreed(now - validated > settings.validate_minutes * 60 and self.step < self.total):
                     self._log(console)
@@ -231,7 +218,7 @@ class Trainer:
         """Begin a phase, if it has not begun. Options stay set, so that a resumed run sets those of earlier phases too."""
         if phase == self.phase:
             return
-        self._read()
+        self.metrics.read(self.step)
         settings = self.settings
         for begun in settings.phases[self.phase + 1 : phase + 1]:
             if begun.drafter:
@@ -240,35 +227,26 @@ class Trainer:
         for name, parameter in self.named:
             parameter.requires_grad_(name in trained)
         self.phase = phase
-        self.running.clear()  # another objective's loss is another number
+        self.metrics.smoothed.clear()  # another objective's loss is another number
 
     def _gradients(self, batches: list[list[Row]]) -> tuple[dict[str, Tensor], int]:
         """Of one optimiser step, accumulated over its batches; the last one's metrics and the tokens of all."""
         device, dtype = self.parameters[0].device, self.parameters[0].dtype
-        count = self.settings.vocabulary_in(self.settings.phases[self.phase])
         metrics: dict[str, Tensor] = {}
         total = 0
         for items in batches:
             share = items[self.accelerator.process_index :: self.processes]
             batch = self.corpus.load(share, device, dtype)
-            batch.vocabulary = None if count is None else self._vocabulary(count, batch)
+            batch.vocabulary = self.vocabulary.of(self.settings.phases[self.phase], batch)
             batch.progress = self.step / self.total
             with self.accelerator.autocast():
                 metrics = self.objective(batch)
-            metrics, tokens = self._together(metrics, batch, sum(b - a for row in share for _, a, b in row))
+            metrics, tokens = self._over_processes(metrics, batch, sum(b - a for row in share for _, a, b in row))
             self.accelerator.backward(metrics["loss"] / self.settings.accumulate)
             total += tokens
         return metrics, total
 
-    def _vocabulary(self, count: int, batch: Batch) -> Tensor:
-        """The ids that a batch's classification loss runs over: frequent ones, or some of them, and some of the others."""
-        own = batch.tokens[batch.valid]
-        frequent, rest = self.frequent[:count], self.frequent[count:]
-        if self.settings.sampled is not None:
-            frequent = drawn(frequent, own, self.settings.sampled)
-        return torch.cat([frequent, drawn(rest, own, self.settings.others)]) if self.settings.others else frequent
-
-    def _together(self, metrics: dict[str, Tensor], batch: Batch, own: int) -> tuple[dict[str, Tensor], int]:
+    def _over_processes(self, metrics: dict[str, Tensor], batch: Batch, own: int) -> tuple[dict[str, Tensor], int]:
         """Of several processes: means over the whole batch instead of this share of it with `own` tokens, and its tokens.
 
         Gradients are averaged over processes, so a share counts by its scored positions over their average. What is
@@ -304,23 +282,6 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
 
-    def _read(self) -> None:
-        """Take the newest steps' metrics into the smoothed ones.
-
-        Raises:
-            SpecBenchError: a loss is no number any more; nothing was kept since.
-        """
-        first = self.step - len(self.unread)
-        for step, metrics in enumerate(self.unread, first):
-            values = {name: float(value) for name, value in metrics.items()}
-            if not math.isfinite(values["loss"]):
-                raise SpecBenchError(
-                    f"the loss became {values['loss']} at step {step}; lower train.settings.lr or train.settings.clip"
-                )
-            for name, new in values.items():
-                self.running[name] = 0.98 * self.running.get(name, new) + 0.02 * new
-        self.unread.clear()
-
     def _print(self, console: Console, line: str) -> None:
         if self.accelerator.is_main_process:
             console.print(line, highlight=False, soft_wrap=True)
@@ -328,14 +289,14 @@ class Trainer:
     def _progress(self, console: Console) -> None:
         speed = self.tokens / max(self.seconds, 1e-9)
         left = self.seconds / self.step * (self.total - self.step)
-        shown = " ".join(f"{k} {v:.4f}" for k, v in self.running.items())
+        shown = " ".join(f"{k} {v:.4f}" for k, v in self.metrics.smoothed.items())
         self._print(console, f"step {self.step}/{self.total}  {shown}  {speed:,.0f} tokens/s  {left / 60:.1f} min left")
 
     def _log(self, console: Console) -> None:
-        self._read()
+        self.metrics.read(self.step)
         self.drafter.eval()
         entry = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
-        entry |= {k: round(v, 5) for k, v in self.running.items()}
+        entry |= {k: round(v, 5) for k, v in self.metrics.smoothed.items()}
         with self.accelerator.autocast() if self.step < self.total else nullcontext():
             entry |= self.validate()
         self.drafter.train()
@@ -344,7 +305,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Everything a resumed run needs, atomically; nothing once the loss is no number."""
-        self._read()
+        self.metrics.read(self.step)
         state = {
             "step": self.step,
             "total": self.total,
@@ -354,13 +315,8 @@ class Trainer:
             "history": self.history,
             "parameters": [p.detach().cpu() for p in self.parameters],
             "optimizers": [o.state_dict() for o in self.optimizers],
-            "rng": gather_object([torch.get_rng_state()]),  # by process
-            "cuda_rng": gather_object([torch.cuda.get_rng_state()]) if torch.cuda.is_available() else [],
         }
-        if self.accelerator.is_main_process:
-            with atomic_path(self.checkpoint) as temporary:
-                torch.save(state, temporary)
-        self.accelerator.wait_for_everyone()
+        checkpoint.write(self.checkpoint, state, self.accelerator)
 
     def _resume(self) -> None:
         if not self.checkpoint.exists():
@@ -368,34 +324,17 @@ class Trainer:
             return
         state = unpickled(self.checkpoint, "remove it to begin anew")
         with refusing(f"{self.checkpoint} is not of this training; use another train.name or remove it"):
+            checkpoint.check(self.checkpoint, state, self.total, self.shaped_by, self.processes)
             self._restore(state)
         self._print(Console(stderr=True), f"resuming at step {self.step} of {self.total}")
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Go on where a saved state stands. Raises anything at all for one that is not of this drafter and optimizer."""
-        if state["total"] != self.total:
-            raise SpecBenchError(
-                f"{self.checkpoint} is of a run of {state['total']} steps, this one has {self.total} (the corpus or the "
-                "settings changed); use another train.name or remove it"
-            )
-        before, now = (identity.unplaced(json.loads(text)) for text in (state["shaped_by"], json.dumps(self.shaped_by)))
-        if changed := list(differing(before, now)):
-            raise SpecBenchError(
-                f"{self.checkpoint} is of a training with another {', '.join(changed[:4])}; use another train.name or "
-                "remove it"
-            )
         with torch.no_grad():
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.copy_(value)
         for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(value)
-        if len(state["rng"]) != self.processes:
-            raise SpecBenchError(
-                f"{self.checkpoint} is of {len(state['rng'])} processes, this run has {self.processes}; launch as many or "
-                "use another train.name"
-            )
-        torch.set_rng_state(state["rng"][self.accelerator.process_index])
-        if state["cuda_rng"]:
-            torch.cuda.set_rng_state(state["cuda_rng"][self.accelerator.process_index])
+        checkpoint.restore_random_state(state, self.accelerator.process_index)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.history = state["history"]

@@ -51,11 +51,11 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class Lengths:
-    """In tokens. answer: of one answer. whole: of a dialogue; a turn with no room for an answer of `least` is not asked."""
+    """In tokens. answer: of one answer. whole: of a dialogue; a turn is asked only if `min_answer` tokens fit behind it."""
 
     answer: int
     whole: int
-    least: int
+    min_answer: int
 
 
 class _Row:
@@ -95,7 +95,7 @@ class _Row:
         if coming[0] == token:  # the answer ended itself as the markup would
             coming = coming[1:]
         self.forced = coming[::-1]
-        return len(tokens) + len(coming) + lengths.least > lengths.whole
+        return len(tokens) + len(coming) + lengths.min_answer > lengths.whole
 
 
 def fastest(device: torch.device) -> Literal["target", "int8"]:
@@ -131,38 +131,38 @@ def write(
     model = writing(target, precision)
     waiting = list(itertools.islice(prompts, rows))
     waiting.reverse()
-    places: list[_Row | None] = [None] * len(waiting)
-    table = rows_of(model, target, len(places), lengths.whole)
-    fed: list[int | None] = [None] * len(places)
+    slots: list[_Row | None] = [None] * len(waiting)
+    table = rows_of(model, target, len(slots), lengths.whole)
+    fed: list[int | None] = [None] * len(slots)
 
-    def begin(place: int, prompt: Prompt | None) -> None:
-        places[place] = row = None if prompt is None else _Row(prompt)
-        fed[place] = None if row is None else row.feed()
+    def begin(slot: int, prompt: Prompt | None) -> None:
+        slots[slot] = row = None if prompt is None else _Row(prompt)
+        fed[slot] = None if row is None else row.feed()
 
-    for place in range(len(places)):
-        begin(place, waiting.pop())
+    for slot in range(len(slots)):
+        begin(slot, waiting.pop())
     with table.running():
-        while any(places):
+        while any(slots):
             states = table.step(fed)
-            asking = [i for i, row in enumerate(places) if row is not None and row.answering]
-            chosen = _choose(model, states, [(i, places[i]) for i in asking]) if asking else []  # type: ignore[misc]
+            asking = [i for i, row in enumerate(slots) if row is not None and row.answering]
+            chosen = _choose(model, states, [(i, slots[i]) for i in asking]) if asking else []  # type: ignore[misc]
             ended = []
-            for place, row in enumerate(places):
+            for slot, row in enumerate(slots):
                 if row is not None and not row.answering:
-                    fed[place] = row.feed()
-            for place, token in zip(asking, chosen, strict=True):
-                row = places[place]
+                    fed[slot] = row.feed()
+            for slot, token in zip(asking, chosen, strict=True):
+                row = slots[slot]
                 assert row is not None
                 if row.take(token, target.stop_ids, lengths):
-                    ended.append(place)
-                fed[place] = token
+                    ended.append(slot)
+                fed[slot] = token
             # The shortest group first: what moves up from below an ended row is never itself an ended one.
-            for place in sorted(ended, reverse=True):
-                row = places[place]
+            for slot in sorted(ended, reverse=True):
+                row = slots[slot]
                 assert row is not None
-                free, moves = table.end(place)
+                free, moves = table.end(slot)
                 for source, to in moves:
-                    places[to], fed[to] = places[source], fed[source]
+                    slots[to], fed[to] = slots[source], fed[source]
                 begin(free, next(prompts, None))
                 yield row.dialogue
 
@@ -173,12 +173,12 @@ def _choose(model: CausalLM, states: Tensor, rows: list[tuple[int, _Row]]) -> li
     logits = model.logits(states[[i for i, _ in rows]]).float()  # [A, V]
     chosen = logits.argmax(-1)
     by_temperature: dict[float, list[int]] = {}
-    for place, (_, row) in enumerate(rows):
+    for index, (_, row) in enumerate(rows):
         if row.generator is not None:
-            by_temperature.setdefault(row.dialogue.prompt.temperature, []).append(place)
-    for temperature, places in by_temperature.items():
-        draws = torch.cat([torch.rand(1, generator=rows[i][1].generator) for i in places])
-        mass = Sampler(temperature).probabilities(logits[places]).double().cumsum(-1)
+            by_temperature.setdefault(row.dialogue.prompt.temperature, []).append(index)
+    for temperature, indices in by_temperature.items():
+        draws = torch.cat([torch.rand(1, generator=rows[i][1].generator) for i in indices])
+        mass = Sampler(temperature).probabilities(logits[indices]).double().cumsum(-1)
         below = draws.to(mass)[:, None] * mass[:, -1:]
-        chosen[places] = torch.searchsorted(mass, below, right=True)[:, 0].clamp(max=mass.shape[-1] - 1)
+        chosen[indices] = torch.searchsorted(mass, below, right=True)[:, 0].clamp(max=mass.shape[-1] - 1)
     return chosen.tolist()

@@ -1,0 +1,124 @@
+"""One training, composed, checked and settled: a frozen `TrainJob`. What takes it imports neither Hydra nor OmegaConf."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig
+from pydantic import Field
+
+from specbench.common.errors import SpecBenchError
+from specbench.common.storage import PROJECT, require_writable
+from specbench.common.types import Count, Name, Positive, Text
+from specbench.config import validation
+from specbench.config.run_spec import checked
+from specbench.data.conversations import Conversations
+from specbench.engine.drafter import Drafter
+from specbench.engine.loading import ModelSpec
+from specbench.engine.policies import TreePolicy
+from specbench.records.schema import SKIP, WEIGHTS
+from specbench.training.corpus import CorpusSettings
+from specbench.training.job import WITH_DRAFTER, Stage, TrainJob
+from specbench.training.overwriting import made_by, refuse_overwriting
+from specbench.training.plan import BatchShape
+from specbench.training.recipe import TrainSettings
+
+
+@dataclass(frozen=True)
+class Train:
+    """What `conf/train/*.yaml` and `conf/recipe/*.yaml` may say; what each means stands in `conf/train/small.yaml`."""
+
+    name: Name | None
+    out: Text
+    start: Text | None
+    missing: bool
+    overwrite: bool
+    minutes: Positive | None
+    build: bool
+    until: Stage
+    packed: Text
+    pack: Text | None
+    shard_target: bool
+    online: bool
+    follow: bool
+    batch: Count
+    row_tokens: Count | None
+    answers_only: bool
+    settings: TrainSettings
+    corpus: CorpusSettings
+    text: Conversations
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `conf/train.yaml` and its groups may say."""
+
+    threads: Annotated[int, Field(ge=1, le=4096)] | None
+    model: ModelSpec
+    tree: TreePolicy
+    drafter: Drafter
+    train: Train
+
+
+def from_config(config: DictConfig) -> TrainJob:
+    """The training that a composed configuration asks for.
+
+    Raises:
+        SpecBenchError: an unknown, missing or unfit option, options that contradict each other, or weights that would be
+            written over.
+    """
+    options = checked(config, TrainOptions)
+    recipe, drafter = options["train"], options["drafter"]
+    _require_trainable(recipe, drafter)
+    made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
+    made["batch"] = BatchShape(recipe["batch"], recipe["row_tokens"])
+    _check_phases(recipe, drafter)
+    if not (recipe["overwrite"] or recipe["missing"]):
+        _protect(recipe, drafter)
+    plain = {field.name: recipe[field.name] for field in fields(TrainJob) if field.name in recipe}
+    folders = {"out": Path(recipe["out"]), "packed": PROJECT / recipe["packed"]}
+    return TrainJob(
+        **plain | made | folders,
+        threads=options["threads"],
+        model=instantiate(options["model"]),
+        drafter=drafter,
+        make_drafter=partial(instantiate, drafter),
+        recipe=recipe,
+    )
+
+
+def _require_trainable(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
+    """Refuse what cannot end well, before anything is loaded."""
+    if recipe["shard_target"] and recipe["build"]:
+        raise SpecBenchError(
+            "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
+            "process (model.device_map=auto), then train with train.build=false"
+        )
+    if recipe["until"] not in WITH_DRAFTER:
+        return
+    if drafter.get("vocabulary") is not None:
+        raise SpecBenchError("drafter.vocabulary needs no training; train without it, and draft with it")
+    made, verb = ("searched", "search") if recipe["until"] == "search" else ("weights", "train")
+    if made not in drafter:
+        raise SpecBenchError(f"drafter={drafter['name']} has nothing to {verb}; choose another drafter=")
+    require_writable(Path(recipe["out"]))
+
+
+def _check_phases(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
+    """Phases may change those options of the drafter that its class declares as `phased`."""
+    taker: Any = get_class(drafter["_target_"])
+    for number, phase in enumerate(recipe["settings"]["phases"]):
+        place = f"train.settings.phases[{number}].drafter"
+        validation.hold_some(phase.get("drafter", {}), taker, taker.phased, place)
+
+
+def _protect(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
+    """Refuse to write over what another training made, before anything is loaded."""
+    out = Path(recipe["out"])
+    if recipe["until"] == "search":
+        refuse_overwriting(out / SKIP)
+    elif recipe["until"] == "weights":
+        refuse_overwriting(out / WEIGHTS, made_by(drafter, recipe))

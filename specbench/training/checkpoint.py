@@ -1,0 +1,59 @@
+"""What a killed training goes on from: one file with weights, optimiser, schedule, step and random state, written whole."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import differing
+from specbench.common.storage import atomic_path
+from specbench.records import identity
+
+ELSEWHERE = "use another train.name or remove it"
+
+
+def write(path: Path, state: Mapping[str, Any], accelerator: Accelerator) -> None:
+    """Write a state with the random states of all processes, atomically; called in all of them."""
+    random_states = {
+        "rng": gather_object([torch.get_rng_state()]),  # by process
+        "cuda_rng": gather_object([torch.cuda.get_rng_state()]) if torch.cuda.is_available() else [],
+    }
+    if accelerator.is_main_process:
+        with atomic_path(path) as temporary:
+            torch.save({**state, **random_states}, temporary)
+    accelerator.wait_for_everyone()
+
+
+def check(path: Path, state: Mapping[str, Any], total: int, shaped_by: Mapping[str, Any], processes: int) -> None:
+    """Refuse the state of another training.
+
+    Args:
+        path: of the checkpoint, for messages. total: optimiser steps. shaped_by: what decides about the weights.
+
+    Raises:
+        SpecBenchError: it is of another number of steps or processes, or was shaped by something else.
+    """
+    if state["total"] != total:
+        raise SpecBenchError(
+            f"{path} is of a run of {state['total']} steps, this one has {total} (the corpus or the settings changed); "
+            f"{ELSEWHERE}"
+        )
+    before, now = (identity.unplaced(json.loads(text)) for text in (state["shaped_by"], json.dumps(shaped_by)))
+    if changed := list(differing(before, now)):
+        raise SpecBenchError(f"{path} is of a training with another {', '.join(changed[:4])}; {ELSEWHERE}")
+    if len(state["rng"]) != processes:
+        raise SpecBenchError(
+            f"{path} is of {len(state['rng'])} processes, this run has {processes}; launch as many or {ELSEWHERE}"
+        )
+
+
+def restore_random_state(state: Mapping[str, Any], process: int) -> None:
+    """Draw on as this process would have done."""
+    torch.set_rng_state(state["rng"][process])
+    if state["cuda_rng"]:
+        torch.cuda.set_rng_state(state["cuda_rng"][process])

@@ -1,0 +1,123 @@
+"""Train one drafter on its corpus, from a job to weights with their provenance."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbench.common import hashing
+from specbench.common.budget import Budget
+from specbench.common.storage import PROJECT, atomic_path
+from specbench.engine import weights
+from specbench.engine.target import Target
+from specbench.records.schema import PROVENANCE, WEIGHTS
+from specbench.training.features import Answer, Corpus, held_out
+from specbench.training.job import TrainJob, Workspace
+from specbench.training.overwriting import UNDECIDED
+from specbench.training.plan import plan
+from specbench.training.replay import Acceptance, chain_acceptance, known_states
+from specbench.training.trainer import Trainer
+
+CALIBRATION_ANSWERS = 64  # held-out answers of a drafter's calibration
+NOT_RECIPE = ("name", "out", "minutes", "overwrite")  # where it was written, and in how many parts
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A drafter trained to its end, not yet saved. answers: held-out ones, for further measurements."""
+
+    drafter: Any
+    answers: list[Answer]
+    provenance: dict[str, Any]
+
+    def save(self, out: Path) -> None:
+        """Write weights and provenance into a folder."""
+        with atomic_path(out / WEIGHTS) as temporary:
+            weights.save(self.drafter, temporary.parent, self.provenance)
+            (temporary.parent / PROVENANCE).replace(out / PROVENANCE)
+
+
+def train(workspace: Workspace, budget: Budget) -> Trained:
+    """Train to the end, from the last checkpoint if there is one. All processes take part.
+
+    Raises:
+        Paused: the budget was over before the last step; the next run goes on there.
+        SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe.
+    """
+    job, target, processes = workspace.job, workspace.target, workspace.processes
+    settings = job.settings
+    torch.manual_seed(settings.seed)
+    drafter = job.make_drafter(weights=job.start)
+    drafter.bind(target)
+    stored = job.corpus.states and not job.online and not drafter.taps.beside  # shards hold last states only
+    processes.print(plan(workspace.shards, drafter, settings, job.batch, not stored, job.build), flush=True)
+    if job.build:
+        workspace.build_corpus()
+    corpus = _corpus(workspace, drafter, None if stored else target)
+    answers = held_out(workspace.shards.folder, settings.validation_answers)
+    measured: list[Acceptance] = []
+
+    def validate() -> dict[str, Any]:
+        measured.append(chain_acceptance(target, drafter, answers))
+        return _rounded(measured[-1])
+
+    trainer = Trainer(drafter, corpus, settings, validate, job.progress_folder, _shaped_by(job, target))
+    processes.print(
+        f"{job.drafter['name']}: {trainer.size:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
+        f"{trainer.total} steps, checkpoints in {trainer.folder}",
+        file=sys.stderr,
+    )
+    history = trainer.run(budget)
+    # By all processes: a target in parts runs in all of them or in none.
+    calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION_ANSWERS]])
+    found = measured[-1] if measured else chain_acceptance(target, drafter, answers)  # of a run that had ended, none is
+    provenance = _provenance(workspace, trainer, found) | {"history": history, "calibration": calibration}
+    return Trained(drafter, answers, provenance)
+
+
+def _corpus(workspace: Workspace, drafter: Any, online: Target | None) -> Corpus:
+    """The batches. online: the target, where it computes states in the loop."""
+    job, settings = workspace.job, workspace.text.settings
+    return Corpus(
+        workspace.shards.folder,
+        job.batch.rows,
+        job.answers_only,
+        job.settings.seed,
+        online,
+        drafter.taps,
+        settings.tokens,
+        job.batch.row_tokens,
+        settings.reading,
+    )
+
+
+def _rounded(found: Acceptance) -> dict[str, Any]:
+    return {"chain_tau": round(found.tau, 4), "n_alpha": [round(a, 4) for a in found.alphas]}
+
+
+def _shaped_by(job: TrainJob, target: Target) -> dict[str, Any]:
+    """What shapes a training beside its settings and its texts."""
+    start = None if job.start is None else hashing.of_file(PROJECT / job.start / WEIGHTS)
+    drafter = {k: v for k, v in job.drafter.items() if k not in UNDECIDED["drafter"]}
+    return {"drafter": drafter, "target": target.fingerprint(), "start": start}
+
+
+def _provenance(workspace: Workspace, trainer: Trainer, found: Acceptance) -> dict[str, Any]:
+    """Where the weights come from: what was trained on what, by which recipe, how long, where, and how good it became."""
+    job, recipe = workspace.job, workspace.recipe
+    return {
+        "drafter": job.drafter,
+        "target": job.model.name,
+        "target_fingerprint": workspace.target.fingerprint(),
+        "parameters": trainer.size,
+        "data": {**recipe["corpus"], "unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)},
+        "recipe": {k: v for k, v in recipe.items() if k not in NOT_RECIPE},
+        "tokens_seen": trainer.tokens,
+        "steps": trainer.step,
+        "precision": trainer.accelerator.mixed_precision,
+        "hours": round(trainer.seconds / 3600, 3),
+        **workspace.provenance,
+        "held_out": {**_rounded(found), "answers": found.answers},  # (tokens emitted, cycles) of each
+    }

@@ -1,0 +1,163 @@
+"""One training as a job: its options, and what each of its stages works with.
+
+`specbench.config.train_spec` composes and settles a `TrainJob`; nothing here knows Hydra. `open_workspace` loads what every
+stage needs: the target, and the corpus that the target writes. What follows is in `drafter_training` (the weights) and
+`specbench.tuning.train_stages` (what is measured with them).
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import PartialState
+from filelock import FileLock
+
+from specbench.common import environment
+from specbench.common.storage import cache_root
+from specbench.data.conversations import Conversations
+from specbench.engine import vocabulary
+from specbench.engine.device import pick_device
+from specbench.engine.loading import ModelSpec
+from specbench.engine.target import Target
+from specbench.records.schema import WEIGHTS
+from specbench.training.corpus import CorpusSettings, Writer
+from specbench.training.overwriting import tracked
+from specbench.training.plan import BatchShape
+from specbench.training.recipe import TrainSettings
+from specbench.training.shards import VALIDATION, Shards
+
+Stage = Literal["vocabulary", "corpus", "weights", "acceptance", "search"]
+WITH_DRAFTER: tuple[Stage, ...] = ("weights", "acceptance", "search")  # stages that load a drafter
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """A settled training. What each option means stands in `conf/train/small.yaml`.
+
+    Attributes:
+        drafter, recipe: the options of the drafter and of `train` as plain values, for provenances.
+        make_drafter: the drafter, not yet bound to a target; takes options that replace its own.
+        start: folder of weights to begin with. text: whose questions the corpus answers.
+    """
+
+    threads: int | None
+    model: ModelSpec
+    drafter: Mapping[str, Any]
+    make_drafter: Callable[..., Any]
+    recipe: Mapping[str, Any]
+    settings: TrainSettings
+    corpus: CorpusSettings
+    text: Conversations
+    until: Stage
+    name: str | None
+    out: Path
+    packed: Path
+    start: str | None
+    pack: str | None
+    minutes: float | None
+    batch: BatchShape
+    missing: bool
+    overwrite: bool
+    build: bool
+    shard_target: bool
+    online: bool
+    follow: bool
+    answers_only: bool
+
+    @property
+    def done(self) -> bool:
+        """Are the weights there that it is asked for only if they are missing?"""
+        return self.missing and self.until == "weights" and (self.out / WEIGHTS).exists()
+
+    @property
+    def progress_folder(self) -> Path:
+        """Where checkpoints, and other states of an interrupted job, lie."""
+        return cache_root() / "training" / self.model.name / (self.name or str(self.drafter["name"]))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The loaded target, the corpus that it writes, and the processes that share the work."""
+
+    job: TrainJob
+    target: Target
+    text: Writer
+    processes: PartialState
+
+    @cached_property
+    def shards(self) -> Shards:
+        return Shards(self.text)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The options of `train`, with the precision that `auto` stood for: provenances say who wrote."""
+        corpus = self.job.recipe["corpus"] | {"precision": self.text.settings.precision}
+        return {**self.job.recipe, "corpus": corpus}
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Machine, versions and commit."""
+        return {
+            "machine": environment.hardware(self.target.device),
+            "versions": environment.versions(),
+            "commit": environment.commit(),
+        }
+
+    def build_corpus(self) -> None:
+        """Write the missing text, then read its states. Of jobs side by side one does so while the others wait."""
+        with self._lock(self.shards.folder):
+            self.text.write(self.processes.process_index, self.processes.num_processes)
+            self.processes.wait_for_everyone()
+            self.shards.build(self.processes.process_index, self.processes.num_processes)
+            self.processes.wait_for_everyone()
+
+    def write_text(self) -> None:
+        """Write the missing text; where none is missing, wait for no job that reads states of it."""
+        if not self.text.missing():
+            return
+        with self._lock(self.text.folder):
+            self.text.write(self.processes.process_index, self.processes.num_processes)
+            self.processes.wait_for_everyone()
+
+    def build_held_out(self) -> None:
+        """Write the held-out answers where they are missing; jobs that train need not wait, nor be waited for."""
+        with FileLock(self.shards.folder / f"{VALIDATION}.lock"):
+            self.text.write()
+            self.shards.build(held_out=True)
+
+    def _lock(self, folder: Path) -> AbstractContextManager[Any]:
+        """Jobs side by side enter one after the other, the processes of one job together."""
+        return FileLock(folder / ".lock") if self.processes.num_processes == 1 else nullcontext()
+
+    def save_vocabulary(self) -> str:
+        """Count the corpus's most frequent ids; says where they are."""
+        path = self.job.packed / vocabulary.FILE
+        if tracked(path) and not self.job.overwrite:
+            return f"{path} is under version control and stays as it is (train.overwrite=true counts its ids anew)"
+        vocabulary.save(path, *self.text.frequent(vocabulary.MOST, self.job.model.name))
+        return f"frequent ids in {path}"
+
+    def pack(self) -> str:
+        """Write the corpus as one file of ids; says where it is."""
+        about = {"license": self.job.pack, "questions": self.job.recipe["text"]}
+        return f"corpus in {self.text.pack(self.job.packed, about | self.provenance)}"
+
+
+def open_workspace(job: TrainJob) -> Workspace:
+    """Load the target and prepare the folder of its corpus."""
+    environment.commit()  # remembered from now on: the code that trains is the code that was there at the start
+    torch.set_num_threads(job.threads or torch.get_num_threads())
+    model, on_cpu = job.model, pick_device(job.model.device).type == "cpu"
+    if model.dtype == "auto" and on_cpu:
+        model = replace(model, dtype="float32")  # wide products in bfloat16 are slower on most processors, and less exact
+    processes = PartialState(cpu=on_cpu)
+    drafters = [job.make_drafter()] if job.until in WITH_DRAFTER else []
+    target, chat = model.load(processes.num_processes if job.shard_target else 1, beside=drafters)
+    text = Writer(job.corpus, target, chat, job.text.load(), cache_root() / "corpora", job.packed)
+    with processes.main_process_first():
+        text.prepare()
+    return Workspace(job, target, text, processes)
