@@ -44,10 +44,11 @@ class GreedyOnly(SpecBenchError):
 
 @dataclass(frozen=True)
 class Data:
-    """Where prompts come from: a folder with `<dataset>.jsonl` instead of wheel and hub; so many of them."""
+    """Where prompts come from: a folder with `<dataset>.jsonl` instead of wheel and hub; so many of them; how scored."""
 
     root: Text | None
     limit: Count | None
+    run_programs: bool
 
 
 @dataclass(frozen=True)

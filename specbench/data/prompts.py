@@ -1,6 +1,7 @@
 """Prompt sets to decode: a local file, a wheel or the hub. Knows no engine and no drafter."""
 
 import gzip
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,8 @@ from specbench.common.types import Count, Name, Text
 from specbench.data.download import Wheel, file_from_wheel
 from specbench.data.scoring import Check, LastNumber, UnitTests
 from specbench.records.identity import question_digest
+
+ALLOW = "data.run_programs=true runs them with your rights (docs/running.md)"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class PromptSet:
         template: wraps each text, with `{text}` in it.
         categories: records of others are left out, those without one are not; None: all, as of `path`.
         check: what a record says by which answers can be scored. score: do so.
+        run_programs: score answers that are programs too, which runs them; without it they are not scored.
         limit: take this many questions, spread evenly over the set so that every category stays represented.
     """
 
@@ -62,10 +66,13 @@ class PromptSet:
     limit: Count | None = None
     check: UnitTests | LastNumber | None = None
     score: bool = False
+    run_programs: bool = False
 
     def load(self) -> list[Question]:
         """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for anything unusable."""
         place, numbered = self._own() if self.path is not None else self._known()
+        if self._leaves_out_programs:
+            print(f"{self.name}: the programs in answers are not run, so nothing is scored; {ALLOW}", file=sys.stderr)
         if not numbered:
             among = f" of category {', '.join(self.categories)}" if self.categories else ""
             where = f"; write some into {self.path}" if self.path else ""
@@ -120,8 +127,12 @@ class PromptSet:
         said = tuple(template.format(text=t) for t in turns)
         return Question(str(name), category or "", said, self._check(where, record, turns[-1]))
 
+    @property
+    def _leaves_out_programs(self) -> bool:
+        return self.score and isinstance(self.check, UnitTests) and not self.run_programs
+
     def _check(self, where: str, record: dict[str, Any], text: str) -> Check | None:
-        if not self.score:
+        if not self.score or self._leaves_out_programs:
             return None
         try:
             found = None if self.check is None else self.check.of(record, text)
