@@ -1,4 +1,4 @@
-"""What the files of `conf/` say of themselves: what each is, its options, and what these mean, which stands there alone.
+"""The files of `conf/`: what each is, its options, their defaults, and their meanings from the comments beside them.
 
 Reads YAML together with its comments and imports neither Hydra nor torch, so that help and lists are there at once.
 """
@@ -93,9 +93,9 @@ def read(path: Path) -> File:
     if not isinstance(node, yaml.MappingNode):
         raise SpecBenchError(f"{path}: options were expected; mend it")
     header = re.match(r"(#.*\n)*", text)
-    said = [line[1:].strip() for line in header[0].splitlines() if not line.startswith("# @")] if header else []
+    comment = [line[1:].strip() for line in header[0].splitlines() if not line.startswith("# @")] if header else []
     options = {option.name: option for option in _options(node, text.split("\n"))}
-    return File(path, " ".join(said), text.startswith("# @package _global_"), content, options)
+    return File(path, " ".join(comment), text.startswith("# @package _global_"), content, options)
 
 
 def _options(node: yaml.MappingNode, lines: Sequence[str], place: str = "") -> Iterator[Option]:
@@ -144,12 +144,12 @@ def file(folder: str, name: str) -> File:
 
 
 def unknown(folder: str, name: str, known: Collection[str]) -> str:
-    """What to say of a name that no file of a folder has."""
+    """The message on a name that no file of a folder has."""
     return f"{folder}={visible(name)}: there is no such {folder}{nearest(name, known) or f'; {where(folder)}'}"
 
 
 def where(folder: str) -> str:
-    """How to find out what a folder of `conf/` holds."""
+    """How a user can list the files of a folder of `conf/`."""
     named = f"specbench list {LISTED[folder]}" if folder in LISTED else f"ls conf/{folder}"
     return f"`{named}` shows what there is"
 
@@ -197,7 +197,7 @@ def require_optional(command: str, words: Sequence[str]) -> None:
 
 
 def _overridden(chosen: File) -> Iterator[tuple[str, str]]:
-    """Which files of other groups a file takes, unless it is told otherwise."""
+    """Files of other groups that a file chooses by default."""
     for item in chosen.content.get("defaults", []):
         if isinstance(item, Mapping):
             for key, value in item.items():
@@ -226,11 +226,11 @@ def chosen_options(group: Group, name: str, default: str) -> list[Option]:
     """
     found = file(group.folder, name)
     same = [other for other in names(group.folder) if _class(file(group.folder, other)) == _class(found)]
-    said: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for other in (name, *same, default):
         for option in _placed(group, other):
-            said[option.name] = said.get(option.name) or option.meaning
-    return [replace(option, meaning=said[option.name]) for option in _placed(group, name)]
+            meanings[option.name] = meanings.get(option.name) or option.meaning
+    return [replace(option, meaning=meanings[option.name]) for option in _placed(group, name)]
 
 
 def _placed(group: Group, name: str) -> list[Option]:

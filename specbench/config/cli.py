@@ -1,4 +1,4 @@
-"""What every door does around its job: whatever goes wrong ends in one line and exit code 2.
+"""What every command does around its job: any error ends in one line and exit code 2.
 
 In a sweep the next job begins, and the exit code follows at the end.
 """
@@ -22,17 +22,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.common import storage
-from specbench.common.errors import SpecBenchError, one_line, visible
-from specbench.common.faults import told
+from specbench.common.errors import SpecBenchError, format_exception, one_line, visible
 from specbench.config import catalog, usage, validation
 
 CONF = str(storage.PROJECT / "conf")
 QUOTES = "'\""
-_lost: list[str] = []  # what jobs of this process's sweep said when they failed
+_lost: list[str] = []  # messages of this process's jobs of a sweep that failed
 
 
 def handle_errors(job: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a job: it says what went wrong here, before Hydra adds lines of its own."""
+    """Wrap a job: its errors are printed here, before Hydra adds lines of its own."""
 
     @functools.wraps(job)
     def wrapped(*args: Any) -> None:
@@ -41,7 +40,7 @@ def handle_errors(job: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             sys.exit(_complain("interrupted; run the same command again to continue"))
         except Exception as error:
-            line = _no_choice(error) or told(error)  # once: it may write a traceback down
+            line = _no_choice(error) or format_exception(error)  # once: it may write a traceback down
             code = _complain(line)
             if not sweeping():
                 sys.exit(code)
@@ -61,40 +60,33 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
 
 
 def choice(group: str) -> str:
-    """Which file of a group the running command was told to take: `choice("study")`."""
+    """Which file of a group the running command takes: `choice("study")`."""
     return str(HydraConfig.get().runtime.choices[group])
 
 
 def typed_overrides() -> list[tuple[str, str]]:
-    """What the running command was told: the option and the whole override, in order."""
+    """The overrides that were typed: the option and the whole override, in order."""
     task = list(HydraConfig.get().overrides.task)
     parsed = OverridesParser.create().parse_overrides(task)
     return [(option.key_or_group, word) for option, word in zip(parsed, task, strict=True)]
 
 
 def run_cli(main: Callable[[], None], name: str | None = None) -> None:
-    """Run a command-line door. name: of its configuration, to say which option a misspelt one is near to."""
+    """Run a command. name: of its configuration, to find the option that a misspelt one is near to."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
     _lost.clear()
     sys.argv[1:] = spelt_out(sys.argv[1:])
     try:
-        if name is not None and usage.asked(sys.argv[1:]):
-            print(usage.of(name, sys.argv[1:]))
+        if name is not None and usage.asks_for_help(sys.argv[1:]):
+            print(usage.help_text(name, sys.argv[1:]))
             return
         if name is not None:
             catalog.require_optional(name, sys.argv[1:])
         main()
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; run the same command again to continue"))
-    except HydraException as error:
-        sys.exit(_complain(_no_choice(error) or _unknown(error, name) or told(error)))
-    except SpecBenchError as error:
-        sys.exit(_complain(told(error)))
     except Exception as error:
-        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-        if os.path.dirname(hydra.__file__) in innermost:  # a mistake in the command line that its reader did not foresee
-            sys.exit(_complain(f"{' '.join(sys.argv[1:])}: {one_line(error) or type(error).__name__}"))
-        sys.exit(_complain(told(error)))
+        sys.exit(_complain(_no_choice(error) or _no_option(error, name) or _unreadable(error) or format_exception(error)))
     if _lost:
         sys.exit(2)
 
@@ -137,7 +129,7 @@ def called(name: str, otherwise: str) -> str:
 
 
 def composed(name: str, overrides: list[str]) -> DictConfig:
-    """The configuration of a door as if these overrides had been typed behind it, from within a job or outside of one."""
+    """The configuration of a command with these overrides, from within a job or outside of one."""
     if GlobalHydra.instance().is_initialized():
         return compose(name, overrides)
     with initialize_config_dir(CONF, version_base="1.3"):
@@ -181,9 +173,17 @@ def _no_choice(error: BaseException) -> str | None:
     return f"{unnamed[1]} is missing: name one with {unnamed[1]}=; {catalog.where(unnamed[1])}" if unnamed else None
 
 
-def _unknown(error: HydraException, name: str | None) -> str | None:
+def _unreadable(error: Exception) -> str | None:
+    """Of a command line at which Hydra's parser itself failed."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, (HydraException, SpecBenchError)) or os.path.dirname(hydra.__file__) not in innermost:
+        return None
+    return f"{' '.join(sys.argv[1:])}: {one_line(error) or type(error).__name__}"
+
+
+def _no_option(error: Exception, name: str | None) -> str | None:
     """Of an override that names no option: which one may have been meant."""
-    found = re.match(r"Could not override '([^']+)'", str(error))
+    found = re.match(r"Could not override '([^']+)'", str(error)) if isinstance(error, HydraException) else None
     if found is None or name is None:
         return None
     GlobalHydra.instance().clear()

@@ -15,12 +15,12 @@ REFUSED = {"study": "drafter"}  # a group that a command takes no choice of: a s
 COMMANDS = ("run", "study", "train", "report", "export", "cost", "serve", "evidence", "trials")
 
 
-def asked(words: Sequence[str]) -> bool:
+def asks_for_help(words: Sequence[str]) -> bool:
     """Does a command line ask for help?"""
     return any(word in FLAGS for word in words)
 
 
-def of(command: str, words: Sequence[str] = ()) -> str:
+def help_text(command: str, words: Sequence[str] = ()) -> str:
     """The help of a command. Raises `SpecBenchError` for a file that there is not.
 
     words: of its command line; of the files that they choose the options are shown, else of those that it takes by itself.
@@ -81,8 +81,8 @@ def _example(command: str, comment: str = "") -> list[str]:
 
 
 def _options(options: Iterable[catalog.Option]) -> list[str]:
-    said = ((f"{o.name}={o.default}" if o.default else f"{o.name}.*", o.meaning) for o in options)
-    return [line for left, right in said for line in row(left, right)]
+    lines = ((f"{o.name}={o.default}" if o.default else f"{o.name}.*", o.meaning) for o in options)
+    return [line for left, right in lines for line in row(left, right)]
 
 
 def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str]:
@@ -95,5 +95,5 @@ def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str
 
 def _end(command: str, groups: dict[str, catalog.Group]) -> list[str]:
     example = next((key for key in ("drafter", "model") if key in groups), None)
-    said = f"Options of another file: specbench {command} --help {example}=NAME. " if example else ""
-    return textwrap.wrap(f"{said}Hydra's own flags, such as --multirun and --cfg job: --hydra-help.", WIDTH)
+    hint = f"Options of another file: specbench {command} --help {example}=NAME. " if example else ""
+    return textwrap.wrap(f"{hint}Hydra's own flags, such as --multirun and --cfg job: --hydra-help.", WIDTH)

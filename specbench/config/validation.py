@@ -1,8 +1,8 @@
-"""Holds a configuration to what the classes that take it declare, before anything is loaded.
+"""Validates a configuration against the annotations of the classes that take it, before anything is loaded.
 
 Every option is declared once: as an annotated parameter of the class that a node's `_target_` names, or as a field of the
-door's own dataclass. Types and ranges are those annotations (`specbench/common/types.py`); nothing is converted, so that
-`"3"` is no number. Whatever is wrong ends in one line: the option, its value, what is allowed.
+command's own dataclass. Types and ranges are those annotations (`specbench/common/types.py`); nothing is converted, so that
+`"3"` is no number. An error is one line: the option, its value, what is allowed.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from specbench.common.errors import SpecBenchError, nearest, visible
+from specbench.common.errors import SpecBenchError, nearest, shorten, visible
+from specbench.common.io import strict_adapter
 
 INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
-_RULES = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
-def check(config: DictConfig, door: type) -> None:
-    """Hold a composed configuration, interpolations resolved, to a door's dataclass.
+def check(config: DictConfig, declared: type) -> None:
+    """Hold a composed configuration, interpolations resolved, to a command's dataclass.
 
     Raises:
         SpecBenchError: an unknown, missing or unfit option.
@@ -38,7 +38,7 @@ def check(config: DictConfig, door: type) -> None:
         place = getattr(error, "full_key", None) or "configuration"
         raise SpecBenchError(f"{place}: {str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
-    hold(plain, (door,))
+    hold(plain, (declared,))
 
 
 def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> None:
@@ -48,26 +48,25 @@ def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> 
         taker = target(node["_target_"], takers, place)
     elif not dataclasses.is_dataclass(taker):
         raise SpecBenchError(f"{place}._target_ is missing: the class, of the kind {taker.__name__}, that takes this node")
-    declared = options(taker)
-    for name in node:
-        if name in INSTANTIATION and place:
-            continue
-        if name not in declared:
-            raise SpecBenchError(f"{_join(place, visible(str(name)))}: no such option{nearest(name, declared)}")
-    for name, option in declared.items():  # in the order of declaration: what a message names comes first
-        if name in node:
-            _value(node[name], option, _join(place, name))
-        elif option.required:
+    given = {name: value for name, value in node.items() if not (place and name in INSTANTIATION)}
+    _hold_options(given, options(taker), place)
+    for name, option in options(taker).items():
+        if option.required and name not in node:
             raise SpecBenchError(f"{_join(place, name)} is missing; {taker.__name__} needs it")
 
 
 def hold_some(node: Mapping[str, Any], taker: type, among: Sequence[str], place: str) -> None:
     """Hold values to some options of a class, of which none need be there."""
-    known = {name: option for name, option in options(taker).items() if name in among}
-    for name, value in node.items():
-        if name not in known:
-            raise SpecBenchError(f"{place}.{name}: no such option{nearest(name, known)}")
-        _value(value, known[name], f"{place}.{name}")
+    _hold_options(node, {name: option for name, option in options(taker).items() if name in among}, place)
+
+
+def _hold_options(node: Mapping[Any, Any], declared: "Mapping[str, Option]", place: str) -> None:
+    for name in node:
+        if name not in declared:
+            raise SpecBenchError(f"{_join(place, visible(str(name)))}: no such option{nearest(name, declared)}")
+    for name, option in declared.items():  # in the order of declaration: what a message names comes first
+        if name in node:
+            _value(node[name], option, _join(place, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,20 +117,17 @@ def _value(value: Any, option: Option, place: str) -> None:
     try:
         _adapter(option.owner, option.name).validate_json(json.dumps(value))
     except ValidationError as error:
-        raise SpecBenchError(f"{place}{_said(error, value)}") from error
+        raise SpecBenchError(f"{place}{_explained(error, value)}") from error
     return None
 
 
 @functools.cache
 def _adapter(owner: type, name: str) -> TypeAdapter[Any]:
-    annotation = options(owner)[name].annotation
-    if hasattr(annotation, "__pydantic_config__"):  # a shape of files, which has rules of its own
-        return TypeAdapter(annotation)
-    return TypeAdapter(annotation, config=_RULES)
+    return strict_adapter(options(owner)[name].annotation)
 
 
-def _said(error: ValidationError, value: Any) -> str:
-    """Where in the value, what is there, what is allowed: `[2]=abc: must be a valid number`."""
+def _explained(error: ValidationError, value: Any) -> str:
+    """The end of a message: place in the value, value, what is allowed, as in `[2]=abc: must be a valid number`."""
     errors = error.errors(include_url=False)
     deepest = max(errors, key=lambda e: len(_within(value, e["loc"])))
     place = _within(value, deepest["loc"])
@@ -199,5 +195,4 @@ def _join(place: str, name: Any) -> str:
 
 def _shown(value: Any) -> str:
     shown = "null" if value is None else value if isinstance(value, str) else json.dumps(value)
-    shown = visible(shown)
-    return shown if len(shown) <= 60 else shown[:57] + "…"
+    return shorten(visible(shown), 60)

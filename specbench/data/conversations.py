@@ -84,8 +84,8 @@ def _messages(record: dict[str, Any]) -> list[Message]:
     chat: list[Message] = []
     turns = record.get("conversations")
     for turn in turns if isinstance(turns, list) else []:
-        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        role, text = _ROLES.get(who) if isinstance(who, str) else None, said if isinstance(said, str) else ""
+        speaker, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        role, text = _ROLES.get(speaker) if isinstance(speaker, str) else None, value if isinstance(value, str) else ""
         expected = "assistant" if len(chat) % 2 else "user"
         if role != expected or not text.strip():
             if not chat and role == "assistant":

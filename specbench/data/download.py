@@ -110,15 +110,20 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
         RepositoryNotFoundError,
     )
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-    older = [*wanted, "pytorch_model*.bin"]  # Vicuna has no safetensors; Transformers reads these as tensors only
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    older_patterns = [
+        *patterns,
+        "pytorch_model*.bin",
+    ]  # Vicuna has no safetensors; Transformers reads these as tensors only
     try:
         try:
-            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older, local_files_only=True))
+            folder = Path(
+                snapshot_download(hub_id, revision=revision, allow_patterns=older_patterns, local_files_only=True)
+            )
         except LocalEntryNotFoundError:
-            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older))
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older_patterns))
         return folder
     except RepositoryNotFoundError as error:  # gated models answer like missing ones without a token
         raise SpecBenchError(

@@ -34,7 +34,8 @@ def main() -> None:
     execution.create_tempdir = contextlib.nullcontext  # this process has a folder of its own already
     for kind, limit in LIMITS.items():
         resource.setrlimit(kind, (limit, limit))
-    write, end, result = os.write, os._exit, []
+    write, end = os.write, os._exit
+    result: list[str] = []
     execution.unsafe_execute(job["problem"], job["completion"], WALL_SECONDS, result)
     if result == ["passed"]:
         write(1, job["word"].encode())

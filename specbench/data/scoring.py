@@ -1,4 +1,4 @@
-"""Does an answer solve its question's problem? Knows the texts of prompts and answers, no model and no drafter.
+"""Scores answers by their texts: does an answer solve its question's problem?
 
 Two kinds of check, which `PromptSet` makes of the fields of a record: tests that a program must pass (HumanEval), and a
 number at the end (GSM8K). Programs run only if the user allows it (`data.run_programs=true`), in a process of their own,
@@ -148,7 +148,7 @@ def _sound(prompt: str, code: str) -> str:
     lines, before = code.splitlines(keepends=True), prompt.count("\n")
     count = len(lines)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what a model writes, users need not be warned
+        warnings.simplefilter("ignore")  # users need no warnings about a model's programs
         while count > 0:
             kept = "".join(lines[:count])
             try:
