@@ -135,7 +135,7 @@ _adapter = cache(strict_adapter)
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Names of what is not alike in two JSON objects: `a.b` for b within a."""
+    """Dotted names of the items in which two JSON objects differ: `a.b` for b within a."""
     for name in sorted(before.keys() | now.keys()):
         a, b = before.get(name), now.get(name)
         if isinstance(a, dict) and isinstance(b, dict):

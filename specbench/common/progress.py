@@ -20,7 +20,7 @@ def span(seconds: float) -> str:
 
 
 class _Bar(Progress):
-    """With lines below it."""
+    """A progress bar with text below it."""
 
     below = ""
 

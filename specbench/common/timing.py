@@ -10,7 +10,7 @@ import torch
 
 
 class Clock:
-    """Seconds, after everything issued so far has run: on a GPU each reading waits for the device."""
+    """Seconds on the clock once all issued work has run: on a GPU each reading waits for the device."""
 
     def __init__(self, device: torch.device):
         self.cuda = device if device.type == "cuda" else None
@@ -22,7 +22,7 @@ class Clock:
 
 
 class BackgroundLoad:
-    """How many cores other processes kept busy, on average since `start`: what makes a timing worthless."""
+    """The mean number of cores that other processes kept busy since `start`; a busy machine makes timings worthless."""
 
     def start(self) -> None:
         self.begin = self._now()
@@ -79,7 +79,7 @@ class PeakMemory:
             return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale, "since_start": False}
 
     def bytes(self) -> int:
-        """Of the allocator on a GPU, else of the process."""
+        """Peak bytes: the allocator's on a GPU, else of the process."""
         found = self.read()
         return int(found["allocator"] if "allocator" in found else found["resident"])
 

@@ -53,12 +53,12 @@ class File:
 
     @property
     def parents(self) -> list[str]:
-        """Files of the same folder that it begins with."""
+        """Names of files in the same folder that this one extends."""
         return [item for item in self.content.get("defaults", []) if isinstance(item, str) and item != "_self_"]
 
     @property
     def node(self) -> Mapping[str, Any]:
-        """What the class takes that the file is about."""
+        """The part of the content that is passed to the class that the file configures."""
         node: Mapping[str, Any] = self.content.get(self.path.parent.name, {}) if self.whole else self.content
         return node
 
@@ -80,7 +80,7 @@ class Group:
 
 @functools.cache
 def read(path: Path) -> File:
-    """Raises `SpecBenchError` for what is no YAML mapping."""
+    """A YAML file with its comments. Raises `SpecBenchError` for a file that holds no YAML mapping."""
     text = read_text(path)
     loader = _LOADER(text)
     try:
@@ -99,7 +99,7 @@ def read(path: Path) -> File:
 
 
 def _options(node: yaml.MappingNode, lines: Sequence[str], place: str = "") -> Iterator[Option]:
-    """A part with a meaning of its own is one option; of any other one, the options."""
+    """The options below a node. A part with a comment of its own is one option, of another part each option is one."""
     for key, value in node.value:
         name = place + str(key.value)
         if key.value.startswith("_") or name in ("defaults", "hydra"):
@@ -113,7 +113,7 @@ def _options(node: yaml.MappingNode, lines: Sequence[str], place: str = "") -> I
 
 
 def _comment(key: yaml.Node, value: yaml.Node, lines: Sequence[str]) -> str:
-    """Behind a value on one line, else behind the key."""
+    """The comment behind a value on one line, else the one behind its key."""
     block = getattr(value, "flow_style", None) is False or getattr(value, "style", None) in ("|", ">")
     end = key.end_mark if block or value.start_mark.line < value.end_mark.line else value.end_mark
     found = re.search(r"(?:^|\s)#\s*(.*)", lines[end.line][end.column :])
@@ -131,12 +131,12 @@ def _written(value: yaml.Node, lines: Sequence[str]) -> str:
 
 
 def names(folder: str) -> list[str]:
-    """Of the files in a folder of `conf/`."""
+    """The names of the files in a folder of `conf/`, without `.yaml`."""
     return sorted(path.stem for path in (CONF / folder).glob("*.yaml"))
 
 
 def file(folder: str, name: str) -> File:
-    """One of them. Raises `SpecBenchError` for a name that there is not."""
+    """One file of a folder of `conf/`. Raises `SpecBenchError` for an unknown name."""
     known = names(folder)
     if name not in known:
         raise SpecBenchError(unknown(folder, name, known))
@@ -155,7 +155,7 @@ def where(folder: str) -> str:
 
 
 def groups(command: str) -> dict[str, Group]:
-    """Of a command's configuration, by how they are typed."""
+    """The groups of a command's configuration, by the names under which they are typed."""
     found: dict[str, Group] = {}
     for item in read(CONF / f"{command}.yaml").content.get("defaults", []):
         if isinstance(item, str):
@@ -171,7 +171,7 @@ def groups(command: str) -> dict[str, Group]:
 
 
 def choices(command: str, words: Sequence[str] = ()) -> dict[str, str]:
-    """Which file each group of a command takes if these words are typed; raises `SpecBenchError` where there is none."""
+    """The file that each group of a command takes with these overrides. Raises `SpecBenchError` for an unknown file."""
     known = groups(command)
     pairs = (word.partition("=") for word in words)
     typed = {key: value.split(",")[0] for key, equals, value in pairs if equals and key in known}
@@ -188,7 +188,7 @@ def choices(command: str, words: Sequence[str] = ()) -> dict[str, str]:
 
 
 def require_optional(command: str, words: Sequence[str]) -> None:
-    """Hydra passes over a file of an optional group that there is not: raises `SpecBenchError` for it."""
+    """Raises `SpecBenchError` for an unknown file of an optional group, which Hydra would ignore."""
     known = groups(command)
     for key, _, values in (word.partition("=") for word in words):
         if key in known and known[key].optional and re.fullmatch(r"[\w.,-]+", values) and values != "null":
@@ -208,7 +208,7 @@ def _overridden(chosen: File) -> Iterator[tuple[str, str]]:
 
 
 def options(path: Path) -> dict[str, Option]:
-    """A file's options, after those of the files that it begins with; each means what the first that has it says."""
+    """A file's options after those of its parents; the first file that has an option gives its meaning."""
     own = read(path)
     found: dict[str, Option] = {}
     for parent in own.parents:

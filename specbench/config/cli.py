@@ -50,7 +50,7 @@ def handle_errors(job: Callable[..., None]) -> Callable[..., None]:
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """Make a job the main function of a command: it is called with the configuration that `conf/<name>.yaml` begins."""
+    """Makes a job the main function of a command, called with the configuration that `conf/<name>.yaml` composes."""
 
     def wrap(job: Callable[..., None]) -> Callable[[], None]:
         made: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(handle_errors(job))
@@ -118,13 +118,13 @@ def spelt_out(typed: list[str]) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """What Hydra's grammar takes as a text, whatever it holds."""
+    """A text quoted, where it has to be, for Hydra's grammar."""
     plain = value[:1] in ("", *QUOTES) or re.fullmatch(r"[A-Za-z0-9./_-]+", value)
     return value if plain else "'" + value.replace("'", "\\'") + "'"
 
 
 def called(name: str, otherwise: str) -> str:
-    """A file's or folder's name as far as it can be a folder of rows, see `specbench.common.types.Name`."""
+    """The name of a file or folder, changed so that it can name a folder of rows, see `specbench.common.types.Name`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.")[:100] or otherwise
 
 
@@ -165,7 +165,7 @@ def sweeping() -> bool:
 
 
 def _no_choice(error: BaseException) -> str | None:
-    """Of a file of options that there is not, or that was not named: which one may have been meant."""
+    """The message on an unknown file of options, or on one that was not named; None for other errors."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         folder, _, name = error.missing_cfg_file.rpartition("/")
         return catalog.unknown(folder, name, error.options)
@@ -174,7 +174,7 @@ def _no_choice(error: BaseException) -> str | None:
 
 
 def _unreadable(error: Exception) -> str | None:
-    """Of a command line at which Hydra's parser itself failed."""
+    """The message on a command line at which Hydra's parser itself failed; None for other errors."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     if isinstance(error, (HydraException, SpecBenchError)) or os.path.dirname(hydra.__file__) not in innermost:
         return None
@@ -182,7 +182,7 @@ def _unreadable(error: Exception) -> str | None:
 
 
 def _no_option(error: Exception, name: str | None) -> str | None:
-    """Of an override that names no option: which one may have been meant."""
+    """The message on an override of an unknown option, with the nearest known one; None for other errors."""
     found = re.match(r"Could not override '([^']+)'", str(error)) if isinstance(error, HydraException) else None
     if found is None or name is None:
         return None

@@ -29,7 +29,7 @@ Lines are cut at the terminal's width, or at COLUMNS."""
 
 
 def main() -> None:
-    """Run what the command line says; the exit code is that of the command, 2 for a command that there is not."""
+    """Run what the command line asks for; the exit code is that of the command, 2 for an unknown one."""
     try:
         sys.exit(_run(sys.argv[1:]))
     except SpecBenchError as error:
@@ -50,7 +50,7 @@ def _run(words: list[str]) -> int:
 
 
 def _answer(command: str) -> Callable[[list[str]], str]:
-    """What answers without loading anything. Raises `SpecBenchError` for a command that there is not."""
+    """The function that answers without loading anything. Raises `SpecBenchError` for an unknown command."""
     if command in usage.COMMANDS:
         return lambda rest: usage.help_text(command, rest)
     answers: dict[str, Callable[[list[str]], str]] = {

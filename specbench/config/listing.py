@@ -27,7 +27,7 @@ MIN_WIDTH = 17  # characters that a column keeps: as many as "Beagle, Figure 11"
 
 
 def list_text(words: Sequence[str]) -> str:
-    """The list that `specbench list` is asked for. Raises `SpecBenchError` for one that there is not."""
+    """The list that `specbench list` prints. Raises `SpecBenchError` for an unknown one."""
     if not words:
         raise SpecBenchError(f"list: name one of {', '.join(KINDS)}")
     kind, *options = words
@@ -41,7 +41,7 @@ def list_text(words: Sequence[str]) -> str:
 
 
 def table(rows: Rows, width: int) -> str:
-    """Columns in plain text, cut where fewest cells lose something until all fit."""
+    """Columns in plain text; columns that cost the fewest cells characters are narrowed until all fit."""
     lengths = [[len(cell) for cell in column] for column in zip(*rows, strict=True)]
     widths = [max(column) for column in lengths]
     while sum(widths) + 2 * (len(widths) - 1) > width:
@@ -62,7 +62,7 @@ def _files(folder: str) -> list[File]:
 
 
 def drafters(model: str | None = None) -> Rows:
-    """model: whose weights are looked for; None: the one that is taken by default."""
+    """The rows of the list. model: the target whose weights are looked for; None: the default one."""
     model = model or catalog.groups("run")["model"].chosen
     published = catalog.file("model", model).content.get("published") or {}
     rows: Rows = [("drafter", "what", "needs", "here")]
@@ -92,7 +92,7 @@ def _weights(parts: Sequence[Mapping[str, Any]], model: str, published: Mapping[
 
 
 def models() -> Rows:
-    """size: parameters. memory: of the weights in bfloat16, and in float32, which most CPUs take."""
+    """The rows of the list. size: parameters. memory: of the weights in bfloat16, and in float32, which most CPUs take."""
     rows: Rows = [("model", "what", "size", "memory", "from", "here")]
     for found in _files("model"):
         size = _billions(found)
@@ -101,7 +101,7 @@ def models() -> Rows:
 
 
 def _billions(found: File) -> float | None:
-    """As the file says, else as the model's name does, if that does."""
+    """Billions of parameters, from the file, else from the model's name; None if neither tells."""
     if (billions := found.content.get("billions")) is not None:
         return float(billions)
     named = re.search(r"-(\d+(?:\.\d+)?)([mb])$", found.path.stem)
@@ -109,7 +109,7 @@ def _billions(found: File) -> float | None:
 
 
 def _sizes(found: File, billions: float | None) -> tuple[str, str]:
-    """Parameters, and the memory that they take."""
+    """Number of parameters and memory, for a table."""
     if billions is None:
         return "?", "?"
     dtype = found.content.get("dtype", "auto")
@@ -123,14 +123,14 @@ def _number(value: float) -> str:
 
 
 def datasets() -> Rows:
-    """A file of `data.root` comes before the sources listed here."""
+    """The rows of the list. A file of `data.root` comes before the sources listed here."""
     rows: Rows = [("dataset", "what", "from", "here")]
     files = map(_with_parents, _files("dataset"))
     return rows + [(found.path.stem, found.sentence, _source(found) or "a file", _here(found)) for found in files]
 
 
 def _with_parents(found: File) -> File:
-    """A file with the content of those that it begins with."""
+    """A file with the content of its parents under its own."""
     content = dict(found.content)
     for name in found.parents:
         content = {**catalog.file(found.path.parent.name, name).content, **content}
@@ -138,13 +138,13 @@ def _with_parents(found: File) -> File:
 
 
 def _source(found: File) -> str:
-    """Where it comes from, in the order in which places are asked."""
+    """Where a file's data comes from, in the order in which sources are tried."""
     sources = [source for source in ("path", "hub", "wheel") if found.content.get(source)]
     return " or ".join(sources) + (", gated" if "Gated on the hub" in found.about else "")
 
 
 def _here(found: File, gigabytes: float | None = None) -> str:
-    """If not, how much is to be fetched on first use. gigabytes: from the hub, if that is known."""
+    """`yes`, or how much is fetched on first use. gigabytes: size on the hub, if known."""
     content = found.content
     if content.get("path"):
         return "yes" if Path(content["path"]).expanduser().exists() else "no"
@@ -157,7 +157,7 @@ def _here(found: File, gigabytes: float | None = None) -> str:
 
 
 def _fetched(found: File) -> bool:
-    """Does a cache hold it, ours of wheels or that of the hub's client?"""
+    """Does this project's cache or that of the hub's client hold it?"""
     wheel, hub = found.content.get("wheel"), found.content.get("hub")
     if wheel:
         entries = f"models/{found.path.stem}", wheel_name(_WHEEL.validate_python(wheel))
@@ -182,7 +182,7 @@ def trees() -> Rows:
 
 
 def studies() -> Rows:
-    """Rows are looked for under `results/`, where `specbench evidence` and `specbench study` write them."""
+    """The rows of the list. Results are looked for under `results/`, where `specbench evidence` and `study` write them."""
     rows: Rows = [("study", "what", "of", "needs", "rows")]
     for found in _files("study"):
         name, content = found.path.stem, found.content
@@ -194,7 +194,7 @@ def studies() -> Rows:
 
 
 def _need(key: str, value: Any) -> str:
-    """In words, see `specbench.records.studies.Needs`."""
+    """A requirement in words, see `specbench.records.studies.Needs`."""
     words = {"device": "a GPU", "billions": f"a target of {value} B", "vocabulary": f"a target with {value} ids"}
     return words.get(key) or (str(value) if key in ("project", "pretrained") else f"{key} {value}")
 

@@ -44,7 +44,7 @@ class GreedyOnly(SpecBenchError):
 
 @dataclass(frozen=True)
 class Data:
-    """Where prompts come from: a folder with `<dataset>.jsonl` instead of wheel and hub; so many of them; how scored."""
+    """Where prompts come from (a folder of JSONL files before wheel and hub), how many, and whether programs run."""
 
     root: Text | None
     limit: Count | None
@@ -53,7 +53,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Common:
-    """What a run's options and the settled run both hold as it is."""
+    """Fields that a run's options and the settled run share."""
 
     threads: Annotated[int, Field(ge=1, le=4096)] | None
     rerun: Literal["missing", "failed", "all"]
@@ -159,7 +159,7 @@ class RunSpec(Common):
         return drafter
 
     def _require_beside(self, engine: Elsewhere) -> None:
-        """Refuse what another engine cannot be held against, and one that is not there, before any target is loaded."""
+        """Before any model is loaded, refuse settings that another engine cannot share, and one that is unreachable."""
         for refused, reason in (
             (self.replay, "replay=true: its drafts are not seen, so there is nothing to replay; set replay=false"),
             (not self.link.local, f"link={self.link.name}: it is a server by itself; set link=local"),
@@ -174,7 +174,7 @@ class RunSpec(Common):
 
 
 def checked(config: DictConfig, declared: type) -> dict[str, Any]:
-    """A command's options as plain values, interpolations resolved, held to its dataclass. Raises `SpecBenchError`."""
+    """A command's options as plain values, interpolations resolved, validated. Raises `SpecBenchError`."""
     validation.check(config, declared)
     options: Any = OmegaConf.to_container(config, resolve=True)
     return dict(options)
@@ -209,7 +209,7 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
 
 
 def weights_node(drafter: Any) -> Any:
-    """The part of a drafter's options that names weights: its own, or those of the trained drafter that it asks."""
+    """The part of a drafter's options that names weights: its own, or those of the trained drafter that it wraps."""
     return drafter if "weights" in drafter or "base" not in drafter else drafter["base"]
 
 
@@ -230,7 +230,7 @@ def state_compressors(name: str | None, model: Mapping[str, Any]) -> list[Any]:
 
 
 def _settle(options: dict[str, Any]) -> None:
-    """Write into the options what follows from the others, so that headers say it."""
+    """Add what follows from other options, so that headers record it."""
     model = options["model"]
     if options["replay"] and (options["sampler"]["temperature"] > 0 or model.get("weights") == "random"):
         raise SpecBenchError(
@@ -244,7 +244,7 @@ def _settle(options: dict[str, Any]) -> None:
 
 
 def _settle_weights(options: dict[str, Any]) -> None:
-    """Where the drafter's weights come from, if it has any; a target without weights assumes its acceptance."""
+    """Set where the drafter's weights come from; with a target without weights, simulate acceptance."""
     node, model = weights_node(options["drafter"]), options["model"]
     if model.get("weights") == "random":
         use_simulated_acceptance(options)
@@ -255,7 +255,7 @@ def _settle_weights(options: dict[str, Any]) -> None:
 
 
 def _settle_link(options: dict[str, Any]) -> None:
-    """What a target on a server cannot do is refused; memory is measured where both sides are one process."""
+    """Refuse what a target on a server cannot do; memory is measured only where both sides are one process."""
     if options["replay"]:
         raise SpecBenchError(
             "replay=true runs no target passes, so there is nothing to send; set replay=false or link=local"
@@ -302,7 +302,7 @@ def failure_path(config: DictConfig, label: str | None = None) -> Path:
 
 
 def failure(config: DictConfig, message: str, label: str | None = None) -> CellFailure:
-    """What is written down of it."""
+    """The record of a failed cell."""
     model, dataset, own = _names(config)
     temperature = OmegaConf.select(config, "sampler.temperature")
     known = temperature if isinstance(temperature, (int, float)) else str(temperature)
@@ -310,5 +310,5 @@ def failure(config: DictConfig, message: str, label: str | None = None) -> CellF
 
 
 def _names(config: DictConfig) -> list[str]:
-    """Of model, dataset and drafter, whatever a configuration calls them."""
+    """The names of model, dataset and drafter, valid or not."""
     return [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]

@@ -47,7 +47,7 @@ def summary(command: str) -> str:
 
 
 def row(left: str, right: str, column: int = COLUMN) -> list[str]:
-    """Two columns, the right one below the left one where that is too long."""
+    """Lines of two columns; a left text that is too long has a line of its own."""
     lines = textwrap.wrap(visible(right), WIDTH - column, break_on_hyphens=False) or [""]
     left = f"  {visible(left)}"
     if len(left) + 2 > column:
@@ -56,14 +56,14 @@ def row(left: str, right: str, column: int = COLUMN) -> list[str]:
 
 
 def _docstring(command: str) -> list[str]:
-    """Of a command's module, which is not imported: that takes seconds."""
+    """The docstring of a command's module, which is not imported, since that takes seconds."""
     text = (PROJECT / "specbench" / f"{command}.py").read_text()
     first, *rest = (ast.get_docstring(ast.parse(text)) or "").replace("python -m specbench.", "specbench ").split("\n")
     return [first.rstrip("."), *rest]
 
 
 def _paragraphs(lines: Iterable[str]) -> list[list[str]]:
-    """Examples as they are, with their comments below; prose wrapped."""
+    """Examples with their comments below, and prose, wrapped."""
     found = []
     for paragraph in "\n".join(lines).strip().split("\n\n"):
         if "specbench " in paragraph.split("\n")[0]:

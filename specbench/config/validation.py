@@ -56,7 +56,7 @@ def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> 
 
 
 def hold_some(node: Mapping[str, Any], taker: type, among: Sequence[str], place: str) -> None:
-    """Hold values to some options of a class, of which none need be there."""
+    """Validate values of some options of a class, none of which is required."""
     _hold_options(node, {name: option for name, option in options(taker).items() if name in among}, place)
 
 
@@ -75,13 +75,16 @@ class Option:
 
     annotation: Any
     required: bool
-    owner: type
-    name: str
+
+    @functools.cached_property
+    def adapter(self) -> TypeAdapter[Any]:
+        """Validates plain values of this option."""
+        return strict_adapter(self.annotation)
 
 
 @functools.cache
 def options(taker: type) -> dict[str, Option]:
-    """The options of a class: its constructor's parameters, those of its parents where it passes them on."""
+    """The options of a class: parameters of its constructor, and of its parents' where it passes them on."""
     found: dict[str, Option] = {}
     for owner in taker.__mro__:
         constructor = vars(owner).get("__init__")
@@ -93,14 +96,14 @@ def options(taker: type) -> dict[str, Option]:
             if parameter.kind is not parameter.VAR_KEYWORD:
                 required = parameter.default is parameter.empty
                 name = parameter.name.removesuffix("_")  # of an option that Python has a keyword for
-                found.setdefault(name, Option(hints.get(parameter.name, Any), required, owner, name))
+                found.setdefault(name, Option(hints.get(parameter.name, Any), required))
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return found
 
 
 def _value(value: Any, option: Option, place: str) -> None:
-    """Hold one option's value: a node to its class, plain values to their type."""
+    """Validate one option's value: a node against its class, plain values against their type."""
     takers = tuple(classes(option.annotation))
     if isinstance(value, Mapping) and ("_target_" in value or takers):
         return hold(value, takers or (object,), place)
@@ -115,15 +118,10 @@ def _value(value: Any, option: Option, place: str) -> None:
     if takers:
         raise SpecBenchError(f"{place}={_shown(value)}: a node with a _target_ was expected, {takers[0].__name__}")
     try:
-        _adapter(option.owner, option.name).validate_json(json.dumps(value))
+        option.adapter.validate_json(json.dumps(value))
     except ValidationError as error:
         raise SpecBenchError(f"{place}{_explained(error, value)}") from error
     return None
-
-
-@functools.cache
-def _adapter(owner: type, name: str) -> TypeAdapter[Any]:
-    return strict_adapter(options(owner)[name].annotation)
 
 
 def _explained(error: ValidationError, value: Any) -> str:
@@ -139,7 +137,7 @@ def _explained(error: ValidationError, value: Any) -> str:
 
 
 def _within(value: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The part of an error's place that is in the value: behind it stand the types that were tried."""
+    """The part of an error's location that lies in the value; behind it stand the types that were tried."""
     found: list[Any] = []
     for step in loc:
         try:
@@ -151,7 +149,7 @@ def _within(value: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def target(path: Any, expected: tuple[type, ...], place: str) -> type:
-    """The class that a `_target_` names, which must be of a kind expected there."""
+    """The class that a `_target_` names. Raises `SpecBenchError` for one of another kind than expected."""
     try:
         taker = get_class(path)
     except Exception as error:  # imports can raise anything
@@ -162,7 +160,7 @@ def target(path: Any, expected: tuple[type, ...], place: str) -> type:
 
 
 def _is(taker: type, kind: type) -> bool:
-    """Is it one, or does it have the methods of a protocol?"""
+    """Is a class of this kind, or does it have the methods of this protocol?"""
     if getattr(kind, "_is_protocol", False):
         asked = [n for n, v in vars(kind).items() if inspect.isfunction(v) and (n == "__call__" or n[0] != "_")]
         return all(hasattr(taker, name) for name in asked)
@@ -170,7 +168,7 @@ def _is(taker: type, kind: type) -> bool:
 
 
 def classes(annotation: Any) -> Iterator[type]:
-    """Classes in an annotation whose nodes are taken apart: dataclasses, protocols and what pydantic does not know."""
+    """Classes in an annotation whose nodes are validated by option: dataclasses, protocols, types unknown to pydantic."""
     if typing.get_origin(annotation) is typing.Annotated:
         yield from classes(typing.get_args(annotation)[0])
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, list, tuple):

@@ -51,7 +51,7 @@ class Chat:
 
 
 class Pieces:
-    """Stands in for a tokenizer where only time and memory count: about four characters an id, whatever they are."""
+    """Replaces a tokenizer where only time and memory count: one arbitrary id for every four characters."""
 
     chat_template = None
 

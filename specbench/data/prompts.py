@@ -31,7 +31,7 @@ class Question:
 
     @cached_property
     def digest(self) -> str:
-        """Of its texts and of how it is scored, by which rows know it."""
+        """Digest of its texts and of how it is scored, by which rows name the question."""
         return question_digest(self.turns, None if self.check is None else repr(self.check))
 
 
@@ -192,7 +192,7 @@ def own_prompts(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def own_field(record: Mapping[str, Any], where: str) -> str:
-    """Which of `FIELDS` holds a record's prompt. Raises `SpecBenchError` for none, or for several that differ."""
+    """The one of `FIELDS` that holds a record's prompt. Raises `SpecBenchError` for none, or for several that differ."""
     there = [field for field in FIELDS if field in record]
     if not there:
         raise SpecBenchError(f"{where}: no prompt; give it `turns` (a list of texts), `prompt` or `question` (a text)")

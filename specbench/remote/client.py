@@ -63,7 +63,7 @@ class Connection:
         self.traffic, self.number = Traffic(), 0
 
     def open(self) -> None:
-        """Connect anew. Raises `SpecBenchError` for a server that does not fit, `LinkLost` for none."""
+        """Connect anew. Raises `SpecBenchError` for a server of another version, `LinkLost` if none answers."""
         self.close()
         self.socket = client_socket(self.address)
         self.watch = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -90,7 +90,7 @@ class Connection:
             self.socket.send(protocol.encode({**message, "n": self.number}))
 
     def request(self, message: Mapping[str, Any]) -> Any:
-        """The answer to a message. Raises `SpecBenchError` for one that the server refuses, `LinkLost` if none comes."""
+        """The answer to a request. Raises `SpecBenchError` if the server refuses it, `LinkLost` if no answer comes."""
         self.number += 1
         data, sizes = protocol.encode_counted({**message, "n": self.number})
         if message["kind"] != "hello" and len(data) > (limit := self.welcome["limits"]["message"]):
@@ -103,7 +103,7 @@ class Connection:
         return answer
 
     def receive(self, since: float | None = None) -> Any:
-        """The next answer to what was asked last, awaited since then or from now on; raises as `ask` does."""
+        """The next answer to the last request, awaited since then or from now on. Raises as `request` does."""
         begin = time.perf_counter() if since is None else since
         answer, sizes = self._answer(begin + self.patience_s)
         self.traffic.waited_s += time.perf_counter() - begin

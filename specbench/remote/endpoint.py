@@ -89,7 +89,7 @@ class Endpoint:
         _key()
 
     def models(self) -> list[dict[str, Any]]:
-        """What it says of the models that it serves."""
+        """The server's list of its models."""
         with self._asked("GET", "/models") as (response, _):
             data = response.read(MAX_LINE + 1)
             try:
@@ -177,7 +177,7 @@ class Endpoint:
 
 
 def _key() -> str:
-    """The user's key; none: "". Raises `SpecBenchError`, without the key, for one that no header can hold."""
+    """The user's key, or an empty text. Raises `SpecBenchError`, which does not show the key, if no header can hold it."""
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise SpecBenchError(f"{KEY}: must be one word of plain characters; set it to the server's key, or unset it")
@@ -185,7 +185,7 @@ def _key() -> str:
 
 
 def _refused(response: HTTPResponse, path: str) -> str:
-    """What to say of a status that is not 200."""
+    """The message on a status other than 200."""
     if response.status in (401, 403):
         hint = f"check the key in {KEY}" if _key() else f"set {KEY} to its key"
         return f"{path} answers {response.status}, access refused; {hint}"
@@ -208,6 +208,6 @@ def _message(body: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """What a server said, on one line; a key that it repeats is left out."""
+    """A server's message on one line, cut off, without the key if it repeats that."""
     key = _key()
     return shorten(one_line(ValueError(text.replace(key, "…") if key else text)), SHOWN)

@@ -76,7 +76,7 @@ async def _shaped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sh
 
 
 async def listen(host: str, port: int, shape: Shape) -> asyncio.Server:
-    """A port on loopback behind which the server at host and port stands, shaped."""
+    """Listen at a port on loopback and forward to host and port over the emulated network."""
 
     async def pair(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

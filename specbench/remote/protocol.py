@@ -106,7 +106,7 @@ class Drawn(TypedDict):
 
 
 class Pass(TypedDict):
-    """A tree: ids with the root's first, parents of all but the root, nodes that may not be accepted."""
+    """A tree: ids, the root's first; parents of all nodes but the root; nodes that may not be accepted."""
 
     kind: Literal["pass"]
     n: Natural
@@ -193,7 +193,7 @@ def encode(message: Any) -> bytes:
 
 
 def encode_counted(message: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
-    """A message, and how many of its bytes are of which kind, see `PARTS`."""
+    """A message as bytes, and its bytes by kind, see `PARTS`."""
     parts = {key: encode(key) + encode(value) for key, value in message.items()}
     data = msgpack.Packer().pack_map_header(len(parts)) + b"".join(parts.values())
     return data, _by_kind({key: len(part) for key, part in parts.items()}, len(data))
@@ -205,7 +205,7 @@ def decode(data: bytes, shape: TypeAdapter[Any]) -> Any:
 
 
 def decode_counted(data: bytes, shape: TypeAdapter[Any]) -> tuple[Any, dict[str, int]]:
-    """The same, and how many of its bytes are of which kind, see `PARTS`."""
+    """A message and its bytes by kind, see `PARTS`. Raises `SpecBenchError` for anything but a message of this shape."""
     try:
         message, sizes = _unpacked(data)
         return shape.validate_python(message), _by_kind(sizes, len(data))
@@ -248,7 +248,7 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _by_kind(sizes: Mapping[str, int], total: int) -> dict[str, int]:
-    """Bytes by kind of what has one, the rest of the message as `frame`."""
+    """Bytes by kind of the items that have one; the rest of the message is `frame`."""
     found: dict[str, int] = {}
     for key, size in sizes.items():
         if key in PARTS:
@@ -273,7 +273,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def unpack(packed: WireTensor, device: torch.device, shape: tuple[int, ...]) -> Tensor:
-    """The tensor, which must be of this shape. Raises `SpecBenchError`."""
+    """The tensor. Raises `SpecBenchError` if it does not have this shape."""
     if tuple(packed["s"]) != shape or ("m" in packed) != (packed["d"] == "int8"):
         raise SpecBenchError(f"a tensor of {packed['s']}, where {list(shape)} were expected")
     found = _tensor(packed["b"], DTYPES[packed["d"]], shape)
@@ -291,7 +291,7 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def pack_taps(taps: Taps) -> TapsMessage:
-    """Names as they are, layers as lists."""
+    """`Taps` as a message, layers as lists."""
     packed: Any = asdict(taps) | {"hidden": list(taps.hidden), "kv": list(taps.kv)}
     return packed
 
@@ -305,7 +305,7 @@ def unpack_taps(packed: TapsMessage) -> Taps:
 
 
 def pack_verify(config: VerifyConfig) -> VerifyMessage:
-    """Raises `SpecBenchError` for a rule that no server knows."""
+    """`VerifyConfig` as a message. Raises `SpecBenchError` for a rule that servers do not know."""
     rule = config.rule
     name: Any = {Lossless: "lossless", Typical: "typical"}.get(type(rule))
     if name is None:

@@ -45,7 +45,7 @@ class Client:
     seen: float = field(default_factory=time.monotonic)
 
     def forget(self) -> None:
-        """Its generation is over, and its cache's memory free."""
+        """End its generation and free its cache."""
         self.cache.begin(0)
         self.cache.storage, self.cache.capacity, self.judge, self.streamed = {}, 0, None, None
 
@@ -98,7 +98,7 @@ class Server:
             self.socket.close()
 
     def _turn(self) -> None:
-        """One message of whoever is next."""
+        """Receive one message and answer it."""
         peer, *frames = self.socket.recv_multipart()
         number = 0
         try:
@@ -127,7 +127,7 @@ class Server:
         return self._timed(client, self._begun if request["kind"] == "begin" else self._passed, request)
 
     def _timed(self, client: Client, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-        """What some work for a client comes to, and its seconds."""
+        """The answer that some work for a client gives, with its seconds."""
         begin = time.perf_counter()
         self.target.cache, self.target.taps = client.cache, client.taps
         with torch.inference_mode():
@@ -135,7 +135,7 @@ class Server:
         return {"kind": "answer", **answer, "seconds": time.perf_counter() - begin}
 
     def _stream(self, peer: bytes, client: Client) -> None:
-        """One token more of plain decoding, until a stop token comes or the room that was asked for is full."""
+        """One more token of plain decoding, until a stop token or the end of the requested positions."""
         if client.streamed is None:  # its last message has ended it
             return
         over = client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity
@@ -198,7 +198,7 @@ class Server:
         return self._judged(client, tree)
 
     def _judged(self, client: Client, tree: DraftTree) -> dict[str, Any]:
-        """What becomes of a tree."""
+        """Run a tree, verify it, keep the accepted rows: the answer without its seconds."""
         assert client.judge is not None
         states = self.target.forward(tree)
         verdict, drafted = client.judge.verify(tree, states)
@@ -221,7 +221,7 @@ class Server:
         return found
 
     def _reviewed(self, states: TargetStates, taps: Taps) -> dict[str, Any]:
-        """Of every node, for drafters that learn from rejected ones as well."""
+        """Logits of every node, for drafters that learn from rejected ones as well."""
         if taps.likeliest is None:
             return {"logits": protocol.pack(states.logits)}
         if not taps.likeliest:
@@ -232,7 +232,7 @@ class Server:
     # What a client says -------------------------------------------------------------------------------------------------
 
     def _tree(self, request: protocol.Pass) -> DraftTree:
-        """Raises `SpecBenchError` for what is no tree."""
+        """The tree of a request. Raises `SpecBenchError` if it is none."""
         tokens, parents = request["tokens"], [-1, *request["parents"]]
         count, device = len(tokens), self.target.device
         _require("tree", "nodes", count, self.limits["nodes"])
@@ -279,7 +279,7 @@ class Server:
             self._drop(peer)
 
     def _look(self) -> None:
-        """Forget clients that have vanished, or say nothing any more."""
+        """Drop clients that are gone or idle."""
         now = time.monotonic()
         for peer, client in list(self.clients.items()):
             if now - client.seen > self.idle_s:

@@ -94,7 +94,7 @@ class RemoteTarget(Target):
 
     @classmethod
     def at(cls, address: str, path: Path, dtype: torch.dtype, device: torch.device, **more: Any) -> "RemoteTarget":
-        """The server's target, whose files lie in a folder here as well, as far as a client needs them."""
+        """The server's target; the local folder needs only the files that a client reads."""
         return cls(read_ends(path, dtype, device), path, address, **more)
 
     def _open(self) -> None:
@@ -136,7 +136,7 @@ class RemoteTarget(Target):
         return RemoteVerifier()
 
     def prefill(self, tokens: Tensor) -> TargetStates:
-        """A prompt [N]; without a judge the logits of its last position come back instead of a token."""
+        """Send a prompt [N]; without a judge the logits of its last position come back instead of a token."""
         if self.connection.socket is None:
             self._open()
         answer = self.connection.request(self._begin(tokens.tolist()))
@@ -252,7 +252,7 @@ class RemoteTarget(Target):
         return self.connection.request(message)
 
     def _received(self, answer: Any, tokens: Tensor, start: int) -> VerifiedStates:
-        """What came back of these ids, which stand from `start` on."""
+        """The states in an answer, of these ids at positions from `start` on."""
         count = len(tokens)
         config = self.config
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -278,7 +278,7 @@ class RemoteTarget(Target):
         return protocol.unpack(packed, self.device, shape).to(self.dtype)
 
     def _logits(self, answer: Any, nodes: int) -> Tensor:
-        """[N, V], of which all may be missing but the likeliest."""
+        """[N, V]; ids that the server did not send are -inf."""
         if "ids" not in answer:
             return self._tensor(answer["logits"], (nodes, self.vocab_size))
         ids = torch.tensor(answer["ids"], device=self.device)
@@ -291,17 +291,7 @@ def _message(tree: DraftTree) -> dict[str, Any]:
     if tree.acceptable is not None:
         message["others"] = (~tree.acceptable).nonzero()[:, 0].tolist()
     if tree.q is not None:
-        message["drawn"] = _drawn(tree)
+        parents = tree.parents[1:].unique()
+        drawn = {"ranks": tree.ranks.tolist(), "width": tree.width, "replacement": tree.replacement}
+        message["drawn"] = {"nodes": parents.tolist(), "q": protocol.pack(tree.q[parents]), **drawn}
     return message
-
-
-def _drawn(tree: DraftTree) -> dict[str, Any]:
-    assert tree.q is not None
-    parents = tree.parents[1:].unique()
-    return {
-        "nodes": parents.tolist(),
-        "q": protocol.pack(tree.q[parents]),
-        "ranks": tree.ranks.tolist(),
-        "width": tree.width,
-        "replacement": tree.replacement,
-    }
