@@ -14,8 +14,7 @@ import torch
 
 from specbench import sweep
 from specbench.common.budget import Budget
-from specbench.common.errors import SpecBenchError, visible
-from specbench.common.faults import told
+from specbench.common.errors import SpecBenchError, format_exception, visible
 from specbench.common.storage import require_writable
 from specbench.config import run_spec
 from specbench.config.cli import command, run_cli, sweeping, typed_overrides
@@ -41,7 +40,7 @@ def job(config: Any) -> None:
     except Exception as error:
         if not sweeping():
             raise
-        failure = run_spec.failure(config, told(error))
+        failure = run_spec.failure(config, format_exception(error))
         known = arms.lost(failure.error)  # said once; at the sweep's end all its cells are named
         failure.write(place)
         if not known:

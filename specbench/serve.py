@@ -19,7 +19,7 @@ from specbench.config import run_spec, validation
 from specbench.config.cli import CONF, handle_errors, run_cli
 from specbench.engine.loading import ModelSpec
 from specbench.remote import serving
-from specbench.remote.transport import parsed, secret
+from specbench.remote.transport import parse_address, secret_key
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def main(config: DictConfig) -> None:
     validation.check(config, Options)
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"tcp://{host}:{config.port}"
-    parsed(address), secret(address)  # refused before anything is loaded
+    parse_address(address), secret_key(address)  # refused before anything is loaded
     torch.set_num_threads(config.threads or torch.get_num_threads())
     asked = {key: config[key] for key in ("clients", "megabytes", "nodes", "prompt", "idle_s")}
     condensers = run_spec.state_compressors(config.condense, config.model)

@@ -51,7 +51,7 @@ def test_help_is_there_at_once():
     begun = time.monotonic()
     done = command("run", "--help")
     assert time.monotonic() - begun < 5, "some 0.7 s on an idle machine"
-    assert done.returncode == 0 and done.stdout == usage.of("run") + "\n"
+    assert done.returncode == 0 and done.stdout == usage.help_text("run") + "\n"
 
 
 def test_the_console_script_is_declared():
@@ -86,7 +86,7 @@ def explained(name, *words):
 @pytest.mark.parametrize("name", usage.COMMANDS)
 def test_every_option_has_a_meaning(name):
     assert not [option.name for option in explained(name).values() if not option.meaning]
-    shown = usage.of(name)
+    shown = usage.help_text(name)
     for option in catalog.options(catalog.CONF / f"{name}.yaml"):
         assert re.search(rf"^  {re.escape(option)}[=.]", shown, re.M), option
 
@@ -133,8 +133,8 @@ def test_help_of_a_chosen_file_is_about_it(drafter):
 
 
 def test_a_door_answers_the_same_help(home):
-    assert call(home, "run", "--help").stdout == usage.of("run", ["--help"]) + "\n"
-    assert "drafter.window=7" in usage.of("run", ["--help", "drafter=lookahead,none"])
+    assert call(home, "run", "--help").stdout == usage.help_text("run", ["--help"]) + "\n"
+    assert "drafter.window=7" in usage.help_text("run", ["--help", "drafter=lookahead,none"])
     assert call(home, "train", "--help", "drafter=eagel2").stderr == (
         "specbench: drafter=eagel2: there is no such drafter; did you mean eagle2?\n"
     )
@@ -182,11 +182,11 @@ def test_every_file_is_listed_once_and_says_what_it_is(folder, kind, monkeypatch
     assert [row[0] for row in rows] == catalog.names(folder)
     assert all(all(row) for row in rows) and {len(row) for row in rows} == {len(header)}
     monkeypatch.setenv("COLUMNS", "80")
-    lines = listing.of([kind]).splitlines()
+    lines = listing.list_text([kind]).splitlines()
     assert len(lines) == 1 + len(rows) and max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[1:]] == catalog.names(folder)
     monkeypatch.setenv("COLUMNS", "400")
-    assert "…" not in listing.of([kind])
+    assert "…" not in listing.list_text([kind])
 
 
 def column(rows, name):

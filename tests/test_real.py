@@ -217,7 +217,7 @@ def test_the_shipped_corpus_is_this_targets_and_small(real):
 
 def test_every_reference_solution_of_humaneval_passes_its_tests():
     """As a whole function in a block, or as the prompt's continuation; and no other problem's solution does."""
-    folder = configuration("none", "dataset=humaneval", "dataset.score=true").dataset
+    folder = configuration("none", "dataset=humaneval", "dataset.score=true", "data.run_programs=true").dataset
     problems = [question.check for question in instantiate(folder).load()]
     records = list(read_jsonl(file_from_wheel(instantiate(folder.wheel))))
     for number, (problem, record) in enumerate(zip(problems, records, strict=True)):

@@ -20,7 +20,6 @@ from specbench.evaluation.audit import _narrow, _plain, audit
 from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.rows import Row
 from specbench.remote import protocol
-from specbench.remote.client import SENT
 from specbench.remote.server import Server
 from specbench.remote.target import RemoteTarget
 
@@ -250,7 +249,9 @@ def test_bytes_by_kind_are_all_bytes_and_what_is_not_read_does_not_travel(server
             assert {"prompt", "tree", "frame"} <= set(traffic.sent)
             assert traffic.round_trips > 1 and 0 < traffic.server_s < traffic.waited_s
     message = {"kind": "pass", "n": 1, "tokens": [1, 2, 3], "parents": [0, 0]}
-    assert sum(protocol.sizes(message, SENT).values()) == len(protocol.encode(message))
+    data, sizes = protocol.encode_counted(message)
+    assert data == protocol.encode(message) and sum(sizes.values()) == len(data)
+    assert protocol.decode_counted(data, protocol.REQUEST) == (message, sizes)
 
 
 @pytest.mark.parametrize("drafter", ["eagle2", "moa"])

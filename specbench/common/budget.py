@@ -1,4 +1,4 @@
-"""How long a command may measure, and how long a question takes: whole questions, as long as they fit."""
+"""The time that a command may measure for, and estimates of how long a question takes, so that whole questions fit."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Budget:
-    """Time to measure in, from its making on.
+    """Time to measure in, from the making of this object on.
 
     Attributes:
         seconds: None for as long as it takes.
@@ -22,7 +22,7 @@ class Budget:
         return None if self.seconds is None else self.started + self.seconds - time.monotonic()
 
     def allows(self, seconds: float | None) -> bool:
-        """Does work of so many seconds fit? None: nobody knows how long it takes, so it does while time is left."""
+        """Does work of so many seconds fit? None: unknown, which fits while any time is left."""
         left = self.left
         return left is None or (left > 0 and (seconds is None or seconds <= left))
 
@@ -32,9 +32,9 @@ class Budget:
 
 
 class Pace:
-    """Seconds a generation, of those that this process decoded: before the first one nobody knows, so that one begins.
+    """Mean seconds of the generations that this process decoded; unknown before the first, so that one always begins.
 
-    What earlier blocks say of other hours would keep a slow question from ever beginning.
+    Times of earlier runs are not used: they could keep a slow question from ever beginning.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Pace:
 
 
 def longest(missing: Iterable[Sequence[tuple[str, int]]], pace: Mapping[str, float], tokens: int, budget: Budget) -> float:
-    """Seconds that decoding takes at most: every answer as long as it may be, and nothing behind the budget's end.
+    """An upper bound of decoding's seconds: every answer at full length, within the budget.
 
     Args:
         missing: labels and turns, question by question. Where any of a turn is missing the baseline decodes it as well.
         pace: seconds a token, by label, the baseline's first. tokens: of an answer at most.
     """
     first = next(iter(pace))
-    wanted = ({*found, *((first, turn) for _, turn in found)} for found in missing)
-    seconds = sum(tokens * pace.get(label, 0.0) for found in wanted for label, _ in found)
+    decoded = ({*found, *((first, turn) for _, turn in found)} for found in missing)
+    seconds = sum(tokens * pace.get(label, 0.0) for found in decoded for label, _ in found)
     return seconds if budget.left is None else min(seconds, max(budget.left, 0.0))

@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from specbench.common.storage import PROJECT
 
 if TYPE_CHECKING:
@@ -30,16 +32,8 @@ def free_memory(device: "torch.device", everywhere: bool = False) -> int:
 
         gpus = range(torch.cuda.device_count()) if everywhere else [device]
         return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
-    return max(0, min([_available(), *_left_in_groups(CGROUPS, Path("/proc/self/cgroup"))]))
-
-
-def _available() -> int:
-    """Bytes that the kernel can give without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    available = psutil.virtual_memory().available  # without swapping
+    return max(0, min([available, *_left_in_groups(CGROUPS, Path("/proc/self/cgroup"))]))
 
 
 def _left_in_groups(root: Path, own: Path) -> Iterator[int]:
@@ -57,10 +51,10 @@ def _left_in_groups(root: Path, own: Path) -> Iterator[int]:
         for folder in (one for one in (group, *group.parents) if one.is_relative_to(top)):
             try:
                 sizes = [int((folder / name).read_text()) for name in (limit, used)]
-                said = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):  # no limit, or a group of the host that a container does not see
                 continue
-            files = sum(int(said.get(f"{'total_' * bool(kinds)}{part}_file", 0)) for part in ("inactive", "active"))
+            files = sum(int(stat.get(f"{'total_' * bool(kinds)}{part}_file", 0)) for part in ("inactive", "active"))
             yield sizes[0] - sizes[1] + files
 
 
@@ -81,7 +75,7 @@ def hardware(device: "torch.device") -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "waiting": os.environ.get("OMP_WAIT_POLICY", "default").lower(),  # of threads: spinning or asleep
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": torch.cuda.device_count(),
     }
 

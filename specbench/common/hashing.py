@@ -1,6 +1,6 @@
-"""What files hold, as SHA-256, remembered so that no file is read for it twice. Knows files and the cache, no engine.
+"""SHA-256 of values and files; of files remembered in the cache, so that none is read twice.
 
-    $SPECBENCH_CACHE/contents/<slot>.json    {"state", "digest"}: what was so when the digest was made, and the digest
+    $SPECBENCH_CACHE/contents/<slot>.json    {"state", "digest"}
 
 A slot is a path (its state: size, times, inode) or the digests that another digest follows from. One small file a slot,
 replaced whole: processes side by side need no lock, and what is damaged or cannot be written is only made anew.
@@ -28,7 +28,7 @@ LARGE = 2 << 30  # bytes; reading so much takes seconds
 
 @dataclass(frozen=True)
 class Entry:
-    """What one slot holds."""
+    """One remembered digest, valid while `state` is the same."""
 
     state: str
     digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16,64}$")]

@@ -1,4 +1,4 @@
-"""Reading what others wrote: JSON, JSON lines and YAML, held to a declared shape. Knows errors and nothing else.
+"""Strict reading of JSON, JSON lines and YAML files: what is read is validated against a declared shape.
 
 A shape is a type: a dataclass, a `TypedDict`, `list[float]`, `dict[str, Any]`. Whatever is wrong with a file, missing, cut
 off, binary, another type than expected, ends in one line that names the file and the place in it.
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
 
-from specbench.common.errors import SpecBenchError, visible
+from specbench.common.errors import SpecBenchError, shorten, visible
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # for `with_config`: keys beside the declared ones stay
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def readable(paths: Iterable[Path], read: Callable[[Path], T], problems: list[str] | None) -> Iterator[tuple[Path, T]]:
-    """What can be read of several files, each with its path.
+    """The readable ones of several files, each with its path.
 
     Args:
         problems: gets one line on each file that cannot be read; None: the first one raises its `SpecBenchError`.
@@ -42,8 +42,8 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:  # a null byte in a path is a ValueError
-        said = getattr(error, "strerror", None) or str(error)
-        raise SpecBenchError(f"cannot read {path}: {said.lower()}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SpecBenchError(f"cannot read {path}: {reason.lower()}") from error
 
 
 def read_text(path: Path) -> str:
@@ -93,7 +93,7 @@ def read_yaml(path: Path, shape: Any) -> Any:
 
 
 def hold(value: Any, shape: Any, where: str) -> Any:
-    """A plain value as a shape, sequences and numbers as Python is used to; `where` begins what is said against it."""
+    """A plain value as a shape, sequences and numbers as Python is used to; `where` begins the message of an error."""
     try:
         return _adapter(shape).validate_python(value, strict=False)
     except ValidationError as error:
@@ -113,30 +113,29 @@ def explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return f"not JSON, damaged or cut off ({first['ctx']['error']})"
-    said = first["msg"][:1].lower() + first["msg"][1:]
+    message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "value_error":  # raised by a validator of ours, which says it all
-        said = str(first["ctx"]["error"])
+        message = str(first["ctx"]["error"])
     elif first["type"] != "missing":
-        said += f", not {_short(repr(first['input']))}"
-    place = _short(visible(".".join(map(str, first["loc"]))), 80)
+        message += f", not {shorten(repr(first['input']), 40)}"
+    place = shorten(visible(".".join(map(str, first["loc"]))), 80)
     more = error.error_count() - 1
-    return f"{place}: {said}".removeprefix(": ") + (f" (and {more} more)" if more else "")
+    return f"{place}: {message}".removeprefix(": ") + (f" (and {more} more)" if more else "")
 
 
-def _short(text: str, length: int = 40) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-@cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
+def strict_adapter(shape: Any) -> TypeAdapter[Any]:
+    """A validator that converts nothing and refuses unknown keys, unless the shape has rules of its own."""
     try:
         return TypeAdapter(shape, config=STRICT)
     except PydanticUserError:  # a class has its own configuration, or gets this one
         return TypeAdapter(shape if hasattr(shape, "__pydantic_config__") else with_config(STRICT)(shape))
 
 
+_adapter = cache(strict_adapter)
+
+
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Names of what is not alike in two JSON objects: `a.b` for b within a."""
+    """Dotted names of the items in which two JSON objects differ: `a.b` for b within a."""
     for name in sorted(before.keys() | now.keys()):
         a, b = before.get(name), now.get(name)
         if isinstance(a, dict) and isinstance(b, dict):

@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the
 
 
 def end_with_parent() -> None:
-    """A killed process cannot end the one that it started, which would wait for it for ever, with all its memory."""
+    """End this process when its parent ends: a killed parent cannot end it, and its memory would stay in use."""
 
     def watch() -> None:
         if (parent := parent_process()) is not None:
@@ -23,7 +23,7 @@ def end_with_parent() -> None:
 
 
 def dying_with_parent(nice: int = 0) -> Callable[[], None]:
-    """What a command that is started as a child runs first (`preexec_fn`): on Linux it ends when its parent is killed.
+    """A `preexec_fn` for `subprocess`: on Linux the child is terminated when its parent is killed.
 
     nice: by how much its priority is lowered.
     """

@@ -20,7 +20,7 @@ def span(seconds: float) -> str:
 
 
 class _Bar(Progress):
-    """With lines below it."""
+    """A progress bar with text below it."""
 
     below = ""
 
@@ -47,15 +47,15 @@ def progress(what: str, total: int, unit: str, below: Callable[[], str] | None =
 
             yield reached
         return
-    begin = said = time.monotonic()
+    begin = printed = time.monotonic()
     first: int | None = None
 
     def line(count: int) -> None:
-        nonlocal first, said
+        nonlocal first, printed
         first = count if first is None else first
         now = time.monotonic()
-        if now - said >= LINES_EVERY or (count >= total > first):
-            said = now
+        if now - printed >= LINES_EVERY or (count >= total > first):
+            printed = now
             left = ""
             if count > first:
                 left = f", about {(now - begin) / (count - first) * (total - count) / 60:.1f} min left"

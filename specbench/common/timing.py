@@ -5,11 +5,12 @@ import platform
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 
 class Clock:
-    """Seconds, after everything issued so far has run: on a GPU each reading waits for the device."""
+    """Seconds on the clock once all issued work has run: on a GPU each reading waits for the device."""
 
     def __init__(self, device: torch.device):
         self.cuda = device if device.type == "cuda" else None
@@ -21,13 +22,13 @@ class Clock:
 
 
 class BackgroundLoad:
-    """How many cores other processes kept busy, on average since `start`: what makes a timing worthless."""
+    """The mean number of cores that other processes kept busy since `start`; a busy machine makes timings worthless."""
 
     def start(self) -> None:
         self.begin = self._now()
 
     def read(self) -> float | None:
-        """Cores; None where the kernel does not tell (`/proc/stat`)."""
+        """Cores; None where the kernel does not tell."""
         if self.begin is None or (now := self._now()) is None:
             return None
         seconds, busy, own = (b - a for a, b in zip(self.begin, now, strict=True))
@@ -37,13 +38,11 @@ class BackgroundLoad:
     def _now() -> tuple[float, float, float] | None:
         """Seconds on the clock, of all processors' work, of this process's and its dead children's."""
         try:
-            ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-            idle = ticks[3] + ticks[4]
-            own = os.times()
-            busy = (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
-            return time.perf_counter(), busy, own.user + own.system + own.children_user + own.children_system
-        except (OSError, ValueError, IndexError):  # not Linux
+            total, own = psutil.cpu_times(), os.times()
+        except OSError:  # a container without /proc/stat
             return None
+        busy = sum(total[:8]) - total.idle - getattr(total, "iowait", 0.0)  # what follows on Linux is counted in user time
+        return time.perf_counter(), busy, own.user + own.system + own.children_user + own.children_system
 
 
 class PeakMemory:
@@ -80,7 +79,7 @@ class PeakMemory:
             return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale, "since_start": False}
 
     def bytes(self) -> int:
-        """Of the allocator on a GPU, else of the process."""
+        """Peak bytes: the allocator's on a GPU, else of the process."""
         found = self.read()
         return int(found["allocator"] if "allocator" in found else found["resident"])
 

@@ -1,6 +1,6 @@
 """What an option may be, as types: its range stands where the option is declared. Knows nothing else in the project.
 
-The doors hold a configuration to these types before anything is loaded (`specbench/config/validation.py`).
+Commands hold a configuration to these types before anything is loaded (`specbench/config/validation.py`).
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""What the files of `conf/` say of themselves: what each is, its options, and what these mean, which stands there alone.
+"""The files of `conf/`: what each is, its options, their defaults, and their meanings from the comments beside them.
 
 Reads YAML together with its comments and imports neither Hydra nor torch, so that help and lists are there at once.
 """
@@ -53,12 +53,12 @@ class File:
 
     @property
     def parents(self) -> list[str]:
-        """Files of the same folder that it begins with."""
+        """Names of files in the same folder that this one extends."""
         return [item for item in self.content.get("defaults", []) if isinstance(item, str) and item != "_self_"]
 
     @property
     def node(self) -> Mapping[str, Any]:
-        """What the class takes that the file is about."""
+        """The part of the content that is passed to the class that the file configures."""
         node: Mapping[str, Any] = self.content.get(self.path.parent.name, {}) if self.whole else self.content
         return node
 
@@ -80,7 +80,7 @@ class Group:
 
 @functools.cache
 def read(path: Path) -> File:
-    """Raises `SpecBenchError` for what is no YAML mapping."""
+    """A YAML file with its comments. Raises `SpecBenchError` for a file that holds no YAML mapping."""
     text = read_text(path)
     loader = _LOADER(text)
     try:
@@ -93,13 +93,13 @@ def read(path: Path) -> File:
     if not isinstance(node, yaml.MappingNode):
         raise SpecBenchError(f"{path}: options were expected; mend it")
     header = re.match(r"(#.*\n)*", text)
-    said = [line[1:].strip() for line in header[0].splitlines() if not line.startswith("# @")] if header else []
+    comment = [line[1:].strip() for line in header[0].splitlines() if not line.startswith("# @")] if header else []
     options = {option.name: option for option in _options(node, text.split("\n"))}
-    return File(path, " ".join(said), text.startswith("# @package _global_"), content, options)
+    return File(path, " ".join(comment), text.startswith("# @package _global_"), content, options)
 
 
 def _options(node: yaml.MappingNode, lines: Sequence[str], place: str = "") -> Iterator[Option]:
-    """A part with a meaning of its own is one option; of any other one, the options."""
+    """The options below a node. A part with a comment of its own is one option, of another part each option is one."""
     for key, value in node.value:
         name = place + str(key.value)
         if key.value.startswith("_") or name in ("defaults", "hydra"):
@@ -113,7 +113,7 @@ def _options(node: yaml.MappingNode, lines: Sequence[str], place: str = "") -> I
 
 
 def _comment(key: yaml.Node, value: yaml.Node, lines: Sequence[str]) -> str:
-    """Behind a value on one line, else behind the key."""
+    """The comment behind a value on one line, else the one behind its key."""
     block = getattr(value, "flow_style", None) is False or getattr(value, "style", None) in ("|", ">")
     end = key.end_mark if block or value.start_mark.line < value.end_mark.line else value.end_mark
     found = re.search(r"(?:^|\s)#\s*(.*)", lines[end.line][end.column :])
@@ -131,12 +131,12 @@ def _written(value: yaml.Node, lines: Sequence[str]) -> str:
 
 
 def names(folder: str) -> list[str]:
-    """Of the files in a folder of `conf/`."""
+    """The names of the files in a folder of `conf/`, without `.yaml`."""
     return sorted(path.stem for path in (CONF / folder).glob("*.yaml"))
 
 
 def file(folder: str, name: str) -> File:
-    """One of them. Raises `SpecBenchError` for a name that there is not."""
+    """One file of a folder of `conf/`. Raises `SpecBenchError` for an unknown name."""
     known = names(folder)
     if name not in known:
         raise SpecBenchError(unknown(folder, name, known))
@@ -144,18 +144,18 @@ def file(folder: str, name: str) -> File:
 
 
 def unknown(folder: str, name: str, known: Collection[str]) -> str:
-    """What to say of a name that no file of a folder has."""
+    """The message on a name that no file of a folder has."""
     return f"{folder}={visible(name)}: there is no such {folder}{nearest(name, known) or f'; {where(folder)}'}"
 
 
 def where(folder: str) -> str:
-    """How to find out what a folder of `conf/` holds."""
+    """How a user can list the files of a folder of `conf/`."""
     named = f"specbench list {LISTED[folder]}" if folder in LISTED else f"ls conf/{folder}"
     return f"`{named}` shows what there is"
 
 
 def groups(command: str) -> dict[str, Group]:
-    """Of a command's configuration, by how they are typed."""
+    """The groups of a command's configuration, by the names under which they are typed."""
     found: dict[str, Group] = {}
     for item in read(CONF / f"{command}.yaml").content.get("defaults", []):
         if isinstance(item, str):
@@ -171,7 +171,7 @@ def groups(command: str) -> dict[str, Group]:
 
 
 def choices(command: str, words: Sequence[str] = ()) -> dict[str, str]:
-    """Which file each group of a command takes if these words are typed; raises `SpecBenchError` where there is none."""
+    """The file that each group of a command takes with these overrides. Raises `SpecBenchError` for an unknown file."""
     known = groups(command)
     pairs = (word.partition("=") for word in words)
     typed = {key: value.split(",")[0] for key, equals, value in pairs if equals and key in known}
@@ -188,7 +188,7 @@ def choices(command: str, words: Sequence[str] = ()) -> dict[str, str]:
 
 
 def require_optional(command: str, words: Sequence[str]) -> None:
-    """Hydra passes over a file of an optional group that there is not: raises `SpecBenchError` for it."""
+    """Raises `SpecBenchError` for an unknown file of an optional group, which Hydra would ignore."""
     known = groups(command)
     for key, _, values in (word.partition("=") for word in words):
         if key in known and known[key].optional and re.fullmatch(r"[\w.,-]+", values) and values != "null":
@@ -197,7 +197,7 @@ def require_optional(command: str, words: Sequence[str]) -> None:
 
 
 def _overridden(chosen: File) -> Iterator[tuple[str, str]]:
-    """Which files of other groups a file takes, unless it is told otherwise."""
+    """Files of other groups that a file chooses by default."""
     for item in chosen.content.get("defaults", []):
         if isinstance(item, Mapping):
             for key, value in item.items():
@@ -208,7 +208,7 @@ def _overridden(chosen: File) -> Iterator[tuple[str, str]]:
 
 
 def options(path: Path) -> dict[str, Option]:
-    """A file's options, after those of the files that it begins with; each means what the first that has it says."""
+    """A file's options after those of its parents; the first file that has an option gives its meaning."""
     own = read(path)
     found: dict[str, Option] = {}
     for parent in own.parents:
@@ -226,11 +226,11 @@ def chosen_options(group: Group, name: str, default: str) -> list[Option]:
     """
     found = file(group.folder, name)
     same = [other for other in names(group.folder) if _class(file(group.folder, other)) == _class(found)]
-    said: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for other in (name, *same, default):
         for option in _placed(group, other):
-            said[option.name] = said.get(option.name) or option.meaning
-    return [replace(option, meaning=said[option.name]) for option in _placed(group, name)]
+            meanings[option.name] = meanings.get(option.name) or option.meaning
+    return [replace(option, meaning=meanings[option.name]) for option in _placed(group, name)]
 
 
 def _placed(group: Group, name: str) -> list[Option]:

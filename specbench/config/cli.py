@@ -1,4 +1,4 @@
-"""What every door does around its job: whatever goes wrong ends in one line and exit code 2.
+"""What every command does around its job: any error ends in one line and exit code 2.
 
 In a sweep the next job begins, and the exit code follows at the end.
 """
@@ -23,17 +23,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.common import storage
-from specbench.common.errors import SpecBenchError, one_line, visible
-from specbench.common.faults import told
+from specbench.common.errors import SpecBenchError, format_exception, one_line, visible
 from specbench.config import catalog, usage, validation
 
 CONF = str(storage.PROJECT / "conf")
 QUOTES = "'\""
-_lost: list[str] = []  # what jobs of this process's sweep said when they failed
+_lost: list[str] = []  # messages of this process's jobs of a sweep that failed
 
 
 def handle_errors(job: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a job: it says what went wrong here, before Hydra adds lines of its own."""
+    """Wrap a job: its errors are printed here, before Hydra adds lines of its own."""
 
     @functools.wraps(job)
     def wrapped(*args: Any) -> None:
@@ -42,7 +41,7 @@ def handle_errors(job: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             sys.exit(_complain("interrupted; run the same command again to continue"))
         except Exception as error:
-            line = _no_choice(error) or told(error)  # once: it may write a traceback down
+            line = _no_choice(error) or format_exception(error)  # once: it may write a traceback down
             code = _complain(line)
             if not sweeping():
                 sys.exit(code)
@@ -52,7 +51,7 @@ def handle_errors(job: Callable[..., None]) -> Callable[..., None]:
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """Make a job the main function of a command: it is called with the configuration that `conf/<name>.yaml` begins."""
+    """Makes a job the main function of a command, called with the configuration that `conf/<name>.yaml` composes."""
 
     def wrap(job: Callable[..., None]) -> Callable[[], None]:
         made: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(handle_errors(job))
@@ -62,40 +61,33 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
 
 
 def choice(group: str) -> str:
-    """Which file of a group the running command was told to take: `choice("study")`."""
+    """Which file of a group the running command takes: `choice("study")`."""
     return str(HydraConfig.get().runtime.choices[group])
 
 
 def typed_overrides() -> list[tuple[str, str]]:
-    """What the running command was told: the option and the whole override, in order."""
+    """The overrides that were typed: the option and the whole override, in order."""
     task = list(HydraConfig.get().overrides.task)
     parsed = OverridesParser.create().parse_overrides(task)
     return [(option.key_or_group, word) for option, word in zip(parsed, task, strict=True)]
 
 
 def run_cli(main: Callable[[], None], name: str | None = None) -> None:
-    """Run a command-line door. name: of its configuration, to say which option a misspelt one is near to."""
+    """Run a command. name: of its configuration, to find the option that a misspelt one is near to."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
     _lost.clear()
     sys.argv[1:] = spelt_out(sys.argv[1:])
     try:
-        if name is not None and usage.asked(sys.argv[1:]):
-            print(usage.of(name, sys.argv[1:]))
+        if name is not None and usage.asks_for_help(sys.argv[1:]):
+            print(usage.help_text(name, sys.argv[1:]))
             return
         if name is not None:
             catalog.require_optional(name, sys.argv[1:])
         main()
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; run the same command again to continue"))
-    except HydraException as error:
-        sys.exit(_complain(_no_choice(error) or _unknown(error, name) or told(error)))
-    except SpecBenchError as error:
-        sys.exit(_complain(told(error)))
     except Exception as error:
-        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-        if os.path.dirname(hydra.__file__) in innermost:  # a mistake in the command line that its reader did not foresee
-            sys.exit(_complain(f"{' '.join(sys.argv[1:])}: {one_line(error) or type(error).__name__}"))
-        sys.exit(_complain(told(error)))
+        sys.exit(_complain(_no_choice(error) or _no_option(error, name) or _unreadable(error) or format_exception(error)))
     if _lost:
         sys.exit(2)
 
@@ -127,18 +119,18 @@ def spelt_out(typed: list[str]) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """What Hydra's grammar takes as a text, whatever it holds."""
+    """A text quoted, where it has to be, for Hydra's grammar."""
     plain = value[:1] in ("", *QUOTES) or re.fullmatch(r"[A-Za-z0-9./_-]+", value)
     return value if plain else "'" + value.replace("'", "\\'") + "'"
 
 
 def called(name: str, otherwise: str) -> str:
-    """A file's or folder's name as far as it can be a folder of rows, see `specbench.common.types.Name`."""
+    """The name of a file or folder, changed so that it can name a folder of rows, see `specbench.common.types.Name`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.")[:100] or otherwise
 
 
 def composed(name: str, overrides: list[str]) -> DictConfig:
-    """The configuration of a door as if these overrides had been typed behind it, from within a job or outside of one."""
+    """The configuration of a command with these overrides, from within a job or outside of one."""
     if GlobalHydra.instance().is_initialized():
         return compose(name, overrides)
     with initialize_config_dir(CONF, version_base="1.3"):
@@ -174,7 +166,7 @@ def sweeping() -> bool:
 
 
 def _no_choice(error: BaseException) -> str | None:
-    """Of a file of options that there is not, or that was not named: which one may have been meant."""
+    """The message on an unknown file of options, or on one that was not named; None for other errors."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         folder, _, name = error.missing_cfg_file.rpartition("/")
         return catalog.unknown(folder, name, error.options)
@@ -182,9 +174,17 @@ def _no_choice(error: BaseException) -> str | None:
     return f"{unnamed[1]} is missing: name one with {unnamed[1]}=; {catalog.where(unnamed[1])}" if unnamed else None
 
 
-def _unknown(error: HydraException, name: str | None) -> str | None:
-    """Of an override that names no option: which one may have been meant."""
-    found = re.match(r"Could not override '([^']+)'", str(error))
+def _unreadable(error: Exception) -> str | None:
+    """The message on a command line at which Hydra's parser itself failed; None for other errors."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, (HydraException, SpecBenchError)) or os.path.dirname(hydra.__file__) not in innermost:
+        return None
+    return f"{' '.join(sys.argv[1:])}: {one_line(error) or type(error).__name__}"
+
+
+def _no_option(error: Exception, name: str | None) -> str | None:
+    """The message on an override of an unknown option, with the nearest known one; None for other errors."""
+    found = re.match(r"Could not override '([^']+)'", str(error)) if isinstance(error, HydraException) else None
     if found is None or name is None:
         return None
     typed = [word for word in sys.argv[1:] if word.startswith("study=")]  # without one there is no configuration

@@ -29,7 +29,7 @@ Lines are cut at the terminal's width, or at COLUMNS."""
 
 
 def main() -> None:
-    """Run what the command line says; the exit code is that of the command, 2 for a command that there is not."""
+    """Run what the command line asks for; the exit code is that of the command, 2 for an unknown one."""
     try:
         sys.exit(_run(sys.argv[1:]))
     except SpecBenchError as error:
@@ -39,7 +39,7 @@ def main() -> None:
 
 def _run(words: list[str]) -> int:
     command, *rest = words or [""]
-    if command in usage.COMMANDS and not usage.asked(rest):
+    if command in usage.COMMANDS and not usage.asks_for_help(rest):
         sys.argv[1:] = rest
         runpy.run_module(f"specbench.{command}", run_name="__main__", alter_sys=True)
         return 0
@@ -50,11 +50,11 @@ def _run(words: list[str]) -> int:
 
 
 def _answer(command: str) -> Callable[[list[str]], str]:
-    """What answers without loading anything. Raises `SpecBenchError` for a command that there is not."""
+    """The function that answers without loading anything. Raises `SpecBenchError` for an unknown command."""
     if command in usage.COMMANDS:
-        return lambda rest: usage.of(command, rest)
+        return lambda rest: usage.help_text(command, rest)
     answers: dict[str, Callable[[list[str]], str]] = {
-        "list": lambda rest: _wrapped(LISTS) if usage.asked(rest) else listing.of(rest),
+        "list": lambda rest: _wrapped(LISTS) if usage.asks_for_help(rest) else listing.list_text(rest),
         "--version": lambda rest: f"specbench {__version__}",
         **dict.fromkeys(("", "help", *usage.FLAGS), lambda rest: _overview()),
     }
@@ -68,7 +68,7 @@ def _overview() -> str:
     rows = [(command, usage.summary(command)) for command in usage.COMMANDS]
     rows += [("list", f"List {', '.join(listing.KINDS)}: what each needs, whether it is here")]
     rows += [("--version", "Say which version this is")]
-    lines = [line for command, said in rows for line in usage.row(command, said, column=14)]
+    lines = [line for command, summary in rows for line in usage.row(command, summary, column=14)]
     examples = [f"  {line}" for line in (__doc__ or "").splitlines() if line.startswith("specbench ")]
     closing = "specbench COMMAND --help: its options, their defaults and meanings"
     return "\n".join(["usage: specbench COMMAND ...", "", *lines, "", *examples, "", closing])

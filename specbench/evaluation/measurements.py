@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from specbench.common.budget import Budget, Pace
-from specbench.common.errors import SpecBenchError, visible
-from specbench.common.faults import told
+from specbench.common.errors import SpecBenchError, format_exception, visible
 from specbench.common.progress import progress
 from specbench.engine.drafter import Drafter
 from specbench.engine.target import Target
@@ -152,7 +151,9 @@ def _take(
             try:
                 measurement.values.update(QUANTITIES[what].take(setting, side))
             except Exception as error:
-                print(visible(f"specbench: {what} of {side.label} not measured: {told(error)}"), file=sys.stderr)
+                print(
+                    visible(f"specbench: {what} of {side.label} not measured: {format_exception(error)}"), file=sys.stderr
+                )
                 broken.add(side.label)
             else:
                 ledger.write(measurement)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from specbench.common.budget import Budget, Pace, longest
-from specbench.common.errors import SpecBenchError
-from specbench.common.faults import told
+from specbench.common.errors import SpecBenchError, format_exception
 from specbench.common.progress import progress, span
 from specbench.common.timing import BackgroundLoad, Clock
 from specbench.data.chat import Chat, Message
@@ -36,7 +35,7 @@ from specbench.records.blocks import Ledger, locked
 from specbench.records.metrics import BASELINE, OTHERS
 from specbench.records.rows import Failure, LinkUse, QuestionEnd, Row
 from specbench.remote.client import LinkLost
-from specbench.remote.draft_only import alone, joined
+from specbench.remote.draft_only import concatenated, draft_alone
 from specbench.remote.target import RemoteTarget
 
 NOTHING_TO_REPLAY = "the baseline failed here, so there is no answer to draft against; run again"
@@ -256,7 +255,7 @@ class Bench:
             make(row, *arguments)
             return row
         except Exception as error:
-            return Failure(row.drafter, row.question, row.turn, told(error), row.text)
+            return Failure(row.drafter, row.question, row.turn, format_exception(error), row.text)
 
     def _decoded(self, row: Row, contender: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with one generation, timed."""
@@ -319,7 +318,7 @@ class Bench:
         begin = self.clock()
         room = min(limits.max_new_tokens, target.max_context - row.prompt_tokens) - len(row.tokens)
         if room > 0:
-            said = alone(drafter, joined(target.kept), row.tokens[-1], room)
+            said = draft_alone(drafter, concatenated(target.kept), row.tokens[-1], room)
             row.alone = limits.cut(said, len(row.tokens))[0]
         row.alone_s = self.clock() - begin
 

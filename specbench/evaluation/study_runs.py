@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbench.common.errors import SpecBenchError, visible
-from specbench.common.faults import told
+from specbench.common.errors import SpecBenchError, format_exception, visible
 from specbench.config import run_spec, validation
 from specbench.config.cli import CONF
 from specbench.config.run_spec import GreedyOnly, RunSpec
@@ -141,7 +140,7 @@ def prepare(
                 visible(f"specbench: {member.label} is left out at T={base.sampler.temperature}: {error}"), file=sys.stderr
             )
         except Exception as error:
-            _fail(run_spec.failure(config, told(error), member.label), path)
+            _fail(run_spec.failure(config, format_exception(error), member.label), path)
     return StudyCell(number, base, sides, wanted)
 
 
@@ -175,7 +174,7 @@ def bind(side: Side, target: Target, place: str) -> Arm | None:
     try:
         arm = arms.build(side.spec, target, member.label, copy.deepcopy(side.made), **more)
     except Exception as error:
-        side.failure.error = told(error)
+        side.failure.error = format_exception(error)
         _fail(side.failure, side.path)
         return None
     side.path.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""A client's way to a server: one question, one answer, and how many bytes of what they were.
+"""A client's connection to a server: one request, one answer, and their bytes by kind.
 
-Nobody waits for ever: an answer has a deadline, and a link that breaks is known at once.
+An answer has a deadline, and a link that breaks is noticed at once.
 """
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,22 +13,13 @@ import zmq
 
 from specbench.common.errors import SpecBenchError
 from specbench.remote import protocol
-from specbench.remote.transport import TOKEN, connected
+from specbench.remote.transport import TOKEN, client_socket
 
-SENT: Mapping[str, Iterable[str]] = {"prompt": ["prompt"], "tree": ["tokens", "parents", "others"], "q": ["drawn"]}
-NOTICE_S = 4.0  # of waiting, before it is said
-RECEIVED: Mapping[str, Iterable[str]] = {
-    "tokens": ["path", "drafted", "token"],
-    "last": ["last"],
-    "hidden": ["hidden"],
-    "kv": ["kv"],
-    "condensed": ["condensed"],
-    "logits": ["ids", "logits"],
-}
+NOTICE_S = 4.0  # of waiting, before the user is told
 
 
 class LinkLost(SpecBenchError):
-    """Nobody answers any more."""
+    """The server does not answer, or the connection broke."""
 
 
 @dataclass
@@ -63,7 +54,7 @@ class Connection:
         address: tcp://host:port. patience_s: how long an answer may take.
 
     Attributes:
-        welcome: what the server said of itself. traffic: of the generation that runs.
+        welcome: the server's description of itself. traffic: of the generation that runs.
     """
 
     def __init__(self, address: str, patience_s: float):
@@ -72,12 +63,12 @@ class Connection:
         self.traffic, self.number = Traffic(), 0
 
     def open(self) -> None:
-        """Connect anew. Raises `SpecBenchError` for a server that does not fit, `LinkLost` for none."""
+        """Connect anew. Raises `SpecBenchError` for a server of another version, `LinkLost` if none answers."""
         self.close()
-        self.socket = connected(self.address)
+        self.socket = client_socket(self.address)
         self.watch = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            self.welcome: protocol.Welcome = self.ask({"kind": "hello", "version": protocol.VERSION})
+            self.welcome: protocol.Welcome = self.request({"kind": "hello", "version": protocol.VERSION})
         except LinkLost as error:
             raise LinkLost(
                 f"no answer from {self.address}: is specbench.serve running there, with the same {TOKEN}?"
@@ -92,35 +83,33 @@ class Connection:
             self.socket.close()
             self.socket = None
 
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """Say something that nobody answers."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message that has no answer."""
         self.number += 1
         if self.socket is not None:
             self.socket.send(protocol.encode({**message, "n": self.number}))
 
-    def ask(self, message: Mapping[str, Any]) -> Any:
-        """The answer to a message. Raises `SpecBenchError` for one that the server refuses, `LinkLost` if none comes."""
+    def request(self, message: Mapping[str, Any]) -> Any:
+        """The answer to a request. Raises `SpecBenchError` if the server refuses it, `LinkLost` if no answer comes."""
         self.number += 1
-        message = {**message, "n": self.number}
-        data = protocol.encode(message)
-        if message["kind"] != "hello" and len(data) > self.welcome["limits"]["message"]:
-            most = self.welcome["limits"]["message"]
-            raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {most}; raise its limits.message")
+        data, sizes = protocol.encode_counted({**message, "n": self.number})
+        if message["kind"] != "hello" and len(data) > (limit := self.welcome["limits"]["message"]):
+            raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {limit}; raise its limits.message")
         begin = time.perf_counter()
         self._there().send(data)
-        answer = self.listen(begin)
+        answer = self.receive(begin)
         self.traffic.round_trips += 1
-        _count(self.traffic.sent, protocol.sizes(message, SENT))
+        _count(self.traffic.sent, sizes)
         return answer
 
-    def listen(self, since: float | None = None) -> Any:
-        """The next answer to what was asked last, awaited since then or from now on; raises as `ask` does."""
+    def receive(self, since: float | None = None) -> Any:
+        """The next answer to the last request, awaited since then or from now on. Raises as `request` does."""
         begin = time.perf_counter() if since is None else since
-        answer = self._answer(begin + self.patience_s)
+        answer, sizes = self._answer(begin + self.patience_s)
         self.traffic.waited_s += time.perf_counter() - begin
         if answer["kind"] == "error":
             raise SpecBenchError(f"{self.address} says: {answer['said']}")
-        _count(self.traffic.received, protocol.sizes(answer, RECEIVED))
+        _count(self.traffic.received, sizes)
         self.traffic.server_s += answer.get("seconds", 0.0)
         return answer
 
@@ -129,7 +118,8 @@ class Connection:
             raise LinkLost(f"the link to {self.address} is broken")
         return self.socket
 
-    def _answer(self, deadline: float) -> Any:
+    def _answer(self, deadline: float) -> tuple[Any, dict[str, int]]:
+        """The answer to the last request, and its bytes by kind."""
         socket = self._there()
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -141,9 +131,9 @@ class Connection:
                 notice = deadline
                 print(f"waiting for {self.address}, {left:.0f} s at most", file=sys.stderr, flush=True)
             if socket in ready:
-                answer = protocol.decode(socket.recv(), protocol.REPLY)
-                if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a question that was given up
-                    return answer
+                answer, sizes = protocol.decode_counted(socket.recv(), protocol.REPLY)
+                if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a request that was given up
+                    return answer, sizes
             elif self.watch in ready:
                 self.close()
                 raise LinkLost(f"the link to {self.address} broke")

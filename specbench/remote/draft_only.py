@@ -1,7 +1,8 @@
-"""What a drafter says when nobody verifies it any more: it goes on from what was verified last, and believes itself.
+"""Drafting without verification, when the link to the target is broken: a drafter continues the verified text alone.
 
-A network drafts one chain, as long as it can, from all that the target ever said of this text, observed anew: the tree that
-was under way when the link broke left rows in its caches. A drafter without one takes its first choice for true, and so on.
+A drafter with a network drafts one chain, as long as it can, from all verified states of this text. They are observed anew,
+since the tree that was under way when the link broke left rows in its caches. One without takes its first choices as
+accepted.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from specbench.engine.policies import Chain
 from specbench.engine.sampling import Sampler
 
 
-def joined(parts: Sequence[TargetStates]) -> TargetStates:
+def concatenated(parts: Sequence[TargetStates]) -> TargetStates:
     """States of consecutive positions as one."""
     first = parts[0]
     return replace(
@@ -30,14 +31,14 @@ def joined(parts: Sequence[TargetStates]) -> TargetStates:
 
 
 @torch.inference_mode()
-def alone(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
-    """At most `count` ids behind the root, greedily; none if the drafter has nothing to say.
+def draft_alone(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
+    """At most `count` ids behind the root, greedily; none if the drafter proposes nothing.
 
     states: of all verified tokens before the root.
     """
     if drafter.grower is not None:
         return _chain(drafter.grower, states, root, count)
-    return _believing(drafter, states, root, count)
+    return _accept_first_choices(drafter, states, root, count)
 
 
 def _chain(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
@@ -52,16 +53,16 @@ def _chain(drafter: Any, states: TargetStates, root: int, count: int) -> list[in
         drafter.set_tree_policy(growth)
 
 
-def _believing(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
-    said: list[int] = []
-    while len(said) < count and (path := first_choice(drafter.propose(root, Sampler(), None))):
-        start = int(states.positions[-1]) + 1 + len(said)
+def _accept_first_choices(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
+    emitted: list[int] = []
+    while len(emitted) < count and (path := first_choice(drafter.propose(root, Sampler(), None))):
+        start = int(states.positions[-1]) + 1 + len(emitted)
         seen = torch.tensor([root, *path[:-1]], device=states.tokens.device)
         where = torch.arange(start, start + len(path), device=seen.device)
         nothing = states.last.new_empty(len(path), 0)
         drafter.observe(TargetStates(seen, where, nothing, nothing), path[-1])
-        said, root = said + path, path[-1]
-    return said[:count]
+        emitted, root = emitted + path, path[-1]
+    return emitted[:count]
 
 
 def first_choice(tree: DraftTree) -> list[int]:

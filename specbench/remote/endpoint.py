@@ -14,9 +14,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from specbench.common.errors import SpecBenchError, one_line
+from specbench.common.errors import SpecBenchError, one_line, shorten
 
-PIECE, LONGEST, MOST = 1 << 16, 1 << 20, 1 << 26  # bytes: of one read, of one line of a stream, of a whole response
+PIECE, MAX_LINE, MAX_BYTES = 1 << 16, 1 << 20, 1 << 26  # bytes: of one read, of one line of a stream, of a whole response
 SHOWN = 200  # characters of what a server says
 KEY = "OPENAI_API_KEY"  # the environment variable that holds the key of a server that wants one
 
@@ -89,11 +89,11 @@ class Endpoint:
         _key()
 
     def models(self) -> list[dict[str, Any]]:
-        """What it says of the models that it serves."""
+        """The server's list of its models."""
         with self._asked("GET", "/models") as (response, _):
-            data = response.read(LONGEST + 1)
+            data = response.read(MAX_LINE + 1)
             try:
-                found = json.loads(data)["data"] if len(data) <= LONGEST else None
+                found = json.loads(data)["data"] if len(data) <= MAX_LINE else None
                 if isinstance(found, list) and all(isinstance(model["id"], str) for model in found):
                     return found
             except (ValueError, TypeError, KeyError, RecursionError):
@@ -107,7 +107,7 @@ class Endpoint:
             for seconds, event in self._events(response, begin, answer):
                 choices = event.get("choices")
                 if "error" in event or event.get("object") == "error":
-                    raise self._error(f"it failed: {_said(event)}")
+                    raise self._error(f"it failed: {_message(event)}")
                 try:
                     for choice in choices or ():
                         answer.add(choice, seconds)
@@ -128,7 +128,7 @@ class Endpoint:
             seconds = time.perf_counter() - begin
             *lines, rest = (rest + part).split(b"\n")
             total += len(part)
-            if total > MOST or len(rest) > LONGEST:
+            if total > MAX_BYTES or len(rest) > MAX_LINE:
                 raise self._error(f"its stream has no end: {total:,} bytes")
             for line in lines:
                 if line.startswith(b"data:"):
@@ -157,7 +157,7 @@ class Endpoint:
             connection.connect()
             begin = time.perf_counter()
             sent = None if body is None else json.dumps(body)
-            key = {"Authorization": f"Bearer {said}"} if (said := _key()) else {}
+            key = {"Authorization": f"Bearer {token}"} if (token := _key()) else {}
             connection.request(method, self.path + what, sent, {"Content-Type": "application/json", **key})
             response = connection.getresponse()
             if response.status != 200:
@@ -177,7 +177,7 @@ class Endpoint:
 
 
 def _key() -> str:
-    """The user's key; none: "". Raises `SpecBenchError`, without the key, for one that no header can hold."""
+    """The user's key, or an empty text. Raises `SpecBenchError`, which does not show the key, if no header can hold it."""
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise SpecBenchError(f"{KEY}: must be one word of plain characters; set it to the server's key, or unset it")
@@ -185,21 +185,21 @@ def _key() -> str:
 
 
 def _refused(response: HTTPResponse, path: str) -> str:
-    """What to say of a status that is not 200."""
+    """The message on a status other than 200."""
     if response.status in (401, 403):
-        mend = f"check the key in {KEY}" if _key() else f"set {KEY} to its key"
-        return f"{path} answers {response.status}, access refused; {mend}"
+        hint = f"check the key in {KEY}" if _key() else f"set {KEY} to its key"
+        return f"{path} answers {response.status}, access refused; {hint}"
     if 300 <= response.status < 400:
         return f"it redirects to {_short(str(response.headers.get('Location')))}; give that address if you trust it"
     try:
-        said = _said(json.loads(response.read(PIECE)))
+        message = _message(json.loads(response.read(PIECE)))
     except (ValueError, RecursionError):
-        said = response.reason
-    mend = "; does its address end before /completions?" if response.status == 404 else ""
-    return f"{path} answers {response.status}: {_short(said)}{mend}"
+        message = response.reason
+    hint = "; does its address end before /completions?" if response.status == 404 else ""
+    return f"{path} answers {response.status}: {_short(message)}{hint}"
 
 
-def _said(body: Any) -> str:
+def _message(body: Any) -> str:
     """The message in an error's body, wherever servers put it."""
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
@@ -208,7 +208,6 @@ def _said(body: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """What a server said, on one line; a key that it repeats is left out."""
+    """A server's message on one line, cut off, without the key if it repeats that."""
     key = _key()
-    text = one_line(ValueError(text.replace(key, "…") if key else text))
-    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+    return shorten(one_line(ValueError(text.replace(key, "…") if key else text)), SHOWN)

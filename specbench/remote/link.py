@@ -1,4 +1,4 @@
-"""Where the target is, and what the way there is like: one `conf/link/*.yaml`."""
+"""The link to the target, as `conf/link/*.yaml` describes it: in this process, or on a server, over an emulated network."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Positive, Share, Weight
 from specbench.remote.network_emulator import Shape
 from specbench.remote.target import RemoteTarget, Then
-from specbench.remote.transport import parsed, secret
+from specbench.remote.transport import parse_address, secret_key
 
 Address = Annotated[str, StringConstraints(pattern=r"^tcp://\S+:\d{1,5}$")]
 
@@ -55,9 +55,9 @@ _shapers: list[subprocess.Popen[str]] = []  # they end with this process, which 
 
 
 def _shaped(address: str, shape: Shape) -> str:
-    """An address on loopback from which a shaped way leads to another."""
-    host, port = parsed(address)
-    secret(address)  # from here on it looks like loopback
+    """The loopback address of a new emulator that forwards to another address."""
+    host, port = parse_address(address)
+    secret_key(address)  # checked here, since the address behind is loopback
     command = [sys.executable, "-m", "specbench.remote.network_emulator", host, str(port), json.dumps(asdict(shape))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

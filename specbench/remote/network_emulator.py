@@ -1,12 +1,12 @@
-r"""A way to a server that is as slow as one likes: bytes pass through in order, late, not too many at once.
+r"""A TCP proxy that emulates a link: bytes pass in order, delayed and at a limited bandwidth, alike in both directions.
 
-Both directions are shaped alike. What TCP sees of a lost packet is a pause, so that is what a loss is here; nothing is
-reordered, for TCP would wait. Needs the standard library alone, so that it starts at once in a process of its own:
+A lost packet is a pause, as TCP makes of it, and nothing is reordered. Needs the standard library alone, so that it starts
+at once in a process of its own:
 
     python -m specbench.remote.network_emulator HOST PORT \
         '{"delay_ms": 10, "jitter_ms": 10, "mbit": 50, "loss": 0.001, "pause_ms": 200}'
 
-says the port at which it listens on loopback, and ends when its standard input does.
+prints the port at which it listens on loopback, and ends when its standard input is closed.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 CHUNK = 16384  # bytes that share one delay
 PACKET = 1500
-WAITING = 256  # chunks under way in one direction; who sends more waits
+MAX_CHUNKS = 256  # under way in one direction; a sender of more waits
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Shape:
     pause_ms: float = 200.0
 
     def late_s(self, size: int) -> float:
-        """How late a chunk comes, beside the time that the line takes for it."""
+        """Seconds by which a chunk is late, without its transmission time."""
         delay = max(0.0, random.gauss(self.delay_ms, self.jitter_ms))
         lost = random.random() >= (1 - self.loss) ** -(-size // PACKET)
         return (delay + lost * self.pause_ms) / 1000
 
     def mean_late_s(self) -> float:
-        """How late a message that fits into a packet comes in the mean."""
+        """The mean of `late_s` for a message that fits into one packet."""
         mean, spread = self.delay_ms, self.jitter_ms
         if spread:
             z = mean / spread
@@ -52,9 +52,9 @@ class Shape:
 
 
 async def _shaped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shape: Shape) -> None:
-    """Everything that comes, until its end."""
+    """Forward everything until the end of the stream."""
     loop = asyncio.get_running_loop()
-    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(WAITING)
+    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_CHUNKS)
 
     async def deliver() -> None:
         while (found := await under_way.get())[1]:
@@ -76,7 +76,7 @@ async def _shaped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sh
 
 
 async def listen(host: str, port: int, shape: Shape) -> asyncio.Server:
-    """A port on loopback behind which the server at host and port stands, shaped."""
+    """Listen at a port on loopback and forward to host and port over the emulated network."""
 
     async def pair(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

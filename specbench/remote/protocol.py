@@ -1,37 +1,38 @@
-"""What travels between a client that drafts and a server that verifies. Knows messages and tensors, no socket and no model.
+"""Messages between a client that drafts and a server that verifies. Knows messages and tensors, no socket and no model.
 
-One message is one frame of msgpack, a map; what comes from outside is held to a declared shape before anything acts on it.
-Every request carries a number, every answer the same number, so that what comes late is known as such.
+A message is one frame that holds one msgpack map. It is decoded within bounds and validated against a declared shape before
+anything acts on it. An answer carries the number of its request, so that a late one is recognised.
 
     client                                            server
     hello    version                                  welcome  version, fingerprint, limits
     begin    prompt, what is tapped, rule, seed       answer   first token, states of the prompt
     pass     tokens and parents of a tree             answer   path, bonus, depth, states of what was kept
-    end      (nothing comes back)
-    (of a generation in which nothing is drafted an answer to `begin` comes for every token, unasked)
+    end      (no answer)
+    (where nothing is drafted, one answer to `begin` follows for every token, without a request)
                                                       error    one line
-                                                      alive    to find out who has vanished (0 bytes of answer)
+                                                      alive    finds clients that are gone (no answer)
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import msgpack
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from specbench.common.errors import SpecBenchError
+from specbench.common.io import STRICT
 from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless, Rule, Typical, VerifyConfig
 
 VERSION = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
-_SHAPE = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Id = Natural
@@ -40,8 +41,7 @@ Layer = Annotated[int, Field(ge=0, lt=4096)]
 Float = Annotated[float, Field(ge=0, le=1e6)]
 
 
-@with_config(_SHAPE)
-class Packed(TypedDict):
+class WireTensor(TypedDict):
     """A tensor: dtype, shape, little-endian bytes; of int8 also what 127 stands for in each row, as float32."""
 
     d: Literal["float32", "bfloat16", "float16", "int8"]
@@ -50,15 +50,13 @@ class Packed(TypedDict):
     m: NotRequired[bytes]
 
 
-@with_config(_SHAPE)
 class Hello(TypedDict):
     kind: Literal["hello"]
     n: Natural
     version: Natural
 
 
-@with_config(_SHAPE)
-class Tapped(TypedDict):
+class TapsMessage(TypedDict):
     """`Taps`, with layers counted from 0."""
 
     hidden: list[Layer]
@@ -69,8 +67,7 @@ class Tapped(TypedDict):
     unasked: bool
 
 
-@with_config(_SHAPE)
-class Judged(TypedDict):
+class VerifyMessage(TypedDict):
     """`VerifyConfig`: the rule's name and numbers; temperature, top-p, top-k."""
 
     rule: Literal["lossless", "typical"]
@@ -81,7 +78,6 @@ class Judged(TypedDict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None
 
 
-@with_config(_SHAPE)
 class Begin(TypedDict):
     """A generation.
 
@@ -93,26 +89,24 @@ class Begin(TypedDict):
     n: Natural
     prompt: Annotated[list[Id], Field(min_length=1)]
     capacity: Natural
-    taps: Tapped
-    judged: Judged | None
+    taps: TapsMessage
+    judged: VerifyMessage | None
     resumed: bool
     eight: bool
 
 
-@with_config(_SHAPE)
 class Drawn(TypedDict):
     """Of a tree whose children were sampled: rows of q at nodes that have children, and who was drawn when."""
 
     nodes: list[Natural]
-    q: Packed
+    q: WireTensor
     ranks: list[Natural]
     width: Natural
     replacement: bool
 
 
-@with_config(_SHAPE)
 class Pass(TypedDict):
-    """A tree: ids with the root's first, parents of all but the root, nodes that may not be accepted."""
+    """A tree: ids, the root's first; parents of all nodes but the root; nodes that may not be accepted."""
 
     kind: Literal["pass"]
     n: Natural
@@ -122,13 +116,11 @@ class Pass(TypedDict):
     drawn: NotRequired[Drawn]
 
 
-@with_config(_SHAPE)
 class End(TypedDict):
     kind: Literal["end"]
     n: Natural
 
 
-@with_config(_SHAPE)
 class Limits(TypedDict):
     """What a server takes. clients; bytes of a message; tokens of a prompt; positions; nodes of a tree."""
 
@@ -139,7 +131,6 @@ class Limits(TypedDict):
     nodes: Natural
 
 
-@with_config(_SHAPE)
 class Welcome(TypedDict):
     kind: Literal["welcome"]
     n: Natural
@@ -149,7 +140,6 @@ class Welcome(TypedDict):
     limits: Limits
 
 
-@with_config(_SHAPE)
 class Answer(TypedDict):
     """What became of a prompt (path and drafted are missing) or a tree.
 
@@ -161,67 +151,118 @@ class Answer(TypedDict):
     path: NotRequired[list[Natural]]
     drafted: NotRequired[Natural]
     token: NotRequired[Id]
-    last: NotRequired[Packed]
-    hidden: NotRequired[list[Packed]]
-    kv: NotRequired[list[Packed]]
-    condensed: NotRequired[list[Packed]]
-    logits: NotRequired[Packed]
+    last: NotRequired[WireTensor]
+    hidden: NotRequired[list[WireTensor]]
+    kv: NotRequired[list[WireTensor]]
+    condensed: NotRequired[list[WireTensor]]
+    logits: NotRequired[WireTensor]
     ids: NotRequired[list[list[Id]]]
     seconds: Float
 
 
-@with_config(_SHAPE)
 class Error(TypedDict):
     kind: Literal["error"]
     n: Natural
     said: Annotated[str, Field(max_length=1000)]
 
 
-@with_config(_SHAPE)
 class Alive(TypedDict):
     kind: Literal["alive"]
 
 
-REQUEST: TypeAdapter[Any] = TypeAdapter(Annotated[Hello | Begin | Pass | End, Field(discriminator="kind")])
-REPLY: TypeAdapter[Any] = TypeAdapter(Annotated[Welcome | Answer | Error | Alive, Field(discriminator="kind")])
+_BY_KIND = Field(discriminator="kind")
+REQUEST: TypeAdapter[Any] = TypeAdapter(Annotated[Hello | Begin | Pass | End, _BY_KIND], config=STRICT)
+REPLY: TypeAdapter[Any] = TypeAdapter(Annotated[Welcome | Answer | Error | Alive, _BY_KIND], config=STRICT)
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
+# What the bytes of a message's parts are counted as; all others, and the framing, as `frame`.
+PARTS = {
+    **dict.fromkeys(("tokens", "parents", "others"), "tree"),
+    **dict.fromkeys(("path", "drafted", "token"), "tokens"),
+    **dict.fromkeys(("logits", "ids"), "logits"),
+    **{name: name for name in ("prompt", "last", "hidden", "kv", "condensed")},
+    "drawn": "q",
+}
+# What a decoder builds at most, whatever the message announces; msgpack itself refuses nesting beyond some hundred levels.
+MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, MAX_CHARACTERS = 1 << 15, 1 << 18, 32, 1 << 12
+
+
+def encode(message: Any) -> bytes:
     data: bytes = msgpack.packb(message)
     return data
 
 
+def encode_counted(message: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
+    """A message as bytes, and its bytes by kind, see `PARTS`."""
+    parts = {key: encode(key) + encode(value) for key, value in message.items()}
+    data = msgpack.Packer().pack_map_header(len(parts)) + b"".join(parts.values())
+    return data, _by_kind({key: len(part) for key, part in parts.items()}, len(data))
+
+
 def decode(data: bytes, shape: TypeAdapter[Any]) -> Any:
     """A message of a shape. Raises `SpecBenchError` for anything else."""
+    return decode_counted(data, shape)[0]
+
+
+def decode_counted(data: bytes, shape: TypeAdapter[Any]) -> tuple[Any, dict[str, int]]:
+    """A message and its bytes by kind, see `PARTS`. Raises `SpecBenchError` for anything but a message of this shape."""
     try:
-        return shape.validate_python(msgpack.unpackb(data))
+        message, sizes = _unpacked(data)
+        return shape.validate_python(message), _by_kind(sizes, len(data))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "message"
         raise SpecBenchError(f"a message of the wrong shape: {place}: {first['msg']}") from error
     except Exception as error:  # msgpack raises a dozen kinds
-        raise SpecBenchError("a message that is no msgpack") from error
+        raise SpecBenchError("a message of the wrong shape: no msgpack map, or too large a one") from error
 
 
-def sizes(message: Mapping[str, Any], kinds: Mapping[str, Iterable[str]]) -> dict[str, int]:
-    """Bytes of a message's parts by kind, and of the rest as `frame`; together all bytes of the message.
+def _unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, int]]:
+    """A map and the bytes of each item; counts and lengths are checked before anything of that size is built."""
+    containers = itertools.count(1)
 
-    kinds: the keys that make up each kind.
-    """
-    found = {
-        kind: sum(len(encode({key: message[key]})) - 1 for key in keys if key in message) for kind, keys in kinds.items()
+    def counted(found: Any) -> Any:
+        if next(containers) > MAX_CONTAINERS:
+            raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
+        return found
+
+    size = max(1, len(data))
+    limits = {
+        "max_array_len": min(MAX_ITEMS, size),
+        "max_map_len": MAX_KEYS,
+        "max_str_len": MAX_CHARACTERS,
+        "max_ext_len": 0,
     }
-    found["frame"] = len(encode(message)) - sum(found.values())
-    return {kind: count for kind, count in found.items() if count}
+    unpacker = msgpack.Unpacker(max_buffer_size=size, max_bin_len=size, list_hook=counted, object_hook=counted, **limits)
+    unpacker.feed(data)
+    message, sizes = {}, {}
+    if (count := unpacker.read_map_header()) > MAX_KEYS:
+        raise ValueError(f"a map of {count} keys")
+    for _ in range(count):
+        begin, key = unpacker.tell(), unpacker.unpack()
+        message[key] = unpacker.unpack()
+        sizes[key] = unpacker.tell() - begin
+    if unpacker.tell() != len(data):
+        raise ValueError("bytes behind the message")
+    return message, sizes
 
 
-def pack(tensor: Tensor, eight: bool = False) -> Packed:
+def _by_kind(sizes: Mapping[str, int], total: int) -> dict[str, int]:
+    """Bytes by kind of the items that have one; the rest of the message is `frame`."""
+    found: dict[str, int] = {}
+    for key, size in sizes.items():
+        if key in PARTS:
+            found[PARTS[key]] = found.get(PARTS[key], 0) + size
+    return found | {"frame": total - sum(found.values())}
+
+
+def pack(tensor: Tensor, eight: bool = False) -> WireTensor:
     """A tensor as bytes. eight: rounded to int8, each row of its last dimension by its own largest value."""
     plain = tensor.detach().to("cpu").contiguous()
     if eight:
-        most = plain.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
-        rounded = (plain.float() * (127 / most)).round().to(torch.int8)
-        return {"d": "int8", "s": list(plain.shape), "b": _bytes(rounded), "m": _bytes(most)}
+        largest = plain.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        rounded = (plain.float() * (127 / largest)).round().to(torch.int8)
+        return {"d": "int8", "s": list(plain.shape), "b": _bytes(rounded), "m": _bytes(largest)}
     name: Any = str(plain.dtype).removeprefix("torch.")
     return {"d": name, "s": list(plain.shape), "b": _bytes(plain)}
 
@@ -231,8 +272,8 @@ def _bytes(tensor: Tensor) -> bytes:
     return found
 
 
-def unpack(packed: Packed, device: torch.device, shape: tuple[int, ...]) -> Tensor:
-    """The tensor, which must be of this shape. Raises `SpecBenchError`."""
+def unpack(packed: WireTensor, device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    """The tensor. Raises `SpecBenchError` if it does not have this shape."""
     if tuple(packed["s"]) != shape or ("m" in packed) != (packed["d"] == "int8"):
         raise SpecBenchError(f"a tensor of {packed['s']}, where {list(shape)} were expected")
     found = _tensor(packed["b"], DTYPES[packed["d"]], shape)
@@ -249,37 +290,32 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return flat.view(shape)
 
 
-def tapped(taps: Taps) -> Tapped:
-    """Names as they are, layers as lists."""
-    said: Any = asdict(taps) | {"hidden": list(taps.hidden), "kv": list(taps.kv)}
-    return said
+def pack_taps(taps: Taps) -> TapsMessage:
+    """`Taps` as a message, layers as lists."""
+    packed: Any = asdict(taps) | {"hidden": list(taps.hidden), "kv": list(taps.kv)}
+    return packed
 
 
-def taps(said: Tapped) -> Taps:
-    """Of what `tapped` makes of them. Raises `SpecBenchError` for a layer that is wanted twice."""
-    if any(len(set(layers)) < len(layers) for layers in (said["hidden"], said["kv"])):
+def unpack_taps(packed: TapsMessage) -> Taps:
+    """What `pack_taps` was given. Raises `SpecBenchError` for a layer that is asked for twice."""
+    if any(len(set(layers)) < len(layers) for layers in (packed["hidden"], packed["kv"])):
         raise SpecBenchError("a layer that is tapped twice")
-    names: Any = said
-    return Taps(**{**names, "hidden": tuple(said["hidden"]), "kv": tuple(said["kv"])})
+    fields: Any = packed
+    return Taps(**{**fields, "hidden": tuple(packed["hidden"]), "kv": tuple(packed["kv"])})
 
 
-def judged(terms: VerifyConfig) -> Judged:
-    """Raises `SpecBenchError` for a rule that no server knows."""
-    rule, s = terms.rule, terms.sampler
+def pack_verify(config: VerifyConfig) -> VerifyMessage:
+    """`VerifyConfig` as a message. Raises `SpecBenchError` for a rule that servers do not know."""
+    rule = config.rule
     name: Any = {Lossless: "lossless", Typical: "typical"}.get(type(rule))
     if name is None:
         raise SpecBenchError(f"verify={type(rule).__name__}: a server verifies by Lossless or Typical; set link=local")
     numbers = [rule.epsilon, rule.delta] if isinstance(rule, Typical) else []
-    return {
-        "rule": name,
-        "numbers": numbers,
-        "seed": terms.seed,
-        "temperature": s.temperature,
-        "top_p": s.top_p,
-        "top_k": s.top_k,
-    }
+    packed: Any = {"rule": name, "numbers": numbers, "seed": config.seed, **asdict(config.sampler)}
+    return packed
 
 
-def terms(said: Judged) -> VerifyConfig:
-    rule: Rule = Typical(*said["numbers"]) if said["rule"] == "typical" else Lossless()
-    return VerifyConfig(rule, Sampler(said["temperature"], said["top_p"], said["top_k"]), said["seed"])
+def unpack_verify(packed: VerifyMessage) -> VerifyConfig:
+    """What `pack_verify` was given."""
+    rule: Rule = Typical(*packed["numbers"]) if packed["rule"] == "typical" else Lossless()
+    return VerifyConfig(rule, Sampler(packed["temperature"], packed["top_p"], packed["top_k"]), packed["seed"])

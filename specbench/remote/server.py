@@ -1,7 +1,7 @@
 """The target's side of the wire: several clients, one pass at a time, each with a cache of its own.
 
-One thread takes messages as they come, clients in turn, and runs a whole pass for each. What a client sent wrongly is told
-to it in one line; nobody else hears of it. Knows no drafter.
+One thread takes messages as they come, clients in turn, and runs a whole pass for each. A bad message is answered
+with one line to its sender; other clients do not notice. Knows no drafter.
 """
 
 import time
@@ -21,7 +21,7 @@ from specbench.engine.target import Target
 from specbench.engine.tree import root_only
 from specbench.engine.verify import LocalVerifier
 from specbench.remote import protocol
-from specbench.remote.transport import listening
+from specbench.remote.transport import server_socket
 
 POLL_MS = 500  # between looks at who has vanished
 
@@ -45,7 +45,7 @@ class Client:
     seen: float = field(default_factory=time.monotonic)
 
     def forget(self) -> None:
-        """Its generation is over, and its cache's memory free."""
+        """End its generation and free its cache."""
         self.cache.begin(0)
         self.cache.storage, self.cache.capacity, self.judge, self.streamed = {}, 0, None, None
 
@@ -76,7 +76,7 @@ class Server:
         self.condensers: dict[str, Any] = {c.taps.condensed: c for c in condensers}
         self.fingerprint = target.fingerprint()
         self.clients: dict[bytes, Client] = {}
-        self.socket = listening(address, limits["message"])
+        self.socket = server_socket(address, limits["message"])
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
         self.stopping = False
 
@@ -88,8 +88,8 @@ class Server:
                 streams = [pair for pair in self.clients.items() if pair[1].streamed is not None]
                 if self.socket.poll(0 if streams else POLL_MS):
                     self._turn()
-                for who, client in streams:
-                    self._stream(who, client)
+                for peer, client in streams:
+                    self._stream(peer, client)
                 if time.monotonic() - looked > POLL_MS / 1000:
                     self._look()
                     looked = time.monotonic()
@@ -98,64 +98,65 @@ class Server:
             self.socket.close()
 
     def _turn(self) -> None:
-        """One message of whoever is next."""
-        who, *frames = self.socket.recv_multipart()
+        """Receive one message and answer it."""
+        peer, *frames = self.socket.recv_multipart()
         number = 0
         try:
             if len(frames) != 1:
                 raise SpecBenchError(f"a message of {len(frames)} frames, where one was expected")
             request = protocol.decode(frames[0], protocol.REQUEST)
             number = request["n"]
-            reply = self._reply(who, request)
+            reply = self._reply(peer, request)
         except SpecBenchError as error:
             reply = {"kind": "error", "said": one_line(error)[:1000]}
         except Exception as error:  # a fault of ours; others go on
-            self._drop(who)
+            self._drop(peer)
             reply = {"kind": "error", "said": f"the server failed at this request: {one_line(error)}"[:1000]}
         if reply is not None:
-            self._send(who, reply | {"n": number})
+            self._send(peer, reply | {"n": number})
 
-    def _reply(self, who: bytes, request: Any) -> dict[str, Any] | None:
+    def _reply(self, peer: bytes, request: Any) -> dict[str, Any] | None:
         if request["kind"] == "hello":
-            return self._welcome(who, request)
-        if (client := self.clients.get(who)) is None:
+            return self._welcome(peer, request)
+        if (client := self.clients.get(peer)) is None:
             raise SpecBenchError("say hello first: this server does not know you, or has forgotten you")
         client.seen = time.monotonic()
         if request["kind"] == "end":
-            self._drop(who)
+            self._drop(peer)
             return None
         return self._timed(client, self._begun if request["kind"] == "begin" else self._passed, request)
 
     def _timed(self, client: Client, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-        """What some work for a client comes to, and its seconds."""
+        """The answer that some work for a client gives, with its seconds."""
         begin = time.perf_counter()
         self.target.cache, self.target.taps = client.cache, client.taps
         with torch.inference_mode():
-            said = work(client, *arguments)
-        return {"kind": "answer", **said, "seconds": time.perf_counter() - begin}
+            answer = work(client, *arguments)
+        return {"kind": "answer", **answer, "seconds": time.perf_counter() - begin}
 
-    def _stream(self, who: bytes, client: Client) -> None:
-        """One token more of plain decoding, until a stop token comes or the room that was asked for is full."""
+    def _stream(self, peer: bytes, client: Client) -> None:
+        """One more token of plain decoding, until a stop token or the end of the requested positions."""
         if client.streamed is None:  # its last message has ended it
             return
         over = client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity
         number, client.streamed = client.streamed, None
-        if not over and self.clients.get(who) is client:
-            self._send(who, self._timed(client, self._judged, root_only(client.root, self.target.device)) | {"n": number})
+        if not over and self.clients.get(peer) is client:
+            reply = self._timed(client, self._judged, root_only(client.root, self.target.device))
+            self._send(peer, reply | {"n": number})
             client.streamed, client.seen = number, time.monotonic()
 
-    def _welcome(self, who: bytes, request: protocol.Hello) -> dict[str, Any]:
+    def _welcome(self, peer: bytes, request: protocol.Hello) -> dict[str, Any]:
         if request["version"] != protocol.VERSION:
             raise SpecBenchError(
                 f"this server speaks version {protocol.VERSION}, you speak {request['version']}; install the same SpecBench"
             )
-        if who not in self.clients and len(self.clients) >= self.limits["clients"]:
+        if peer not in self.clients and len(self.clients) >= self.limits["clients"]:
             self._look()
-        if who not in self.clients and len(self.clients) >= self.limits["clients"]:
+        if peer not in self.clients and len(self.clients) >= self.limits["clients"]:
             raise SpecBenchError(f"this server has its {self.limits['clients']} clients already; try again later")
-        self.clients.setdefault(who, Client(self.target.new_cache(0)))
-        said = {"version": protocol.VERSION, "fingerprint": self.fingerprint, "limits": self.limits}
-        return {"kind": "welcome", **said, "condensers": list(self.condensers)}
+        self.clients.setdefault(peer, Client(self.target.new_cache(0)))
+        description = {"version": protocol.VERSION, "fingerprint": self.fingerprint, "limits": self.limits}
+        return {"kind": "welcome", **description, "condensers": list(self.condensers)}
 
     # Passes -------------------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class Server:
             raise SpecBenchError(f"a prompt of {len(prompt)} tokens has no room in {request['capacity']} positions")
         self._known_ids(prompt)
         try:
-            taps = protocol.taps(request["taps"])
+            taps = protocol.unpack_taps(request["taps"])
             if taps.condensed is not None:
                 if taps.condensed not in self.condensers:
                     raise SpecBenchError("this server has not the network that condenses states for you")
@@ -176,9 +177,8 @@ class Server:
         except IndexError as error:
             raise SpecBenchError(one_line(error)) from error
         client.taps, client.eight, client.streamed = self.target.taps, request["eight"], None
-        client.judge = (
-            None if request["judged"] is None else LocalVerifier(protocol.terms(request["judged"]), self.target.device)
-        )
+        verify = request["judged"]
+        client.judge = None if verify is None else LocalVerifier(protocol.unpack_verify(verify), self.target.device)
         states = self.target.prefill(torch.tensor(prompt, device=self.target.device))
         found: dict[str, Any] = {}
         if client.judge is None:
@@ -198,7 +198,7 @@ class Server:
         return self._judged(client, tree)
 
     def _judged(self, client: Client, tree: DraftTree) -> dict[str, Any]:
-        """What becomes of a tree."""
+        """Run a tree, verify it, keep the accepted rows: the answer without its seconds."""
         assert client.judge is not None
         states = self.target.forward(tree)
         verdict, drafted = client.judge.verify(tree, states)
@@ -221,7 +221,7 @@ class Server:
         return found
 
     def _reviewed(self, states: TargetStates, taps: Taps) -> dict[str, Any]:
-        """Of every node, for drafters that learn from rejected ones as well."""
+        """Logits of every node, for drafters that learn from rejected ones as well."""
         if taps.likeliest is None:
             return {"logits": protocol.pack(states.logits)}
         if not taps.likeliest:
@@ -232,7 +232,7 @@ class Server:
     # What a client says -------------------------------------------------------------------------------------------------
 
     def _tree(self, request: protocol.Pass) -> DraftTree:
-        """Raises `SpecBenchError` for what is no tree."""
+        """The tree of a request. Raises `SpecBenchError` if it is none."""
         tokens, parents = request["tokens"], [-1, *request["parents"]]
         count, device = len(tokens), self.target.device
         _require("tree", "nodes", count, self.limits["nodes"])
@@ -246,8 +246,8 @@ class Server:
             ranks, width = drawn["ranks"], drawn["width"]
             if len(ranks) != count or width > count or any(rank >= width for rank in ranks[1:]):
                 raise SpecBenchError("a tree whose ranks do not fit it")
-        ids, above, levels, places = torch.tensor([tokens, parents, depths, ranks], device=device).unbind()
-        tree = trees.build(ids, above, levels, places, max(depths), width)
+        ids, above, levels, rank = torch.tensor([tokens, parents, depths, ranks], device=device).unbind()
+        tree = trees.build(ids, above, levels, rank, max(depths), width)
         if others := request.get("others"):
             tree.acceptable = torch.ones(count, dtype=torch.bool, device=device)
             tree.acceptable[self._nodes(others, count)] = False
@@ -272,26 +272,26 @@ class Server:
 
     # Who is there -------------------------------------------------------------------------------------------------------
 
-    def _send(self, who: bytes, reply: Mapping[str, Any]) -> None:
+    def _send(self, peer: bytes, reply: Mapping[str, Any]) -> None:
         try:
-            self.socket.send_multipart([who, protocol.encode(reply)], zmq.NOBLOCK)
+            self.socket.send_multipart([peer, protocol.encode(reply)], zmq.NOBLOCK)
         except zmq.ZMQError:  # vanished, or takes no answers
-            self._drop(who)
+            self._drop(peer)
 
     def _look(self) -> None:
-        """Forget clients that have vanished, or say nothing any more."""
+        """Drop clients that are gone or idle."""
         now = time.monotonic()
-        for who, client in list(self.clients.items()):
+        for peer, client in list(self.clients.items()):
             if now - client.seen > self.idle_s:
-                self._drop(who)
+                self._drop(peer)
             else:
-                self._send(who, {"kind": "alive"})
+                self._send(peer, {"kind": "alive"})
 
-    def _drop(self, who: bytes) -> None:
-        if (client := self.clients.pop(who, None)) is not None:
+    def _drop(self, peer: bytes) -> None:
+        if (client := self.clients.pop(peer, None)) is not None:
             client.forget()
 
 
-def _require(what: str, unit: str, found: int, most: int) -> None:
-    if found > most:
-        raise SpecBenchError(f"a {what} of {found} {unit}, but this server takes {most}")
+def _require(what: str, unit: str, found: int, limit: int) -> None:
+    if found > limit:
+        raise SpecBenchError(f"a {what} of {found} {unit}, but this server takes {limit}")

@@ -1,4 +1,4 @@
-"""A server of a model as a configuration names it: for the door, or in a process beside the run that uses it."""
+"""Starts a server of a configured model: for the command, or in a process beside the run that uses it."""
 
 from collections.abc import Sequence
 from multiprocessing import get_context
@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from specbench.common.errors import SpecBenchError
-from specbench.common.faults import told
+from specbench.common.errors import SpecBenchError, format_exception
 from specbench.common.processes import end_with_parent
 from specbench.engine.loading import ModelSpec
 from specbench.remote.protocol import Limits
@@ -50,30 +49,30 @@ def server(
 
 def beside(model: ModelSpec, threads: int | None, condensers: Sequence[Any] = ()) -> str:
     """The address of a server on loopback that ends with this process; one a model. condensers: see `server`."""
-    wanted = f"{model} {threads} {[c.name for c in condensers]}"
-    if wanted not in _beside:
+    served = f"{model} {threads} {[c.name for c in condensers]}"
+    if served not in _beside:
         spawning = get_context("spawn")
         ours, theirs = spawning.Pipe()
         spawning.Process(target=_serve, args=(model, threads, list(condensers), theirs), daemon=True).start()
         theirs.close()
         try:
-            said = ours.recv() if ours.poll(PATIENCE_S) else {"error": f"no server within {PATIENCE_S} s"}
+            message = ours.recv() if ours.poll(PATIENCE_S) else {"error": f"no server within {PATIENCE_S} s"}
         except EOFError:
-            said = {"error": "the server's process was killed while it started; is there enough memory?"}
-        if "error" in said:
-            raise SpecBenchError(said["error"])
-        _beside[wanted] = said["address"]
-    return _beside[wanted]
+            message = {"error": "the server's process was killed while it started; is there enough memory?"}
+        if "error" in message:
+            raise SpecBenchError(message["error"])
+        _beside[served] = message["address"]
+    return _beside[served]
 
 
 def _serve(model: ModelSpec, threads: int | None, condensers: list[Any], pipe: Connection) -> None:
-    """In the other process."""
+    """The main function of the server's process."""
     end_with_parent()
     torch.set_num_threads(threads or torch.get_num_threads())
     try:
         made = server(model, "tcp://127.0.0.1:0", condensers=condensers)
     except Exception as error:
-        pipe.send({"error": told(error)})
+        pipe.send({"error": format_exception(error)})
         return
     pipe.send({"address": made.address})
     made.run()

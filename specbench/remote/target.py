@@ -1,10 +1,10 @@
-"""A target on another machine: it stands where `Target` stands, and holds embedding, final norm and LM head alone.
+"""A target on a server: used in place of `Target`, it holds only the embedding, the final norm and the LM head.
 
-A cycle is one round trip. What is judged there comes back judged, with the states that the drafter taps of the nodes that
-were kept, and of those alone; so the loop is the same, and no drafter knows.
+A cycle is one round trip. The server verifies the tree and returns the verdict with the tapped states of the accepted nodes
+only, so that the decoding loop and the drafters are the same as with a local target.
 
 When the link breaks in the middle of a generation, a new connection goes on from the prompt and what was verified (`wait`),
-or the generation ends with `LinkLost`, of which a cell then makes what it was told to.
+or the generation ends with `LinkLost`, and the caller decides what becomes of the cell.
 """
 
 import time
@@ -32,28 +32,28 @@ Then = Literal["wait", "stop", "continue"]
 
 
 @dataclass
-class Kept(TargetStates):
-    """States of what was kept, and what was decided there. logits: of all nodes, for a drafter that reviews them."""
+class VerifiedStates(TargetStates):
+    """States of accepted nodes, and the server's verdict. logits: of all nodes, for a drafter that reviews them."""
 
-    said: int = 0
+    token: int = 0
     verdict: Verdict | None = None
     drafted: int = 0
 
     def select(self, nodes: Tensor) -> TargetStates:
-        """What was kept is all that there is."""
+        """All nodes here are accepted ones."""
         assert len(nodes) == len(self.tokens)
         return self
 
 
 class RemoteVerifier:
-    """The judge is where the target is: what it decided lies beside the states."""
+    """Hands out the verdict that the server sent with the states."""
 
     def first(self, states: TargetStates) -> int:
-        assert isinstance(states, Kept)
-        return states.said
+        assert isinstance(states, VerifiedStates)
+        return states.token
 
     def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
-        assert isinstance(states, Kept) and states.verdict is not None
+        assert isinstance(states, VerifiedStates) and states.verdict is not None
         return states.verdict, states.drafted
 
 
@@ -94,7 +94,7 @@ class RemoteTarget(Target):
 
     @classmethod
     def at(cls, address: str, path: Path, dtype: torch.dtype, device: torch.device, **more: Any) -> "RemoteTarget":
-        """The server's target, whose files lie in a folder here as well, as far as a client needs them."""
+        """The server's target; the local folder needs only the files that a client reads."""
         return cls(read_ends(path, dtype, device), path, address, **more)
 
     def _open(self) -> None:
@@ -108,8 +108,8 @@ class RemoteTarget(Target):
             )
 
     def close(self) -> None:
-        """Let the server forget this client at once."""
-        self.connection.tell({"kind": "end"})
+        """Free the server's memory of this client, and disconnect."""
+        self.connection.send({"kind": "end"})
         self.connection.close()
 
     @property
@@ -131,15 +131,15 @@ class RemoteTarget(Target):
         self.connection.traffic = Traffic()
 
     def verifier(self, terms: VerifyConfig) -> Verifier:
-        protocol.judged(terms)  # refused here if it cannot travel
+        protocol.pack_verify(terms)  # refused here if it cannot travel
         self.terms = terms
         return RemoteVerifier()
 
     def prefill(self, tokens: Tensor) -> TargetStates:
-        """A prompt [N]; without a judge the logits of its last position come back instead of a token."""
+        """Send a prompt [N]; without a judge the logits of its last position come back instead of a token."""
         if self.connection.socket is None:
             self._open()
-        answer = self.connection.ask(self._begin(tokens.tolist()))
+        answer = self.connection.request(self._begin(tokens.tolist()))
         self.text, self.emitted = tokens.tolist(), 1
         traffic = self.traffic
         traffic.prompt_bytes = sum(traffic.sent.values()) + sum(traffic.received.values())
@@ -150,7 +150,7 @@ class RemoteTarget(Target):
         return states
 
     def forward(self, tree: DraftTree) -> TargetStates:
-        """The tree there, what became of it here; of a stream the next token, which nobody asks for."""
+        """Send a tree and return the states of its accepted nodes; of a stream, wait for the next token instead."""
         tokens = tree.tokens.tolist()
         if self.taps.unasked:
             assert len(tokens) == 1, "who drafts has to ask"
@@ -170,7 +170,7 @@ class RemoteTarget(Target):
         return states
 
     def keep(self, nodes: Tensor) -> None:
-        """It was kept there."""
+        """Nothing to do: the server has kept the accepted rows."""
 
     def tapped(
         self, tokens: Tensor, taps: Taps, positions: Tensor | None = None, mask: Tensor | None = None
@@ -190,10 +190,10 @@ class RemoteTarget(Target):
             text.append(judge.verify(tree, self.forward(tree))[0].bonus)
         return torch.tensor([text], device=self.device)
 
-    # What a client has not ----------------------------------------------------------------------------------------------
+    # Not on a client ----------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """There is nothing to run; the server has checked its own."""
+        """There are no layers to check here; the server has checked its own."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise SpecBenchError(
@@ -212,8 +212,8 @@ class RemoteTarget(Target):
             "kind": "begin",
             "prompt": tokens,
             "capacity": self.capacity,
-            "taps": protocol.tapped(self.taps),
-            "judged": None if terms is None else protocol.judged(terms),
+            "taps": protocol.pack_taps(self.taps),
+            "judged": None if terms is None else protocol.pack_verify(terms),
             "resumed": resumed,
             "eight": self.eight,
         }
@@ -227,8 +227,8 @@ class RemoteTarget(Target):
             if self.cutting and self.cut_after is not None and self.emitted >= self.cut_after and not self.traffic.resumed:
                 self.connection.close()
             if message is not None:
-                return self.connection.ask(message)
-            return self._anew(None, root) if root in self.stop_ids else self.connection.listen()  # there a stream ends
+                return self.connection.request(message)
+            return self._anew(None, root) if root in self.stop_ids else self.connection.receive()  # there a stream ends
         except LinkLost:
             if self.then != "wait":
                 raise
@@ -247,12 +247,12 @@ class RemoteTarget(Target):
     def _anew(self, message: Mapping[str, Any] | None, root: int) -> Any:
         """The same from a new beginning. A stream's next token is the first one behind a prompt that ends with the root."""
         if message is None:
-            return self.connection.ask(self._begin([*self.text, root], again=True)) | {"path": [], "drafted": 0}
-        self.connection.ask(self._begin(self.text, again=True, resumed=True))
-        return self.connection.ask(message)
+            return self.connection.request(self._begin([*self.text, root], again=True)) | {"path": [], "drafted": 0}
+        self.connection.request(self._begin(self.text, again=True, resumed=True))
+        return self.connection.request(message)
 
-    def _received(self, answer: Any, tokens: Tensor, start: int) -> Kept:
-        """What came back of these ids, which stand from `start` on."""
+    def _received(self, answer: Any, tokens: Tensor, start: int) -> VerifiedStates:
+        """The states in an answer, of these ids at positions from `start` on."""
         count = len(tokens)
         config = self.config
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -260,7 +260,7 @@ class RemoteTarget(Target):
         kv = iter([self._tensor(part, rows) for part in answer.get("kv", [])])
         hidden = [self._tensor(part, (count, self.hidden_size)) for part in answer.get("hidden", [])]
         none = torch.empty(count, 0, device=self.device, dtype=self.dtype)
-        found = Kept(
+        found = VerifiedStates(
             tokens=tokens,
             positions=torch.arange(start, start + count, device=self.device),
             last=self._tensor(answer["last"], (count, self.hidden_size)) if self.taps.last else none,
@@ -268,17 +268,17 @@ class RemoteTarget(Target):
             hidden=dict(zip(self.taps.hidden, hidden, strict=True)),
             kv=dict(zip(self.taps.kv, zip(kv, kv, strict=True), strict=True)),
             condensed=tuple(self._tensor(part, (count, *part["s"][1:])) for part in answer.get("condensed", [])),
-            said=answer.get("token", 0),
+            token=answer.get("token", 0),
         )
         if self.then == "continue":
             self.kept.append(found)
         return found
 
-    def _tensor(self, packed: protocol.Packed, shape: tuple[int, ...]) -> Tensor:
+    def _tensor(self, packed: protocol.WireTensor, shape: tuple[int, ...]) -> Tensor:
         return protocol.unpack(packed, self.device, shape).to(self.dtype)
 
     def _logits(self, answer: Any, nodes: int) -> Tensor:
-        """[N, V], of which all may be missing but the likeliest."""
+        """[N, V]; ids that the server did not send are -inf."""
         if "ids" not in answer:
             return self._tensor(answer["logits"], (nodes, self.vocab_size))
         ids = torch.tensor(answer["ids"], device=self.device)
@@ -291,17 +291,7 @@ def _message(tree: DraftTree) -> dict[str, Any]:
     if tree.acceptable is not None:
         message["others"] = (~tree.acceptable).nonzero()[:, 0].tolist()
     if tree.q is not None:
-        message["drawn"] = _drawn(tree)
+        parents = tree.parents[1:].unique()
+        drawn = {"ranks": tree.ranks.tolist(), "width": tree.width, "replacement": tree.replacement}
+        message["drawn"] = {"nodes": parents.tolist(), "q": protocol.pack(tree.q[parents]), **drawn}
     return message
-
-
-def _drawn(tree: DraftTree) -> dict[str, Any]:
-    assert tree.q is not None
-    parents = tree.parents[1:].unique()
-    return {
-        "nodes": parents.tolist(),
-        "q": protocol.pack(tree.q[parents]),
-        "ranks": tree.ranks.tolist(),
-        "width": tree.width,
-        "replacement": tree.replacement,
-    }

@@ -1,7 +1,7 @@
-"""How client and server find each other: addresses, ZeroMQ sockets with their limits, and the token that they share.
+"""Addresses, ZeroMQ sockets with their limits, and the token that client and server share.
 
-Beyond loopback both sides need the same token (`SPECBENCH_TOKEN`). It never travels: the server's CURVE key follows from
-it, so who does not know it gets no message through, and what is said is encrypted. On loopback it is used if it is set.
+Beyond loopback both sides need the same token (`SPECBENCH_TOKEN`). It is never sent: the server's CURVE key is derived
+from it, so that messages are encrypted, and only those of clients that know it arrive. On loopback it is used if it is set.
 """
 
 import hashlib
@@ -15,11 +15,14 @@ from zmq.utils import z85
 from specbench.common.errors import SpecBenchError
 
 TOKEN = "SPECBENCH_TOKEN"
-BEAT_MS, GONE_MS = 1000, 5000  # of ZeroMQ's heartbeats: how often, and how long without an answer until a peer has vanished
+BEAT_MS, GONE_MS = (
+    1000,
+    5000,
+)  # ZeroMQ heartbeats: their interval, and the time without an answer after which a peer is gone
 _ADDRESS = re.compile(r"^tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})$")
 
 
-def parsed(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
     """Host and port of tcp://host:port. Raises `SpecBenchError` for anything else."""
     found = _ADDRESS.match(address)
     if found is None or int(found[2]) > 65535:
@@ -27,21 +30,21 @@ def parsed(address: str) -> tuple[str, int]:
     return found[1].strip("[]"), int(found[2])
 
 
-def loopback(host: str) -> bool:
-    """Does nobody but this machine hear what is said there?"""
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach the host?"""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def listening(address: str, most: int) -> zmq.Socket[bytes]:
-    """A server's socket. most: bytes of a message; who announces more is cut off before any of it is stored."""
+def server_socket(address: str, max_bytes: int) -> zmq.Socket[bytes]:
+    """A server's socket. max_bytes: of a message; a peer that announces more is cut off before any of it is stored."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-    socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to one that has vanished says so
-    socket.set(zmq.MAXMSGSIZE, most)
+    socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone raises
+    socket.set(zmq.MAXMSGSIZE, max_bytes)
     _common(socket)
-    if (key := secret(address)) is not None:
+    if (key := secret_key(address)) is not None:
         socket.curve_server = True
         socket.curve_secretkey = key
     try:
@@ -52,11 +55,11 @@ def listening(address: str, most: int) -> zmq.Socket[bytes]:
     return socket
 
 
-def connected(address: str) -> zmq.Socket[bytes]:
-    """A client's socket; whether anybody is there shows later."""
+def client_socket(address: str) -> zmq.Socket[bytes]:
+    """A client's socket; it connects in the background."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     _common(socket)
-    if (key := secret(address)) is not None:
+    if (key := secret_key(address)) is not None:
         socket.curve_serverkey = zmq.curve_public(key)
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(address)
@@ -70,12 +73,12 @@ def _common(socket: zmq.Socket[bytes]) -> None:
     socket.set(zmq.HANDSHAKE_IVL, GONE_MS)
 
 
-def secret(address: str) -> bytes | None:
+def secret_key(address: str) -> bytes | None:
     """The server's secret key as the token makes it. Raises `SpecBenchError` where there must be one."""
-    host, _ = parsed(address)
+    host, _ = parse_address(address)
     token = os.environ.get(TOKEN)
     if not token:
-        if not loopback(host):
+        if not is_loopback(host):
             raise SpecBenchError(f"{address} is not this machine alone: set {TOKEN} to the same secret on both sides")
         return None
     return z85.encode(hashlib.scrypt(token.encode(), salt=b"specbench", n=1 << 14, r=8, p=1, dklen=32))
