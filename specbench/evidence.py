@@ -17,7 +17,7 @@ from specbench.config import run_spec
 from specbench.config.cli import command, run_cli
 from specbench.evaluation import plan, workers
 from specbench.records.studies import Override
-from specbench.reporting.tables import markdown_table
+from specbench.reporting import plan_table
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,14 @@ def main(config: Any) -> None:
     tasks = plan.all_tasks(scope, asked["studies"] or None)
     chosen = [task for task in tasks if asked["kind"] in (None, task.kind)]
     if asked["plan"]:
-        print(markdown_table(plan.COLUMNS, plan.lines(chosen)))
+        print(plan_table.markdown(chosen))
         return
     require_writable(results)
     todo = [task for task in chosen if task.open]
     print(f"{len(chosen) - len(todo)} of {len(chosen)} cells are done or not testable here; now, in this order:")
-    print(markdown_table(plan.COLUMNS, plan.lines(todo)), flush=True)
-    budget, slices = Budget.of_minutes(asked["minutes"]), Budget.of_minutes(asked["slice"]).seconds or 0.0
-    broken = workers.work(todo, workers.Settings(scope, asked["data"], slices), budget)
-    if broken:
+    print(plan_table.markdown(todo), flush=True)
+    settings = workers.Settings(scope, asked["data"], 60 * asked["slice"])
+    if broken := workers.work(todo, settings, Budget.of_minutes(asked["minutes"])):
         names = ", ".join(f"{task.study} (cell {task.cell})" for task in broken)
         raise SpecBenchError(f"failed, named above: {names}; the others were measured")
 

@@ -6,17 +6,15 @@ python -m specbench.run link=tcp://127.0.0.1:5555 drafter=eagle2
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-import hydra
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
 from pydantic import Field
 
 from specbench.common.types import Count, Name, Positive, Text
 from specbench.config import run_spec, validation
-from specbench.config.cli import CONF, handle_errors, run_cli
+from specbench.config.cli import command, run_cli
 from specbench.engine.loading import ModelSpec
 from specbench.remote import serving
 from specbench.remote.transport import parse_address, secret_key
@@ -38,9 +36,8 @@ class Options:
     model: ModelSpec
 
 
-@hydra.main(version_base="1.3", config_path=CONF, config_name="serve")
-@handle_errors
-def main(config: DictConfig) -> None:
+@command("serve")
+def main(config: Any) -> None:
     """Load, say where to find it, serve until interrupted."""
     validation.check(config, Options)
     host = f"[{config.host}]" if ":" in config.host else config.host

@@ -14,14 +14,15 @@ from conftest import configuration, make, settled, tiny
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 
-from specbench import export
 from specbench.common.errors import SpecBenchError
+from specbench.config.export_formats import exportable
 from specbench.engine import checkpoints
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation import arms
+from specbench.training.export import serve_command
 
 D, HEADS, KV, HEAD_DIM, MLP, V, LAYERS = 32, 4, 2, 8, 48, 61, 3  # conftest's tiny target
 EPS = 1e-6
@@ -452,23 +453,21 @@ def test_what_a_server_cannot_hold_is_refused_with_the_reason(drafter, server):
 
 
 def test_a_format_says_which_drafters_it_takes_as_they_are_configured():
-    assert export.taken("vllm") == ["medusa"], "EAGLE's heads have a bias here, which vLLM would drop"
-    assert export.taken("sglang") == ["coral", "eagle1", "eagle2", "eagle2-chain", "eagle2_small", "hass"]
-    for drafter in export.taken("sglang"):
+    assert exportable("vllm") == ["medusa"], "EAGLE's heads have a bias here, which vLLM would drop"
+    assert exportable("sglang") == ["coral", "eagle1", "eagle2", "eagle2-chain", "eagle2_small", "hass"]
+    for drafter in exportable("sglang"):
         assert make(drafter, target := tiny()).export_tensors("sglang", target)
 
 
 def test_a_served_head_is_asked_for_the_tree_that_it_had_here(tmp_path):
-    said = shlex.split(
-        export.serve_command("sglang", "a b", tmp_path, make("eagle2", tiny(), "tree=chain", "tree.gamma=3"))
-    )
+    said = shlex.split(serve_command("sglang", "a b", tmp_path, make("eagle2", tiny(), "tree=chain", "tree.gamma=3")))
     assert said[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "a b"]
     assert said[5:9] == ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path)]
     assert said[9:] == [
         *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
     ]
-    said = shlex.split(export.serve_command("vllm", "m", tmp_path, make("medusa", tiny())))
+    said = shlex.split(serve_command("vllm", "m", tmp_path, make("medusa", tiny())))
     assert said[:4] == ["vllm", "serve", "m", "--speculative-config"]
     assert json.loads(said[4]) == {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 5}
-    said = shlex.split(export.serve_command("vllm", "m", tmp_path, make("eagle2", tiny())))
+    said = shlex.split(serve_command("vllm", "m", tmp_path, make("eagle2", tiny())))
     assert json.loads(said[4]) == {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 6}

@@ -11,7 +11,6 @@ from conftest import ARCHITECTURES, ROOT, configuration, tiny
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
 
-from specbench import run
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import sha256_of
@@ -20,6 +19,8 @@ from specbench.data.prompts import PromptSet
 from specbench.engine import pretrained
 from specbench.engine.pretrained import contents_of, fingerprint_of
 from specbench.engine.target import Target
+from specbench.evaluation import run
+from specbench.evaluation.targets import Targets
 from specbench.records import identity
 from specbench.records.blocks import NAME, read_block
 from specbench.records.rows import Row
@@ -204,7 +205,7 @@ def decode(own, drafter, *overrides):
     ]
     torch_threads = torch.get_num_threads()
     config = configuration(drafter, "dataset=mtbench", *common, f"threads={torch_threads}", *overrides)
-    run._run(run_spec.from_config(config))
+    run.decode([run_spec.from_config(config)], Targets())
     return sorted((own / "results").rglob(NAME), key=lambda path: path.stat().st_mtime_ns)
 
 

@@ -15,9 +15,8 @@ from fixtures import SETTINGS, arm, block, random_row, settings
 from test_files import no_figures  # noqa: F401
 from test_report import measure
 
-from specbench import sweep
 from specbench.common.errors import SpecBenchError, one_line, visible
-from specbench.config import cli
+from specbench.config import cli, sweep
 from specbench.records import metrics
 from specbench.records.blocks import NAME
 from specbench.records.metrics import RATES, sum_rows
@@ -223,11 +222,13 @@ def test_a_sweeps_end_survives_damaged_failures_and_hostile_names(tmp_path, monk
     (tmp_path / "b.failed.json").write_text("[")
     monkeypatch.setenv(sweep.BEGUN, "0")
     monkeypatch.setenv(sweep.CELLS, "3")
-    sweep.Sweep().on_multirun_end(OmegaConf.create({"results": str(tmp_path)}))
-    first, second, last = capsys.readouterr().err.splitlines()
+    with pytest.raises(SystemExit) as ended:
+        sweep.Sweep(show=lambda *_: None).on_multirun_end(OmegaConf.create({"results": str(tmp_path)}))
+    assert ended.value.code == 2
+    first, second, last, failed = capsys.readouterr().err.splitlines()
     assert first == "FAILED \\x1b[2J on d (m): boom\\u202e"
     assert second.startswith(f"FAILED a cell: {tmp_path / 'b.failed.json'}: not JSON") and "sweep: 1 of 3" in last
-    sweep.failed.clear()
+    assert failed.startswith("specbench: 2 cells failed")
 
 
 # Cells without a number --------------------------------------------------------------------------------------------

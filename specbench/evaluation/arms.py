@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from specbench.common import environment
-from specbench.common.errors import SpecBenchError, one_line, visible
-from specbench.config.cli import sweeping
+from specbench.common.errors import SpecBenchError, visible
 from specbench.config.run_spec import RunSpec, state_compressors
 from specbench.data.chat import Chat, Message
 from specbench.data.prompts import Question
 from specbench.engine.device import pick_device
 from specbench.engine.drafter import ServedEngine
-from specbench.engine.memory import NoRoom
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 from specbench.evaluation import fitting
@@ -55,30 +53,12 @@ class Arm:
         return self.contender.label
 
 
-_absent: dict[str, str] = {}  # targets that this process could not load, and why
-
-
 def load(spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
-    """Target and chat format. A target that is not to be had is looked for once a sweep, not once a cell.
-
-    beside: drafters that will be bound to it at the same time; one with which it does not fit need not be the next one.
-    """
-    if spec.backend == "compile" and pick_device(spec.model.device).type == "cpu":
-        raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
-    wanted = f"{spec.model} {spec.link}"
-    if wanted in _absent:
-        raise SpecBenchError(_absent[wanted])
+    """Target and chat format of a run. beside: drafters that will be bound to it at the same time."""
+    require_backend(spec)
     where = "" if spec.link.local else f" over link {spec.link.name}"
     print(f"loading {visible(spec.model.name)}{where} ...", file=sys.stderr, flush=True)
-    try:
-        target, chat = spec.model.load(link=_served(spec), beside=beside)
-    except NoRoom:
-        raise
-    except SpecBenchError as error:
-        if sweeping():
-            print(f"specbench: {one_line(error)}", file=sys.stderr)
-        _absent[wanted] = one_line(error)
-        raise
+    target, chat = spec.model.load(link=_served(spec), beside=beside)
     if spec.backend == "compile":
         torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
         target.compile()
@@ -87,17 +67,18 @@ def load(spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
     return target, chat
 
 
+def require_backend(spec: RunSpec) -> None:
+    """Raises `SpecBenchError` where the device cannot run the backend."""
+    if spec.backend == "compile" and pick_device(spec.model.device).type == "cpu":
+        raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
+
+
 def _served(spec: RunSpec) -> Link | None:
     """The link to the target's server, which this process starts if no address is given; None: the target is here."""
     if spec.link.local or spec.link.to is not None:
         return None if spec.link.local else spec.link
     compressors = state_compressors(spec.link.condense, spec.shared["model"])
     return replace(spec.link, to=serving.beside(spec.model, spec.threads, compressors))
-
-
-def lost(error: str) -> bool:
-    """Was this said of a target already?"""
-    return error in _absent.values()
 
 
 def make(spec: RunSpec) -> tuple[Any, Rule]:

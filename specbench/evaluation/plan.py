@@ -1,6 +1,6 @@
 """What all studies plan, what of it is there, and about how long the rest takes: read off blocks, without any model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +58,11 @@ class Task:
     @property
     def dataset(self) -> str:
         return option(self.words, "dataset", "mtbench")
+
+    @property
+    def folder(self) -> str:
+        """Of the cell, by its name."""
+        return folder_name(self.words)
 
 
 def folder_name(words: Sequence[str]) -> str:
@@ -197,25 +202,3 @@ def _measured(known: Sequence[Known], study: Study) -> bool:
         if times and (not by_label or min(by_label.values()) < times):
             return False
     return True
-
-
-def minutes_left(task: Task) -> str:
-    if not task.open:
-        return "0"
-    return "?" if task.seconds is None else f"{task.seconds / 60:.0f}"
-
-
-COLUMNS = ("study", "cell", "kind", "questions", "planned", "minutes left", "claims waiting")
-
-
-def lines(tasks: Iterable[Task]) -> list[list[str]]:
-    """The plan as a table, in the order of `COLUMNS`."""
-    return [
-        [
-            task.study, f"{task.cell}: {folder_name(task.words)}", task.kind, str(task.done),
-            f"{task.planned}{'' if task.measured else ' and measurements'}",
-            f"not testable here: {', '.join(task.missing)}" if task.missing else minutes_left(task),
-            str(task.waiting if task.open else 0),
-        ]
-        for task in tasks
-    ]  # fmt: skip

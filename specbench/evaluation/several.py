@@ -3,10 +3,17 @@
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
+
+
+def run_named(typed: Sequence[str], one: Callable[[], None]) -> None:
+    """Run the studies that a command line names; a single one by `one`, in this process."""
+    if found := named(typed):
+        sys.exit(run(*found))
+    one()
 
 
 def named(typed: Sequence[str]) -> tuple[list[str], list[str], float | None] | None:

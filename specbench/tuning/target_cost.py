@@ -1,9 +1,11 @@
 """Milliseconds of one pass of the target, by the nodes in it."""
 
 import statistics
+from collections.abc import Sequence
 
 import torch
 
+from specbench.common.errors import SpecBenchError
 from specbench.common.timing import Clock
 from specbench.engine.interface import DraftTree
 from specbench.engine.target import Target
@@ -16,6 +18,18 @@ PASSES = 11  # target passes of each size, of which the median counts
 def text(target: Target, length: int) -> list[int]:
     """Some ids, as a context behind which passes are timed: what they say does not matter to a clock."""
     return [(7 * i + 3) % target.vocab_size for i in range(length)]
+
+
+def passes(target: Target, contexts: Sequence[int]) -> dict[int, dict[str, float]]:
+    """`target_pass` behind so many tokens, by their number; without contexts that leave no room for the largest tree.
+
+    Raises:
+        SpecBenchError: none leaves room.
+    """
+    room = target.max_context - max(NODES)
+    if min(contexts) > room:
+        raise SpecBenchError(f"contexts: none of them leaves room for {max(NODES)} nodes in {target.max_context} positions")
+    return {context: target_pass(target, text(target, context)) for context in contexts if context <= room}
 
 
 @torch.inference_mode()

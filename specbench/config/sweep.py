@@ -1,6 +1,7 @@
-"""A sweep as a whole: how far it is, and at its end what failed first. Hydra calls it around every job of `-m`.
+"""A sweep as a whole: how far it is, and at its end its table, what failed, and the exit code.
 
-The numbers come from the results folder, not from memory, so that jobs on other machines (Slurm, Ray) count too.
+`conf/run.yaml` names the callback, which Hydra calls around every job of `-m`. At the sweep's end the numbers come from the
+results folder, not from memory, so that jobs on other machines (Slurm, Ray) count too.
 """
 
 import json
@@ -8,7 +9,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,24 @@ from omegaconf import DictConfig, OmegaConf
 from specbench.common.errors import visible
 from specbench.common.io import readable
 from specbench.records.rows import CellFailure, by_error
-from specbench.reporting import console
-from specbench.reporting.groups import Asked, measured
 
-failed: dict[str, list[str]] = {}  # cells by error, of the sweep that ended last in this process
 BEGUN, CELLS = "SPECBENCH_SWEEP_BEGUN", "SPECBENCH_SWEEP_CELLS"  # read by jobs, in this process or another
 
 
 class Sweep(Callback):
-    """Progress and summary. See Hydra's documentation of callbacks for when each method is called."""
+    """Progress and summary. See Hydra's documentation of callbacks for when each method is called.
 
-    def __init__(self) -> None:
+    Args:
+        show: prints one table of what the jobs noted (see `note`). It is called with that, the results folder, and whether
+            details are wanted. Tables belong to `specbench.reporting`, which this package does not import.
+    """
+
+    def __init__(self, show: Callable[[Sequence[Mapping[str, Any]], Path, bool], None]) -> None:
+        self.show = show
         self.done, self.seconds = 0, 0.0
         self.varied: set[str] = set()  # options that the sweep goes through, beside those that a cell is named by
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        failed.clear()
         cells = count_cells(config)
         self.varied = swept(config) - {"drafter", "dataset"}
         os.environ[BEGUN], os.environ[CELLS] = str(time.time()), str(cells)
@@ -50,50 +53,63 @@ class Sweep(Callback):
             if self.done:
                 remaining = (int(os.environ[CELLS]) - number + 1) * self.seconds / self.done
                 left = f", about {remaining / 60:.0f} min left"
-            what = config.study.title if "study" in config else f"{config.drafter.name} on {config.dataset.name}"
-            words = [word for word in config.hydra.overrides.task if _option(word) in self.varied]
-            what = ", ".join([what, *words])
-            print(f"cell {number}/{os.environ[CELLS]}: {visible(what)}{left}", file=sys.stderr, flush=True)
+            cell = config.study.title if "study" in config else f"{config.drafter.name} on {config.dataset.name}"
+            overrides = [word for word in config.hydra.overrides.task if _option(word) in self.varied]
+            name = ", ".join([cell, *overrides])
+            print(f"cell {number}/{os.environ[CELLS]}: {visible(name)}{left}", file=sys.stderr, flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         self.done, self.seconds = self.done + 1, self.seconds + time.time() - self.started
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """The table of all cells, then what failed, then how many cells there are."""
-        _show(config)
+        """The table of all cells, then what failed, then how many cells there are.
+
+        Raises:
+            SystemExit: with code 2, if any cell failed. Hydra swallows any other exception of a callback.
+        """
+        results = Path(config.results)
+        noted = _read_notes(results)
+        if noted and config.get("show"):
+            self.show(noted, results, bool(config.get("details")))
         begun, cells = float(os.environ.pop(BEGUN)), int(os.environ.pop(CELLS))
-        paths = [p for p in sorted(Path(config.results).rglob("*.failed.json")) if p.stat().st_mtime >= begun - 1]
-        problems: list[str] = []
-        failed.update(by_error(failure for _, failure in readable(paths, CellFailure.read, problems)))
-        failed.update({problem: ["a cell"] for problem in problems})
-        for error, cells_of in failed.items():
-            print(visible(f"FAILED {', '.join(cells_of)}: {error}"), file=sys.stderr)
-        lost = sum(map(len, failed.values()))
+        failed = failed_cells(results, begun)
+        for error, names in failed.items():
+            print(visible(f"FAILED {', '.join(names)}: {error}"), file=sys.stderr)
+        count = sum(map(len, failed.values()))
         minutes = (time.time() - begun) / 60
-        print(f"sweep: {cells - lost} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
+        print(f"sweep: {cells - count} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
+        if failed:
+            print(f"specbench: {count} cells failed, named above; the same command tries them again", file=sys.stderr)
+            sys.exit(2)
 
 
-def note(results: Path, asked: Asked) -> None:
+def failed_cells(results: Path, since: float) -> dict[str, list[str]]:
+    """Names of the cells that failed since a time (seconds since the epoch), by error."""
+    paths = [path for path in sorted(results.rglob("*.failed.json")) if path.stat().st_mtime >= since - 1]
+    problems: list[str] = []
+    failed = by_error(failure for _, failure in readable(paths, CellFailure.read, problems))
+    return {**failed, **{problem: ["a cell"] for problem in problems}}
+
+
+def note(results: Path, asked: Mapping[str, Any]) -> None:
     """Write down what a job of a sweep was asked for, in a line of a file that the sweep's end reads and removes."""
     if os.environ.get(BEGUN):
         with _notes(results).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(asked)) + "\n")
+            file.write(json.dumps(asked) + "\n")
 
 
 def _notes(results: Path) -> Path:
     return results / f".sweep-{os.environ[BEGUN]}.jsonl"
 
 
-def _show(config: DictConfig) -> None:
-    """One table of all that the sweep was asked for."""
-    results = Path(config.results)
+def _read_notes(results: Path) -> list[Mapping[str, Any]]:
+    """What the jobs noted; their file is removed."""
     path = _notes(results)
     if not path.exists():
-        return
-    asked = [Asked(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        return []
+    noted = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     path.unlink()
-    if config.get("show"):
-        console.show(measured(asked), bool(config.get("details")), console.how_to_report(results))
+    return noted
 
 
 def _option(word: str) -> str:
@@ -105,8 +121,8 @@ def _asked(config: DictConfig) -> list[Override]:
     """The sweep's overrides: those typed, and those of its configuration that were not."""
     task = list(config.hydra.overrides.task)
     fixed: Any = OmegaConf.to_container(config.hydra.sweeper.params) if config.hydra.sweeper.params else {}
-    said = set(map(_option, task))
-    task += [f"{key}={value}" for key, value in fixed.items() if key not in said]
+    typed = set(map(_option, task))
+    task += [f"{key}={value}" for key, value in fixed.items() if key not in typed]
     return list(OverridesParser.create().parse_overrides(task))
 
 

@@ -1,0 +1,49 @@
+"""Loading the target of each cell of a sweep, without looking again for one that is not to be had."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from specbench.common.errors import SpecBenchError, one_line
+from specbench.config.cli import sweeping
+from specbench.config.run_spec import RunSpec
+from specbench.data.chat import Chat
+from specbench.engine.memory import NoRoom
+from specbench.engine.target import Target
+from specbench.evaluation import arms
+
+
+class TargetUnavailable(SpecBenchError):
+    """A target that could not be loaded. In a sweep that was printed when it was first tried."""
+
+
+class Targets:
+    """Loads the targets of one command, which may be a sweep of many cells with few targets.
+
+    One that could not be loaded is not tried again: a missing download takes as long each time. One that had no room beside
+    some drafters is, since the next cell's drafters may be smaller.
+    """
+
+    def __init__(self) -> None:
+        self._unavailable: dict[str, str] = {}  # by model and link: the error
+
+    def load(self, spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
+        """Target and chat format of a run. beside: drafters that will be bound to it at the same time.
+
+        Raises:
+            TargetUnavailable: it cannot be loaded, or could not be before.
+            SpecBenchError: it does not fit the run's other options.
+        """
+        arms.require_backend(spec)
+        key = f"{spec.model} {spec.link}"
+        if key in self._unavailable:
+            raise TargetUnavailable(self._unavailable[key])
+        try:
+            return arms.load(spec, beside)
+        except NoRoom:
+            raise
+        except SpecBenchError as error:
+            self._unavailable[key] = one_line(error)
+            if sweeping():
+                print(f"specbench: {one_line(error)}", file=sys.stderr)
+            raise TargetUnavailable(one_line(error)) from error

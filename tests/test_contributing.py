@@ -1,0 +1,58 @@
+"""What CONTRIBUTING.md tells a newcomer to write is written, as it stands there, into a copy of the code and run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from doors import arguments_of, call
+from forked import FIXED
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+FILES = dict(re.findall(r"`((?:drafters|conf)/\w[\w/]*\.(?:py|yaml))`[^\n]*:\n\n```(?:python|yaml)\n(.*?)```", PAGE, re.S))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of code and configuration, without weights and rows, with the page's files in it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("specbench", "drafters", "conf"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("weights", "__pycache__"))
+    for name, text in FILES.items():
+        assert not (folder / name).exists(), name
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_the_page_is_short_and_has_all_files():
+    assert len(PAGE.splitlines()) <= 120
+    kinds = ["conf/dataset", "conf/drafter", "conf/study", "drafters"]
+    assert sorted(name.rpartition("/")[0] for name in FILES) == kinds
+
+
+def specbench(checkout, home, folder, command, *words):
+    """Standard output of a command of the copy, on the tests' model; results, prompts and cache lie in `folder`."""
+    shutil.copy(home / "mtbench.jsonl", folder / "truthfulqa.jsonl")
+    words = [*arguments_of(home, command, *words), f"results={folder / 'results'}", f"data.root={folder}", "data.limit=2"]
+    environment = {**os.environ, **FIXED, "SPECBENCH_CACHE": str(folder / "cache"), "PYTHONPATH": str(checkout)}
+    typed = [sys.executable, "-m", f"specbench.{command}", *words]
+    done = subprocess.run(typed, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_its_drafter_shows_up_in_table_and_report(home, checkout, tmp_path):
+    printed = specbench(checkout, home, tmp_path, "run", "drafter=repeat", "dataset=truthfulqa")
+    (line,) = [line for line in printed.splitlines() if line.startswith("repeat ")]
+    assert line.split()[-1] == "same"
+    report = call(home, "report", f"results={tmp_path / 'results'}", "format=markdown")
+    assert report.returncode == 0 and "truthfulqa" in report.stdout and "repeat" in report.stdout, report.stderr[-3000:]
+
+
+def test_its_study_decodes_and_is_judged(home, checkout, tmp_path):
+    printed = specbench(checkout, home, tmp_path, "study", "study=repeat_lengths")
+    assert {line.split()[0] for line in printed.splitlines() if line.startswith(("short ", "long "))} == {"short", "long"}
+    assert "A longer draft accepts more" in printed
