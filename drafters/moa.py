@@ -182,7 +182,7 @@ class MoA(TrainedDrafter):
         vocabulary: Count | None = None,
     ):
         super().__init__(name, growth, weights, vocabulary)
-        self.tli, self.use_lsa = tli, lsa
+        self.tli, self.use_lsa, self.runs_layers = tli, lsa, tli > 0
         self.mlp_ratios = MLP_RATIOS | dict(mlp_ratios or {})
         self.regression, self.classification = regression, classification
         self.periods, self.window = periods or (1, growth.depth), window

@@ -85,6 +85,8 @@ class _Partial(Drafter, ABC):
         kept: what it drafts with.
     """
 
+    runs_layers = True
+
     def __init__(
         self,
         name: Name,

@@ -149,6 +149,11 @@ class RunSpec(Common):
         drafter: Any = instantiate(self.drafter, **options)
         if self.sampler.temperature > 0 and drafter.greedy_only:
             raise GreedyOnly(f"drafter={self.drafter['name']} is for greedy decoding; set sampler.temperature=0")
+        if drafter.runs_layers and not self.link.local:
+            raise SpecBenchError(
+                f"drafter={self.drafter['name']} runs layers of the target, which are on the server; choose another "
+                "drafter=, or set link=local"
+            )
         if isinstance(drafter, ServedEngine):
             self._require_beside(drafter)
         if self.checkpoint is not None:

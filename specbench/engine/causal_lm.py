@@ -6,17 +6,18 @@ and a cache of preallocated rows stands in for the model's own.
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine.backends.fused_llama import FusedLlama, fused_forward
 from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Sublayers
+from specbench.engine.language_model import LanguageModel
 
 
 class _Appender:
@@ -49,20 +50,11 @@ def _skipping(layers: Iterable[Any], kept: Sublayers) -> Iterator[None]:
             del module.forward
 
 
-class CausalLM:
-    """An unforked causal LM as embedding, decoder and head, run with explicit positions, masks and our cache."""
+class CausalLM(LanguageModel):
+    """A language model that runs here."""
 
-    def __init__(self, model: Any):  # a PreTrainedModel, whose attributes its stubs do not know
-        self.model = model
-        self.config: PreTrainedConfig = model.config.get_text_config()
-        self.decoder: Any = model.get_decoder()
-        if not hasattr(self.decoder, "layers"):
-            raise SpecBenchError(
-                f"model type {self.config.model_type} has no Llama-like decoder (`layers`); this harness cannot run it"
-            )
-        self.embedding: nn.Embedding = model.get_input_embeddings()
-        self.head: nn.Linear = model.get_output_embeddings()
-        self.layers = len(self.decoder.layers)
+    def __init__(self, model: Any, path: Path | str | None = None):
+        super().__init__(model, path)
         window = getattr(self.config, "sliding_window", None)
         self.kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         self.window: int | None = window if window and self.kinds != {"full_attention"} else None
@@ -80,12 +72,6 @@ class CausalLM:
         """An empty cache for this model, wherever its layers lie. only: layers whose attention runs; None: all."""
         devices = [next(layer.parameters()).device for layer in self.decoder.layers]
         return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None, only)
-
-    def logits(self, last: Tensor, head: nn.Linear | None = None) -> Tensor:
-        """LM head, or a part of it, on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
-        logits = (self.head if head is None else head)(last)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if not cap else torch.tanh(logits / cap) * cap
 
     def run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
         """The decoder alone, without the LM head.

@@ -47,6 +47,7 @@ class Drafter:
         state: what its memory holds when a generation begins, see `State` and `persist`.
         greedy_only: it is defined for greedy decoding alone.
         observes_trees: it learns from rejected nodes as well, by `observe_tree`. Only those that do pay for it.
+        runs_layers: it runs layers of the target itself, which must then be here.
         compresses_states: it makes something shorter of a token's states first of all, by `compress_states`.
         growth: the policy by which its trees grow; None if it has none.
         deepest: levels that its trees can have at most; None for as many as one likes.
@@ -66,6 +67,7 @@ class Drafter:
     state: State = "none"
     greedy_only: bool = False
     observes_trees: bool = False
+    runs_layers: bool = False
     compresses_states: bool = False
     growth: TreePolicy | None = None
     deepest: int | None = None
@@ -161,6 +163,11 @@ class Delegating(Drafter):
         """What the base reads, which it may know only once it is bound."""
         taps: Taps = self.base.taps
         return taps
+
+    @property
+    def runs_layers(self) -> bool:  # type: ignore[override]
+        runs: bool = self.base.runs_layers
+        return runs
 
     def outline(self, target: Any) -> Outline:
         outline: Outline = self.base.outline(target)

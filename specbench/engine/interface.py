@@ -231,9 +231,12 @@ class VerificationTarget(Protocol):
         replayed: it says what an answer is known to be, and nothing of other tokens.
     """
 
-    device: torch.device
     max_context: int
     replayed: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where what it takes and gives lies."""
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         """Start a new sequence. capacity: cache rows that it can need at most. taps: what the drafter reads."""

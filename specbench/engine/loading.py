@@ -20,6 +20,7 @@ from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_
 from specbench.engine import memory, vocabulary
 from specbench.engine.backends import packed_linear
 from specbench.engine.device import pick_device, pick_dtype
+from specbench.engine.language_model import LanguageModel
 from specbench.engine.pretrained import CONFIG, read_config, read_gguf, read_tokenizer, shaped
 from specbench.engine.target import Target
 
@@ -27,7 +28,7 @@ from specbench.engine.target import Target
 class Connectable(Protocol):
     """A way to a server that holds the target, see `specbench.remote.link`."""
 
-    def connect(self, path: Path, dtype: torch.dtype, device: torch.device) -> Target: ...
+    def connect(self, path: Path, dtype: torch.dtype, device: torch.device) -> LanguageModel: ...
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class ModelSpec:
     weights: Literal["trained", "random"] = "trained"
     shape: dict[str, Any] | None = None
 
-    def load(self, processes: int = 1, link: Connectable | None = None, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
-        """The model, over some processes, and its chat format.
+    def load(self, processes: int = 1, link: Connectable | None = None, beside: Sequence[Any] = ()) -> tuple[Any, Chat]:
+        """The model, over some processes, and its chat format: a `Target`, or what stands for the one behind a link.
 
         Args:
             link: to the server that holds the target, with its address; None: it is loaded here.
@@ -96,7 +97,7 @@ class ModelSpec:
         if link is None:
             if known is None:
                 room.require(read_config(folder))
-            target = Target.load(folder, dtype, device, processes, self.device_map)
+            target: LanguageModel = Target.load(folder, dtype, device, processes, self.device_map)
         else:
             target = link.connect(folder, dtype, device)
         target.max_context = min(target.max_context, self.max_context)

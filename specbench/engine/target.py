@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.engine.cache import StaticRows
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.interface import DraftTree, Taps, TargetStates
-from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of, random_model, read_model
+from specbench.engine.pretrained import random_model, read_model
 from specbench.engine.tensors import finite
 from specbench.engine.verify import LocalVerifier, Verifier, VerifyConfig
 
@@ -31,26 +31,15 @@ class Target(CausalLM):
     """The frozen model that is sped up, with its cache and the layers that a drafter taps.
 
     Attributes:
-        embedding, head: the model's input embedding and LM head, shared by drafters, never trained.
-        stop_ids: every stop token of the generation config.
-        max_context: positions the model was made for.
-        path: the folder it was loaded from, where its tokenizer lies too.
+        cache: keys and values of what is kept. taps: what the drafter of the current sequence reads.
         made_from: the configuration of a target without weights.
-        listing: where the list of its most frequent ids should lie, see `vocabulary`.
     """
 
     replayed = False
 
     def __init__(self, model: Any, path: Path | str | None = None):
-        super().__init__(model.eval().requires_grad_(False))
-        self.path = path
-        self.listing: Path | None = None
+        super().__init__(model.eval().requires_grad_(False), path)
         self.made_from: PreTrainedConfig | None = None
-        self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = self.head.weight.shape[0]
-        self.max_context: int = self.config.max_position_embeddings
-        self.device, self.dtype = self.head.weight.device, self.head.weight.dtype
-        self.stop_ids = stop_ids(getattr(model, "generation_config", None), self.config)
         self.cache = self.new_cache(0)
         self.taps = Taps()
         self._tapped: dict[int, Tensor] = {}
@@ -88,18 +77,10 @@ class Target(CausalLM):
         return target
 
     def fingerprint(self) -> str:
-        """Which model this is, by all its tensors, alike in float32 and bfloat16; of a random one by its shape.
-
-        Of a folder's model it is read off the files, so it does not matter where the tensors lie now and in how many parts.
-        """
-        if self.made_from is not None:
-            said = {k: v for k, v in self.made_from.to_dict().items() if k not in UNDECIDING}
-            return hashing.of(said)[:16]
-        return fingerprint_in_memory(self.model) if self.path is None else fingerprint_of(Path(self.path))
-
-    def contents(self) -> dict[str, str]:
-        """SHA-256, by name, of the files it was loaded from; empty if there are none."""
-        return {} if self.path is None else contents_of(Path(self.path))
+        """As of any model; of a random one by its shape."""
+        if self.made_from is None:
+            return super().fingerprint()
+        return hashing.of({k: v for k, v in self.made_from.to_dict().items() if k not in UNDECIDING})[:16]
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         """Start a new sequence. capacity: the most rows it can need (prompt + new tokens + one tree)."""
@@ -280,15 +261,3 @@ class Target(CausalLM):
                 f"model type {kind} does more than its LM head after the final norm (scaled logits?); this harness does "
                 "not support it"
             )
-
-
-def stop_ids(generation: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:
-    """All end-of-sequence ids of the generation config, or of the model config where it has none."""
-    eos = getattr(generation, "eos_token_id", None)
-    eos = getattr(config, "eos_token_id", None) if eos is None else eos
-    found = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-    if not all(isinstance(i, int) for i in found):
-        raise SpecBenchError(
-            f"eos_token_id in generation_config.json or config.json is no id or list of ids: {eos!r}; mend it"
-        )
-    return found

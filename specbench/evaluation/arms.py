@@ -68,7 +68,9 @@ def load(spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
 
 
 def require_backend(spec: RunSpec) -> None:
-    """Raises `SpecBenchError` where the device cannot run the backend."""
+    """Raises `SpecBenchError` where the target's device cannot run the backend."""
+    if spec.backend == "compile" and not spec.link.local:
+        raise SpecBenchError(f"backend=compile: link={spec.link.name} leaves no layers here to compile; leave backend out")
     if spec.backend == "compile" and pick_device(spec.model.device).type == "cpu":
         raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
 

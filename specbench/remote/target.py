@@ -1,4 +1,4 @@
-"""A target on a server: used in place of `Target`, it holds only the embedding, the final norm and the LM head.
+"""A target on a server: in place of `engine.target.Target`, it holds only the embedding, the final norm and the LM head.
 
 A cycle is one round trip. The server verifies the tree and returns the verdict with the tapped states of the accepted nodes
 only, so that the decoding loop and the drafters are the same as with a local target.
@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch import Tensor
 from specbench.common.errors import SpecBenchError
 from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.interface import DraftTree, Taps, TargetStates, Verdict
+from specbench.engine.language_model import LanguageModel
 from specbench.engine.pretrained import read_ends
-from specbench.engine.target import Target
 from specbench.engine.tree import root_only
 from specbench.engine.verify import Lossless, Sampler, Verifier, VerifyConfig
 from specbench.remote import protocol
@@ -57,8 +57,8 @@ class RemoteVerifier:
         return states.verdict, states.drafted
 
 
-class RemoteTarget(Target):
-    """A target that a server runs.
+class RemoteTarget(LanguageModel):
+    """A target that a server runs, for the loop a `VerificationTarget` like a local one.
 
     Args:
         model: see `pretrained.read_ends`. path: its folder, whose fingerprint must be the server's.
@@ -73,6 +73,8 @@ class RemoteTarget(Target):
         connection: to the server. text: prompt and verified ids of the current generation. kept: their states, see `then`.
         cutting: does `cut_after` count at the moment?
     """
+
+    replayed = False
 
     def __init__(
         self,
@@ -189,18 +191,6 @@ class RemoteTarget(Target):
             tree = root_only(text[-1], self.device)
             text.append(judge.verify(tree, self.forward(tree))[0].bonus)
         return torch.tensor([text], device=self.device)
-
-    # Not on a client ----------------------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        """There are no layers to check here; the server has checked its own."""
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise SpecBenchError(
-            "this drafter runs layers of the target, which are on the server; take another drafter=, or link=local"
-        )
-
-    run = tail = subset = sublayers = compile = _refuse
 
     # The wire -----------------------------------------------------------------------------------------------------------
 

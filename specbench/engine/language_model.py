@@ -1,0 +1,80 @@
+"""What drafters share with a target wherever its layers run: embedding, LM head, sizes, stop tokens and its identity."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from specbench.common.errors import SpecBenchError
+from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of
+
+
+class LanguageModel:
+    """An unforked causal LM of Transformers, of which only embedding, final norm and LM head need be in memory.
+
+    Attributes:
+        decoder: its layers and final norm; the layers may be on the meta device.
+        embedding, head: the model's input embedding and LM head, shared by drafters.
+        layers: how many the decoder has.
+        stop_ids: every stop token of the generation config.
+        max_context: positions the model was made for.
+        path: the folder it was loaded from, where its tokenizer lies too.
+        listing: where the list of its most frequent ids should lie, see `vocabulary`.
+    """
+
+    def __init__(self, model: Any, path: Path | str | None = None):  # a PreTrainedModel, whose attributes its stubs lack
+        self.model = model
+        self.path = path
+        self.listing: Path | None = None
+        self.config: PreTrainedConfig = model.config.get_text_config()
+        self.decoder: Any = model.get_decoder()
+        if not hasattr(self.decoder, "layers"):
+            raise SpecBenchError(
+                f"model type {self.config.model_type} has no Llama-like decoder (`layers`); this harness cannot run it"
+            )
+        self.embedding: nn.Embedding = model.get_input_embeddings()
+        self.head: nn.Linear = model.get_output_embeddings()
+        self.layers = len(self.decoder.layers)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.head.weight.shape[0]
+        self.max_context: int = self.config.max_position_embeddings
+        self.stop_ids = stop_ids(getattr(model, "generation_config", None), self.config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    def logits(self, last: Tensor, head: nn.Linear | None = None) -> Tensor:
+        """LM head, or a part of it, on post-norm states, in the model's dtype. [..., D] -> [..., V]"""
+        logits = (self.head if head is None else head)(last)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if not cap else torch.tanh(logits / cap) * cap
+
+    def fingerprint(self) -> str:
+        """Which model this is, by all its tensors, alike in float32 and bfloat16.
+
+        Of a folder's model it is read off the files, so it does not matter where the tensors lie now and in how many parts.
+        """
+        return fingerprint_in_memory(self.model) if self.path is None else fingerprint_of(Path(self.path))
+
+    def contents(self) -> dict[str, str]:
+        """SHA-256, by name, of the files it was loaded from; empty if there are none."""
+        return {} if self.path is None else contents_of(Path(self.path))
+
+
+def stop_ids(generation: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:
+    """All end-of-sequence ids of the generation config, or of the model config where it has none."""
+    eos = getattr(generation, "eos_token_id", None)
+    eos = getattr(config, "eos_token_id", None) if eos is None else eos
+    found = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(isinstance(i, int) for i in found):
+        raise SpecBenchError(
+            f"eos_token_id in generation_config.json or config.json is no id or list of ids: {eos!r}; mend it"
+        )
+    return found
