@@ -14,7 +14,6 @@ from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Text
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
-from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.cache import KVCache
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
@@ -83,6 +82,7 @@ class TrainedDrafter(nn.Module, Drafter):
                 self.fit(self.checkpoint)
                 self.build(target)
         self.to(target.device, target.dtype)
+        self.packing = target.packing
         looked_up = sum(p.numel() for p in self.embedding.parameters())
         self.active_parameters = sum(p.numel() for p in self.parameters()) - looked_up
         if self.head is self.embedding or self.head.weight is self.embedding.weight:
@@ -171,11 +171,12 @@ class TrainedDrafter(nn.Module, Drafter):
     def optimize_for_inference(self) -> None:
         """Make drafting fast, once weights and device are final; not for training."""
         if self.lm is not None:
+            self.lm.packing = self.packing
             self.lm.optimize_for_inference()
         else:
-            optimize_for_inference([self])
+            self.packing.optimize([self])
         if self.sliced_head is not None:
-            optimize_for_inference([self.sliced_head.rows])
+            self.packing.optimize([self.sliced_head.rows])
 
     def timed_functions(self) -> list[TimedFunction]:
         found: list[TimedFunction] = [(self.head, "forward", "head"), (self, "target_logits", "head")]

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from drafters.base import TrainedDrafter, argmax_at
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text
-from specbench.engine.backends.packed_linear import products
 from specbench.engine.drafter import Delegating, Outline
 from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy
@@ -94,8 +93,8 @@ class Routed(TrainedDrafter, Delegating):
     def optimize_for_inference(self) -> None:
         super().optimize_for_inference()
         whole = self.head.weight.split(self.size)
-        alike = products([(rows, None) for rows in whole if len(rows) == self.size])
-        self.slices = [*alike, *products([(rows, None) for rows in whole[len(alike) :]])]
+        alike = self.packing.products([(rows, None) for rows in whole if len(rows) == self.size])
+        self.slices = [*alike, *self.packing.products([(rows, None) for rows in whole[len(alike) :]])]
 
     def bind(self, target: Target) -> None:
         super().bind(target)

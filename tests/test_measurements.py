@@ -20,6 +20,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from drafters.none import NoDrafter
 from specbench.common.budget import Budget
+from specbench.config import run_spec
 from specbench.engine.backends import packed_linear
 from specbench.engine.verify import Lossless
 from specbench.evaluation import costs, isolated, measurements
@@ -342,10 +343,16 @@ def test_a_killed_process_takes_the_one_that_measures_with_it(tmp_path):
     assert until(lambda: not alive(child)), "it waits for ever"
 
 
-def test_a_process_that_measures_knows_what_was_timed_of_products_here(monkeypatch):
-    timed = {((7, 5), torch.float32, 3): (True, False)}
-    monkeypatch.setattr(packed_linear, "found", timed)
-    assert isolated.call(eval, "__import__('specbench.engine.backends.packed_linear', fromlist=['found']).found") == timed
+def test_a_process_that_measures_takes_the_products_that_were_timed_here(home):
+    words = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32", "threads=1"]
+    spec = run_spec.from_config(run_spec.compose_run([*words, "drafter=suffix"]))
+    timed: packed_linear.Timed = {}
+    loaded = isolated.loaded(spec, None, timed)
+    assert loaded.packing.timed is timed and timed
+    other = {key: tuple(not pays for pays in found) for key, found in timed.items()}
+    before = dict(other)
+    isolated.loaded(spec, None, other)
+    assert other == before, "it was timed again"
 
 
 def until(true):

@@ -46,7 +46,6 @@ def drafter(name, *overrides):
 @pytest.fixture
 def free(monkeypatch):
     """Sets how many bytes are free."""
-    monkeypatch.setattr(packed_linear, "spare", packed_linear.spare)  # which loading sets
     return lambda size: monkeypatch.setattr(environment, "free_memory", lambda device, everywhere=False: size)
 
 
@@ -333,11 +332,10 @@ def test_an_estimate_names_its_largest_parts():
 
 def test_copies_are_made_as_far_as_there_is_room(monkeypatch):
     monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: (True,) * len(packed_linear.ROWS))
-    monkeypatch.setattr(packed_linear, "found", {})
     layers = [(torch.randn(8, 4), None)] * 3
     for room, kind in ((3 * 128, packed_linear.Packed), (3 * 128 - 1, type(lambda: 0))):
-        monkeypatch.setattr(packed_linear, "spare", lambda room=room: room)
-        assert {type(product) for product in packed_linear.products(layers)} == {kind}
+        packing = packed_linear.Packing(room=lambda room=room: room)
+        assert {type(product) for product in packing.products(layers)} == {kind}
 
 
 def test_what_is_left_out_is_said(home, free, capsys):
@@ -347,9 +345,9 @@ def test_what_is_left_out_is_said(home, free, capsys):
     assert "left out" not in capsys.readouterr().err
     config = memory.estimate(tiny().model.config, torch.float32, CPU, 4096)
     free(config.needed + config.copies - 1)
-    spec("smollm2-135m", *asked).load()
+    target, _ = spec("smollm2-135m", *asked).load()
     assert "no room for all" in capsys.readouterr().err
-    assert packed_linear.spare() == config.weights + config.copies - 1
+    assert target.packing.room() == config.weights + config.copies - 1
     spec("smollm2-135m", *asked, "model.forward=plain").load()
     assert "left out" not in capsys.readouterr().err
 

@@ -35,7 +35,6 @@ OTHERS = {  # kinds that have a lean forward, in shapes that the default target 
 def always_packed(monkeypatch):
     """What is timed on tiny layers says nothing: packed products are to be tested, not chosen."""
     monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: (True,) * len(packed_linear.ROWS))
-    monkeypatch.setattr(packed_linear, "found", {})  # what tests before have timed
 
 
 def loud(model) -> Target:
@@ -60,7 +59,7 @@ def test_a_packed_product_is_the_product(rows, biased):
     layer = nn.Linear(48, 40, bias=biased).requires_grad_(False)
     x = torch.randn(1, rows, 48)
     expected = layer(x)
-    packed_linear.optimize_for_inference([layer])
+    packed_linear.Packing().optimize([layer])
     with torch.inference_mode():
         assert isinstance(layer.forward, packed_linear.Packed)
         assert torch.allclose(layer(x), expected, atol=1e-5) and layer(x).shape == expected.shape
@@ -68,9 +67,8 @@ def test_a_packed_product_is_the_product(rows, biased):
 
 def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
     monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: tuple(rows >= 4 for rows in packed_linear.ROWS))
-    monkeypatch.setattr(packed_linear, "found", {})
     layer, seen = nn.Linear(48, 40), []
-    packed_linear.optimize_for_inference([layer])
+    packed_linear.Packing().optimize([layer])
     monkeypatch.setattr(
         packed_linear, "multiply", lambda x, packed, bias: seen.append(x.shape[0]) or F.linear(x, layer.weight)
     )
@@ -82,7 +80,7 @@ def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
 
 def test_what_is_trained_or_cast_multiplies_as_before():
     layer = nn.Linear(8, 8)
-    packed_linear.optimize_for_inference([layer])
+    packed_linear.Packing().optimize([layer])
     x = torch.randn(3, 8, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None and layer.weight.grad is not None
@@ -90,7 +88,7 @@ def test_what_is_trained_or_cast_multiplies_as_before():
 
 def test_products_can_be_set_aside():
     layer = nn.Linear(8, 8)
-    packed_linear.optimize_for_inference([layer])
+    packed_linear.Packing().optimize([layer])
     with packed_linear.unpacked([nn.Sequential(layer)]):
         assert "forward" not in vars(layer)
     assert isinstance(layer.forward, packed_linear.Packed)

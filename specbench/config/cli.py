@@ -28,34 +28,54 @@ from specbench.config import catalog, usage, validation
 
 CONF = str(storage.PROJECT / "conf")
 QUOTES = "'\""
-_lost: list[str] = []  # messages of this process's jobs of a sweep that failed
 
 
-def handle_errors(job: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a job: its errors are printed here, before Hydra adds lines of its own."""
+def handle_errors(job: Callable[..., None]) -> Callable[..., bool]:
+    """Wrap a job: its errors are printed here, before Hydra adds lines of its own.
+
+    Returns:
+        The job; in a sweep it says whether it was done, elsewhere a failure ends the process with its exit code.
+    """
 
     @functools.wraps(job)
-    def wrapped(*args: Any) -> None:
+    def wrapped(*args: Any) -> bool:
         try:
             job(*args)
         except KeyboardInterrupt:
             sys.exit(_complain("interrupted; run the same command again to continue"))
         except Exception as error:
-            line = _no_choice(error) or format_exception(error)  # once: it may write a traceback down
-            code = _complain(line)
+            code = _complain(_no_choice(error) or format_exception(error))  # once: it may write a traceback down
             if not sweeping():
                 sys.exit(code)
-            _lost.append(line)
+            return False
+        return True
 
     return wrapped
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """Makes a job the main function of a command, called with the configuration that `conf/<name>.yaml` composes."""
+    """Makes a job the main function of a command, called with the configuration that `conf/<name>.yaml` composes.
+
+    A sweep goes on behind a job that failed; the command then ends with exit code 2.
+    """
 
     def wrap(job: Callable[..., None]) -> Callable[[], None]:
-        made: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(handle_errors(job))
-        return made
+        done: list[bool] = []  # of jobs in this process
+        safe = handle_errors(job)
+
+        @functools.wraps(job)
+        def watched(config: DictConfig) -> None:
+            done.append(safe(config))
+
+        run: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(watched)
+
+        def main() -> None:
+            done.clear()
+            run()
+            if not all(done):
+                sys.exit(2)
+
+        return main
 
     return wrap
 
@@ -75,7 +95,6 @@ def typed_overrides() -> list[tuple[str, str]]:
 def run_cli(main: Callable[[], None], name: str | None = None) -> None:
     """Run a command. name: of its configuration, to find the option that a misspelt one is near to."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let Hydra's own errors reach us unformatted
-    _lost.clear()
     sys.argv[1:] = spelt_out(sys.argv[1:])
     try:
         if name is not None and usage.asks_for_help(sys.argv[1:]):
@@ -88,8 +107,6 @@ def run_cli(main: Callable[[], None], name: str | None = None) -> None:
         sys.exit(_complain("interrupted; run the same command again to continue"))
     except Exception as error:
         sys.exit(_complain(_no_choice(error) or _no_option(error, name) or _unreadable(error) or format_exception(error)))
-    if _lost:
-        sys.exit(2)
 
 
 def spelt_out(typed: list[str]) -> list[str]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine.backends.fused_llama import FusedLlama, fused_forward
-from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Sublayers
 from specbench.engine.language_model import LanguageModel
@@ -66,7 +65,7 @@ class CausalLM(LanguageModel):
         Once weights and device are final, and not for training. What is computed stays the same but for rounding.
         """
         self.lean = self.lean or fused_forward(self)
-        optimize_for_inference([self.head] if self.lean else [self.decoder, self.head])
+        self.packing.optimize([self.head] if self.lean else [self.decoder, self.head])
 
     def new_cache(self, capacity: int, only: Collection[int] | None = None) -> KVCache:
         """An empty cache for this model, wherever its layers lie. only: layers whose attention runs; None: all."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from specbench.common.errors import SpecBenchError
+from specbench.engine.backends.packed_linear import Packing
 from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of
 
 
@@ -21,12 +22,14 @@ class LanguageModel:
         stop_ids: every stop token of the generation config.
         max_context: positions the model was made for.
         path: the folder it was loaded from, where its tokenizer lies too.
+        packing: which products, its drafters' too, use weights in another layout.
         listing: where the list of its most frequent ids should lie, see `vocabulary`.
     """
 
     def __init__(self, model: Any, path: Path | str | None = None):  # a PreTrainedModel, whose attributes its stubs lack
         self.model = model
         self.path = path
+        self.packing = Packing()
         self.listing: Path | None = None
         self.config: PreTrainedConfig = model.config.get_text_config()
         self.decoder: Any = model.get_decoder()

@@ -18,7 +18,6 @@ from specbench.common.types import Count, Name, Positive, Text
 from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
 from specbench.engine import memory, vocabulary
-from specbench.engine.backends import packed_linear
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
 from specbench.engine.pretrained import CONFIG, read_config, read_gguf, read_tokenizer, shaped
@@ -80,49 +79,49 @@ class ModelSpec:
         Raises:
             SpecBenchError: anything missing or unusable. `NoRoom`: it cannot fit.
         """
-        device = pick_device(self.device)
-        dtype = pick_dtype(self.dtype, device)
-        room = Room(self, device, dtype, processes, beside)
-        known = self._known()
-        if link is None:
-            room.require(known)
-        elif self.weights == "random":
+        if link is not None and self.weights == "random":
             raise SpecBenchError("model.weights=random: there is nothing that a server could verify; set link=local")
+        device = pick_device(self.device)
+        room = Room(self, device, pick_dtype(self.dtype, device), processes, beside)
+        if link is None:
+            room.require(self._known())
         transformers_logging.disable_progress_bar()
-        if self.weights == "random":
-            return self._random(device, dtype, None if known is not None else room)
+        target, chat = self._random(room) if self.weights == "random" else self._trained(room, link)
+        target.max_context = min(target.max_context, self.max_context)
+        target.packing.room = room.spare
+        return target, chat
+
+    def _trained(self, room: "Room", link: Connectable | None) -> tuple[LanguageModel, Chat]:
         if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
             print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
         if link is None:
-            if known is None:
-                room.require(read_config(folder))
-            target: LanguageModel = Target.load(folder, dtype, device, processes, self.device_map)
+            room.require(read_config(folder))
+            target: LanguageModel = Target.load(folder, room.dtype, room.device, room.processes, self.device_map)
         else:
-            target = link.connect(folder, dtype, device)
-        target.max_context = min(target.max_context, self.max_context)
+            target = link.connect(folder, room.dtype, room.device)
         target.listing = PROJECT / "drafters" / "weights" / self.name / vocabulary.FILE
+        return target, Chat(self._tokenizer(folder, target.vocab_size), self.system)
+
+    def _tokenizer(self, folder: Path, vocabulary: int) -> Any:
         tokenizer = read_tokenizer(folder)
         ids = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
-        if ids > target.vocab_size:
+        if ids > vocabulary:
             raise SpecBenchError(
-                f"the tokenizer in {folder} has {ids} ids, the model {target.vocab_size}: they do not belong "
-                "together; pass a complete folder as model.path"
+                f"the tokenizer in {folder} has {ids} ids, the model {vocabulary}: they do not belong together; pass a "
+                "complete folder as model.path"
             )
         if self.template is not None and tokenizer.chat_template is None:
             tokenizer.chat_template = self.template
-        return target, Chat(tokenizer, self.system)
+        return tokenizer
 
-    def _random(self, device: torch.device, dtype: torch.dtype, room: "Room | None") -> tuple[Target, Chat]:
-        """room: that is still to be asked for."""
+    def _random(self, room: "Room") -> tuple[Target, Chat]:
         if self.shape is not None:
             config = shaped(self.shape, "model.shape")
         else:
             config = read_config(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
-        if room is not None:
-            room.require(config)
-        target = Target.random(config, dtype, device)
-        target.max_context = min(target.max_context, self.max_context)
+        room.require(config)
+        target = Target.random(config, room.dtype, room.device)
         return target, Chat(Pieces(target.vocab_size), self.system)
 
     def _known(self) -> PreTrainedConfig | None:
@@ -135,21 +134,25 @@ class ModelSpec:
         return None if self.shape is None or self.path is not None else shaped(self.shape, "model.shape")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Room:
-    """What a target asks of a device's memory, with the drafters `beside` it."""
+    """What a target asks of a device's memory, with the drafters `beside` it.
+
+    Attributes:
+        wanted: what it takes, once its configuration was known.
+    """
 
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
     processes: int
     beside: Sequence[Any]
+    wanted: memory.Estimate | None = None
 
     def require(self, config: PreTrainedConfig | None) -> None:
-        """Refuse what cannot fit, before it is fetched or loaded; without a configuration, by `billions` alone.
-
-        What is left may be used for copies of weights.
-        """
+        """Refuse what cannot fit, before it is fetched or loaded; without a configuration, by `billions` alone."""
+        if self.wanted is not None:
+            return
         wanted, free = self._estimate(config), self._free()
         if wanted is None:
             return
@@ -161,7 +164,11 @@ class Room:
                 "products fast; some are left out",
                 file=sys.stderr,
             )
-        packed_linear.spare = lambda: self._free() - wanted.later
+        self.wanted = None if config is None else wanted
+
+    def spare(self) -> float:
+        """Bytes that are left for copies of weights."""
+        return float("inf") if self.wanted is None else self._free() - self.wanted.later
 
     def _estimate(self, config: PreTrainedConfig | None) -> memory.Estimate | None:
         spec = self.spec

@@ -5,7 +5,7 @@ What every command that decodes does with a `RunSpec`: load the target, build th
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from specbench.common.errors import SpecBenchError, visible
 from specbench.config.run_spec import RunSpec, state_compressors
 from specbench.data.chat import Chat, Message
 from specbench.data.prompts import Question
+from specbench.engine.backends.packed_linear import Timed
 from specbench.engine.device import pick_device
 from specbench.engine.drafter import ServedEngine
 from specbench.engine.target import Target
@@ -25,8 +26,8 @@ from specbench.evaluation.runner import BoundDrafter
 from specbench.records import identity
 from specbench.records.blocks import read_block
 from specbench.records.rows import Row
-from specbench.remote import serving
 from specbench.remote.link import Link
+from specbench.remote.serving import LocalServers
 
 # What is encoded to tell chat formats apart: template, system prompt and tokenizer all show in its ids.
 PROBE: list[Message] = [
@@ -53,12 +54,22 @@ class Arm:
         return self.contender.label
 
 
-def load(spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
+@dataclass(frozen=True)
+class Reused:
+    """What the cells of one command have in common: servers that it started, and products that were timed."""
+
+    servers: LocalServers = field(default_factory=LocalServers)
+    timed: Timed = field(default_factory=dict)
+
+
+def load(spec: RunSpec, beside: Sequence[Any] = (), reused: Reused | None = None) -> tuple[Target, Chat]:
     """Target and chat format of a run. beside: drafters that will be bound to it at the same time."""
     require_backend(spec)
+    reused = reused or Reused()
     where = "" if spec.link.local else f" over link {spec.link.name}"
     print(f"loading {visible(spec.model.name)}{where} ...", file=sys.stderr, flush=True)
-    target, chat = spec.model.load(link=_served(spec), beside=beside)
+    target, chat = spec.model.load(link=_served(spec, reused.servers), beside=beside)
+    target.packing.timed = reused.timed
     if spec.backend == "compile":
         torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
         target.compile()
@@ -75,12 +86,12 @@ def require_backend(spec: RunSpec) -> None:
         raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
 
 
-def _served(spec: RunSpec) -> Link | None:
+def _served(spec: RunSpec, servers: LocalServers) -> Link | None:
     """The link to the target's server, which this process starts if no address is given; None: the target is here."""
     if spec.link.local or spec.link.to is not None:
         return None if spec.link.local else spec.link
     compressors = state_compressors(spec.link.condense, spec.shared["model"])
-    return replace(spec.link, to=serving.beside(spec.model, spec.threads, compressors))
+    return replace(spec.link, to=servers.address(spec.model, spec.threads, compressors))
 
 
 def make(spec: RunSpec) -> tuple[Any, Rule]:

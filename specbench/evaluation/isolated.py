@@ -1,7 +1,6 @@
 """What can only be measured in a process of its own: peak memory, which no process gives back.
 
-`call` runs a function of this package in a fresh process, one at a time, and hands back what it returns. What was
-timed of products here is not timed again there.
+`call` runs a function of this package in a fresh process, one at a time, and hands back what it returns.
 """
 
 import gc
@@ -20,7 +19,7 @@ from specbench.common import timing
 from specbench.common.errors import SpecBenchError
 from specbench.common.processes import end_with_parent
 from specbench.config.run_spec import RunSpec
-from specbench.engine.backends import packed_linear
+from specbench.engine.backends.packed_linear import Timed
 from specbench.engine.cache import KVCache
 from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
@@ -30,7 +29,7 @@ from specbench.evaluation import arms, costs
 
 def call(work: Callable[..., Any], *arguments: Any) -> Any:
     """Raises whatever the function raises, and `SpecBenchError` if its process is killed."""
-    with ProcessPoolExecutor(1, _context(), _begin, (packed_linear.found,)) as pool:
+    with ProcessPoolExecutor(1, _context(), end_with_parent) as pool:
         try:
             return pool.submit(work, *arguments).result()
         except BrokenProcessPool as error:
@@ -44,46 +43,43 @@ def _context() -> BaseContext:
     return context
 
 
-def _begin(found: packed_linear.Found) -> None:
-    end_with_parent()
-    packed_linear.found.update(found)
-
-
-def memory(spec: RunSpec, prompt: list[int], tokens: int) -> dict[str, float]:
+def memory(spec: RunSpec, prompt: list[int], tokens: int, timed: Timed) -> dict[str, float]:
     """Bytes that this process holds once target and drafter are loaded, and at most while it decodes one prompt.
 
     Args:
         prompt: ids; so many `tokens` are decoded after it.
+        timed: of products, so that they are the ones of the process that asks, and not timed again.
 
     Returns:
         loaded, peak: of the allocator on a GPU, else of the process. driver: as the GPU's driver sees it. kv: of caches.
     """
     made = arms.make(spec)
-    target = _loaded(spec, made[0])
+    target = loaded(spec, made[0], timed)
     contender = arms.build(spec, target, made=made).contender
     gc.collect()
     peak = timing.PeakMemory(target.device)
     peak.start()
-    loaded = peak.bytes()
+    before = peak.bytes()
     peak.start()
     for _ in decode(target, contender.drafter, prompt, Limits(tokens, target.stop_ids), contender.rule, Sampler()):
         pass
-    found: dict[str, float] = {"loaded": loaded, "peak": peak.bytes(), "kv": cached_bytes(target, contender.drafter)}
+    found: dict[str, float] = {"loaded": before, "peak": peak.bytes(), "kv": cached_bytes(target, contender.drafter)}
     return found | ({"driver": peak.read()["driver"]} if target.device.type == "cuda" else {})
 
 
 def training(spec: RunSpec) -> dict[str, float]:
     """What a training step of a run's drafter takes, from its initial weights; see `costs.training`."""
     drafter = replace(spec, checkpoint=None).make_drafter(weights=None)
-    target = _loaded(spec, drafter)
+    target = loaded(spec, drafter)
     drafter.vocabulary = None  # a loss reads the whole head
     drafter.bind(target)
     return costs.training(target, drafter)
 
 
-def _loaded(spec: RunSpec, drafter: Any) -> Target:
+def loaded(spec: RunSpec, drafter: Any, timed: Timed | None = None) -> Target:
+    """The target, with room for a drafter beside it."""
     torch.set_num_threads(spec.threads or torch.get_num_threads())
-    return arms.load(spec, [drafter])[0]
+    return arms.load(spec, [drafter], arms.Reused(timed={} if timed is None else timed))[0]
 
 
 def cached_bytes(target: Target, drafter: Any) -> int:

@@ -7,7 +7,7 @@ alike, and each is on disk before the next begins. What is there is not measured
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specbench.common.budget import Budget, Pace
 from specbench.common.errors import SpecBenchError, format_exception, visible
@@ -65,7 +65,9 @@ def _known_to_transformers(arm: Arm) -> bool:
 
 
 def _memory(setting: Setting, arm: Arm) -> dict[str, float]:
-    found: dict[str, float] = isolated.call(isolated.memory, arm.spec, setting.prompts[0], setting.tokens)
+    found: dict[str, float] = isolated.call(
+        isolated.memory, arm.spec, setting.prompts[0], setting.tokens, setting.target.packing.timed
+    )
     return found
 
 
@@ -77,11 +79,12 @@ def _training(setting: Setting, arm: Arm) -> dict[str, float]:
 def _clients(setting: Setting, arm: Arm) -> dict[str, float]:
     if not isinstance(setting.target, RemoteTarget):
         raise SpecBenchError("a target in this process has no clients; choose another link=")
+    spec = replace(arm.spec, link=replace(arm.spec.link, to=setting.target.server))
 
     def connect() -> tuple[RemoteTarget, Drafter]:
-        target, _ = arms.load(arm.spec)
+        target, _ = arms.load(spec)
         assert isinstance(target, RemoteTarget)
-        return target, arms.build(arm.spec, target, arm.label).contender.drafter
+        return target, arms.build(spec, target, arm.label).contender.drafter
 
     found: dict[str, float] = {}
     for count in CLIENTS:

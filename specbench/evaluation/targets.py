@@ -25,6 +25,7 @@ class Targets:
     """
 
     def __init__(self) -> None:
+        self._reused = arms.Reused()
         self._unavailable: dict[str, str] = {}  # by model and link: the error
 
     def load(self, spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
@@ -39,7 +40,7 @@ class Targets:
         if key in self._unavailable:
             raise TargetUnavailable(self._unavailable[key])
         try:
-            return arms.load(spec, beside)
+            return arms.load(spec, beside, self._reused)
         except NoRoom:
             raise
         except SpecBenchError as error:

@@ -44,18 +44,20 @@ class Link:
     def connect(self, path: Path, dtype: torch.dtype, device: torch.device) -> RemoteTarget:
         """The server's target. path: the folder of its model, here."""
         assert self.to is not None
-        address, shape = self.to, Shape(self.delay_ms, self.jitter_ms, self.mbit, self.loss, self.pause_ms)
-        if shape != Shape(pause_ms=self.pause_ms):
-            address = _shaped(address, shape)
+        shape = Shape(self.delay_ms, self.jitter_ms, self.mbit, self.loss, self.pause_ms)
+        emulated = shape != Shape(pause_ms=self.pause_ms)
+        address, emulator = _emulate(self.to, shape) if emulated else (self.to, None)
         more = {"patience_s": self.patience_s, "then": self.then, "cut_after": self.cut_after}
-        return RemoteTarget.at(address, path, dtype, device, eight=self.states == "int8", **more)
+        target = RemoteTarget.at(address, path, dtype, device, eight=self.states == "int8", **more)
+        target.server, target.emulator = self.to, emulator
+        return target
 
 
-_shapers: list[subprocess.Popen[str]] = []  # they end with this process, which holds their standard input
+def _emulate(address: str, shape: Shape) -> tuple[str, "subprocess.Popen[str]"]:
+    """The loopback address of a new emulator that forwards to another address, and its process.
 
-
-def _shaped(address: str, shape: Shape) -> str:
-    """The loopback address of a new emulator that forwards to another address."""
+    It ends when its standard input closes: with this process, or with the last reference to what is returned.
+    """
     host, port = parse_address(address)
     secret_key(address)  # checked here, since the address behind is loopback
     command = [sys.executable, "-m", "specbench.remote.network_emulator", host, str(port), json.dumps(asdict(shape))]
@@ -64,5 +66,4 @@ def _shaped(address: str, shape: Shape) -> str:
     found = process.stdout.readline().strip()
     if not found:
         raise SpecBenchError("the link's shaper did not start (python -m specbench.remote.network_emulator)")
-    _shapers.append(process)
-    return f"tcp://127.0.0.1:{found}"
+    return f"tcp://127.0.0.1:{found}", process

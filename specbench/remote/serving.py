@@ -14,7 +14,6 @@ from specbench.remote.protocol import Limits
 from specbench.remote.server import Server
 
 PATIENCE_S = 600  # for a model to load
-_beside: dict[str, str] = {}  # addresses of servers that this process has started, by what they serve
 
 
 def server(
@@ -47,22 +46,33 @@ def server(
     return Server(target, address, limits, idle_s, [c for c in condensers if c.taps.condensed])
 
 
-def beside(model: ModelSpec, threads: int | None, condensers: Sequence[Any] = ()) -> str:
-    """The address of a server on loopback that ends with this process; one a model. condensers: see `server`."""
-    served = f"{model} {threads} {[c.name for c in condensers]}"
-    if served not in _beside:
-        spawning = get_context("spawn")
-        ours, theirs = spawning.Pipe()
-        spawning.Process(target=_serve, args=(model, threads, list(condensers), theirs), daemon=True).start()
-        theirs.close()
-        try:
-            message = ours.recv() if ours.poll(PATIENCE_S) else {"error": f"no server within {PATIENCE_S} s"}
-        except EOFError:
-            message = {"error": "the server's process was killed while it started; is there enough memory?"}
-        if "error" in message:
-            raise SpecBenchError(message["error"])
-        _beside[served] = message["address"]
-    return _beside[served]
+class LocalServers:
+    """Servers on loopback, each in a process that ends with this one; one for each model."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, str] = {}
+
+    def address(self, model: ModelSpec, threads: int | None, condensers: Sequence[Any] = ()) -> str:
+        """Of the server of a model, which is started first if need be. condensers: see `server`."""
+        key = f"{model} {threads} {[c.name for c in condensers]}"
+        if key not in self._addresses:
+            self._addresses[key] = _start(model, threads, list(condensers))
+        return self._addresses[key]
+
+
+def _start(model: ModelSpec, threads: int | None, condensers: list[Any]) -> str:
+    spawning = get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    spawning.Process(target=_serve, args=(model, threads, condensers, theirs), daemon=True).start()
+    theirs.close()
+    try:
+        message = ours.recv() if ours.poll(PATIENCE_S) else {"error": f"no server within {PATIENCE_S} s"}
+    except EOFError:
+        message = {"error": "the server's process was killed while it started; is there enough memory?"}
+    if "error" in message:
+        raise SpecBenchError(message["error"])
+    address: str = message["address"]
+    return address
 
 
 def _serve(model: ModelSpec, threads: int | None, condensers: list[Any], pipe: Connection) -> None:

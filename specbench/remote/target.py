@@ -7,6 +7,7 @@ When the link breaks in the middle of a generation, a new connection goes on fro
 or the generation ends with `LinkLost`, and the caller decides what becomes of the cell.
 """
 
+import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
-from specbench.engine.backends.packed_linear import optimize_for_inference
 from specbench.engine.interface import DraftTree, Taps, TargetStates, Verdict
 from specbench.engine.language_model import LanguageModel
 from specbench.engine.pretrained import read_ends
@@ -71,6 +71,7 @@ class RemoteTarget(LanguageModel):
 
     Attributes:
         connection: to the server. text: prompt and verified ids of the current generation. kept: their states, see `then`.
+        server: its own address; emulator: of a network on the way to it, a process.
         cutting: does `cut_after` count at the moment?
     """
 
@@ -88,6 +89,8 @@ class RemoteTarget(LanguageModel):
     ):
         super().__init__(model, path)
         self.connection = Connection(address, patience_s)
+        self.server = address
+        self.emulator: subprocess.Popen[str] | None = None
         self.then, self.cut_after, self.cutting, self.eight = then, cut_after, True, eight
         self._open()
         context = self.connection.welcome["limits"]["context"]
@@ -119,7 +122,7 @@ class RemoteTarget(LanguageModel):
         return self.connection.traffic
 
     def optimize_for_inference(self) -> None:
-        optimize_for_inference([self.head])
+        self.packing.optimize([self.head])
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         taps = (taps or Taps()).resolve(self.layers)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from specbench.engine.backends.packed_linear import products
+from specbench.engine.backends.packed_linear import Packing
 from specbench.engine.interface import Sublayers
 
 LIKE_LLAMA = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
@@ -30,7 +30,7 @@ class FusedLlama:
         read: layers whose output is wanted; `seen` holds it after a pass, [B, T, D] by layer.
     """
 
-    def __init__(self, decoder: Any):
+    def __init__(self, decoder: Any, packing: Packing):
         self.decoder, layers = decoder, decoder.layers
         first = layers[0].self_attn
         self.head_dim: int = first.head_dim
@@ -40,10 +40,10 @@ class FusedLlama:
         self.activation: nn.Module = layers[0].mlp.act_fn
         self.norms = [(n.input_layernorm, n.post_attention_layernorm) for n in layers]
         attention, mlp = [n.self_attn for n in layers], [n.mlp for n in layers]
-        self.qkv = products([fused(a.q_proj, a.k_proj, a.v_proj) for a in attention])
-        self.out = products([fused(a.o_proj) for a in attention])
-        self.gate_up = products([fused(m.gate_proj, m.up_proj) for m in mlp])
-        self.down = products([fused(m.down_proj) for m in mlp])
+        self.qkv = packing.products([fused(a.q_proj, a.k_proj, a.v_proj) for a in attention])
+        self.out = packing.products([fused(a.o_proj) for a in attention])
+        self.gate_up = packing.products([fused(m.gate_proj, m.up_proj) for m in mlp])
+        self.down = packing.products([fused(m.down_proj) for m in mlp])
         self.read: tuple[int, ...] = ()
         self.seen: dict[int, Tensor] = {}
 
@@ -150,7 +150,7 @@ def fused_forward(model: Any) -> FusedLlama | None:
     """
     if model.window is not None or not _like_llama(model.decoder):
         return None
-    expected, lean = _probed(model), FusedLlama(model.decoder)
+    expected, lean = _probed(model), FusedLlama(model.decoder, model.packing)
     model.lean = lean
     found = _probed(model)
     model.lean = None

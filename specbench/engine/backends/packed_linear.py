@@ -1,7 +1,7 @@
 """Products of few rows with frozen weights on a CPU: oneDNN, with the weights laid out for it once.
 
 `F.linear` in float32 is MKL's, which reads weights as they lie and is slow for the 2 to 64 rows of a tree. What is
-faster, and for how many rows, depends on processor, threads and shape: it is timed for every shape, once a process.
+faster, and for how many rows, depends on processor, threads and shape: it is timed for every shape (`Packing`).
 A product is exact to float32 rounding either way. Where autograd, autocast or another device is at work, and on
 processors that oneDNN does not serve, everything stays as it was; so it does where there is no room for the copies.
 """
@@ -9,7 +9,6 @@ processors that oneDNN does not serve, everything stays as it was; so it does wh
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +18,11 @@ Product = Callable[[Tensor], Tensor]
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows that are timed; more than the last count as the last
 TURNS = 3  # of which the fastest counts
 
-Found = dict[tuple[object, ...], tuple[bool, ...]]  # by shape, type and threads: for which of `ROWS` packed is faster
+Timed = dict[tuple[object, ...], tuple[bool, ...]]  # by shape, type and threads: for which of `ROWS` packed is faster
 
-found: Found = {}  # in this process, or handed to it by the one that started it
-spare: Callable[[], float] = partial(float, "inf")  # bytes that copies may take now; who loads a target knows
+
+def unlimited() -> float:
+    return float("inf")
 
 
 class Packed:
@@ -59,22 +59,50 @@ def packable(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-@torch.no_grad()
-def products(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Product]:
-    """The products of layers of one shape, packed where that pays. layers: (weight [E, D], bias [E] or None)."""
-    if not layers or not all(packable(weight) for weight, _ in layers):
-        return [_plain(weight, bias) for weight, bias in layers]
-    if sum(weight.nbytes for weight, _ in layers) > spare():
-        return [_plain(weight, bias) for weight, bias in layers]
-    first = layers[0][0]
-    packs = [pack(weight) for weight, _ in layers]
-    key = (tuple(first.shape), first.dtype, torch.get_num_threads())
-    if key not in found:
-        found[key] = _timed([weight for weight, _ in layers], packs)
-    pays = found[key]
-    if not any(pays):
-        return [_plain(weight, bias) for weight, bias in layers]
-    return [Packed(weight, bias, packed, pays) for (weight, bias), packed in zip(layers, packs, strict=True)]
+class Packing:
+    """Decides which products of a model, and of the drafters bound to it, use packed weights.
+
+    Args:
+        timed: what is known of shapes already; what it lacks is timed and added.
+        room: how many bytes copies of weights may take now.
+    """
+
+    def __init__(self, timed: Timed | None = None, room: Callable[[], float] = unlimited):
+        self.timed: Timed = {} if timed is None else timed
+        self.room = room
+
+    @torch.no_grad()
+    def products(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Product]:
+        """The products of layers of one shape, packed where that pays. layers: (weight [E, D], bias [E] or None)."""
+        plain: list[Product] = [_plain(weight, bias) for weight, bias in layers]
+        if not all(packable(weight) for weight, _ in layers) or sum(w.nbytes for w, _ in layers) > self.room():
+            return plain
+        packs = [pack(weight) for weight, _ in layers]
+        pays = self._pays([weight for weight, _ in layers], packs)
+        if not any(pays):
+            return plain
+        return [Packed(weight, bias, packed, pays) for (weight, bias), packed in zip(layers, packs, strict=True)]
+
+    def _pays(self, weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ...]:
+        """See `Timed`."""
+        if not weights:
+            return ()
+        key = (tuple(weights[0].shape), weights[0].dtype, torch.get_num_threads())
+        if key not in self.timed:
+            self.timed[key] = _timed(weights, packs)
+        return self.timed[key]
+
+    def optimize(self, modules: Iterable[nn.Module]) -> None:
+        """Let the frozen linear layers of these modules multiply by `products`. Their parameters stay as they are."""
+        linears = {id(m): m for module in modules for m in module.modules() if type(m) is nn.Linear}
+        by_shape: dict[torch.Size, list[nn.Linear]] = {}
+        for linear in linears.values():
+            if "forward" not in vars(linear):  # not done yet
+                by_shape.setdefault(linear.weight.shape, []).append(linear)
+        for alike in by_shape.values():
+            for linear, product in zip(alike, self.products([(m.weight, m.bias) for m in alike]), strict=True):
+                if isinstance(product, Packed):
+                    linear.forward = product  # type: ignore[assignment,method-assign]
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Product:
@@ -97,20 +125,6 @@ def _timed(weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ..
             plain, packed = min(plain, middle - begin), min(packed, time.perf_counter() - middle)
         pays.append(packed < plain)
     return tuple(pays)
-
-
-def optimize_for_inference(modules: Iterable[nn.Module]) -> None:
-    """Let the frozen linear layers of these modules multiply by `products`. Their parameters stay as they are."""
-    linears = {id(m): m for module in modules for m in module.modules() if type(m) is nn.Linear}
-    by_shape: dict[torch.Size, list[nn.Linear]] = {}
-    for linear in linears.values():
-        if "forward" not in vars(linear):  # not done yet
-            by_shape.setdefault(linear.weight.shape, []).append(linear)
-    for alike in by_shape.values():
-        if packable(alike[0].weight):
-            for linear, product in zip(alike, products([(m.weight, m.bias) for m in alike]), strict=True):
-                if isinstance(product, Packed):
-                    linear.forward = product  # type: ignore[assignment,method-assign]
 
 
 @contextmanager
