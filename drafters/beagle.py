@@ -227,7 +227,7 @@ class Beagle(TrainedDrafter):
         keys, values = self.keys_values(batch.states, positions)
         for step in range(1, steps + 1):
             own = [behind == step - earlier for earlier in range(1, step)] if self.concat else []
-            mask = batch.within(torch.cat([behind >= step, *own], -1))
+            mask = batch.restrict_mask(torch.cat([behind >= step, *own], -1))
             predicted = self.network(batch.tokens, positions, keys, values, mask)
             yield partial(self._best, predicted)
             if self.concat:
@@ -254,11 +254,11 @@ def early_mask(batch: Batch, window: int, offset: int) -> Tensor:
                                       x x x x x .
     """
     starts = window_starts(batch.positions, window, offset)
-    return batch.within(batch.positions[:, None, :] < starts[:, :, None])
+    return batch.restrict_mask(batch.positions[:, None, :] < starts[:, :, None])
 
 
 def late_mask(batch: Batch, window: int, offset: int) -> Tensor:
     """[B, T, 2 T] bool: true states as in `early_mask`, then predicted ones of the same window, strictly before."""
     true = early_mask(batch, window, offset)
     before = batch.positions[:, None, :] < batch.positions[:, :, None]
-    return torch.cat([true, batch.within(before) & ~true], -1)
+    return torch.cat([true, batch.restrict_mask(before) & ~true], -1)

@@ -252,7 +252,7 @@ class Eagle(TrainedDrafter):
                 states = torch.where(first, states, behind_one(predicted[:, :-1].detach()))
             mask = None  # plainly causal
             if step > 1 or batch.starts is not None:
-                mask = pairs.within(step_mask(step, tokens.shape[1], tokens.device))[:, None]
+                mask = pairs.restrict_mask(step_mask(step, tokens.shape[1], tokens.device))[:, None]
             predicted = self.network(states, tokens, positions, mask, cache)
             yield predicted
 
@@ -276,7 +276,7 @@ def behind_one(x: Tensor) -> Tensor:
 
 def following(batch: Batch) -> Batch:
     """What pair i is to predict: everything one position on. A pair stands in the sequence of its state."""
-    same = batch.together(1)
+    same = batch.same_sequence(1)
     return Batch(
         tokens=batch.tokens[:, 1:],
         states=batch.states[:, 1:],

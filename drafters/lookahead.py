@@ -129,7 +129,7 @@ class Lookahead(Retriever):
         seed: of the window's first tokens.
     """
 
-    taps = Taps(last=False, likeliest=1)
+    taps = Taps(last=False, observe_top_k=1)
     observes_trees = True
 
     def __init__(

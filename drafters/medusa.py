@@ -33,7 +33,7 @@ from drafters.base import TrainedDrafter, likeliest
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Natural, Text, Weight
 from specbench.engine.interface import Batch, TargetStates
-from specbench.engine.policies import Calibrated, TreePolicy
+from specbench.engine.policies import AccuracyTree, TreePolicy
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
@@ -54,7 +54,7 @@ class Medusa(TrainedDrafter):
     """K residual heads on the last state, no cache.
 
     Args:
-        name: as tables show it. growth: a `Calibrated` tree takes the accuracies shipped with the weights; others work.
+        name: as tables show it. growth: an `AccuracyTree` takes the accuracies shipped with the weights; others work.
         weights: folder of trained weights.
         heads: K. layers: residual blocks a head.
         decay: lambda. head_per_level: each head has its own output layer instead of the target's.
@@ -84,7 +84,7 @@ class Medusa(TrainedDrafter):
             raise SpecBenchError(f"drafter.head_rank={head_rank} corrects the target's head; leave out head_per_level")
         self.layers, self.decay, self.head_per_level = layers, decay, head_per_level
         self.head_rank, self.deepest = head_rank, heads
-        if not isinstance(growth, Calibrated) and growth.depth > heads:
+        if not isinstance(growth, AccuracyTree) and growth.depth > heads:
             raise SpecBenchError(f"tree of depth {growth.depth}, but drafter.heads={heads}; choose a tree= of that depth")
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
@@ -93,7 +93,7 @@ class Medusa(TrainedDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        if isinstance(self.growth, Calibrated):
+        if isinstance(self.growth, AccuracyTree):
             if measured := self.provenance.get("calibration"):
                 self.growth.calibrate(measured)
             else:
@@ -238,7 +238,7 @@ class Medusa(TrainedDrafter):
             ahead = level + 2  # head k = level + 1 looks k + 1 tokens ahead
             if batch.tokens.shape[1] <= ahead:
                 break
-            counts = counts[:, :-1] & batch.scored[:, ahead - 1 : -1] & batch.together(ahead)
+            counts = counts[:, :-1] & batch.scored[:, ahead - 1 : -1] & batch.same_sequence(ahead)
             states, labels = batch.states[:, :-ahead][counts], batch.tokens[:, ahead:][counts]  # [M, D], [M]
             if batch.vocabulary is not None:
                 place = torch.full((self.head.weight.shape[0],), -100, device=labels.device)
@@ -286,7 +286,7 @@ class Medusa(TrainedDrafter):
                 hits[level] += (logits.topk(top_k, -1).indices == labels[:, None]).sum(0).cpu()
                 cases[level] += len(labels)
         accuracy = (hits / cases.clamp(min=1)).tolist()
-        if isinstance(self.growth, Calibrated):
+        if isinstance(self.growth, AccuracyTree):
             self.growth.calibrate(accuracy)
             self.nodes = self.growth.nodes
         return accuracy

@@ -365,11 +365,11 @@ class MoA(TrainedDrafter):
         """
         positions = batch.positions
         keys, values = self.keys_values(self.seen(batch.states, batch.kv), positions)
-        causal = batch.within(positions[:, None, :] <= positions[:, :, None])  # [B, T, T]
+        causal = batch.restrict_mask(positions[:, None, :] <= positions[:, :, None])  # [B, T, T]
         confined = self._confined(batch)
         s = self._causal(batch, None if batch.starts is None else causal) if confined is None else keys
         for starts in windows:
-            before = batch.within(positions[:, None, :] < starts[:, :, None])  # [B, T, T]
+            before = batch.restrict_mask(positions[:, None, :] < starts[:, :, None])  # [B, T, T]
             if confined is not None:
                 s = self._causal(batch, causal & ~(before & confined[:, :, None]))
             hidden = self.cross(s, positions, keys, values, before)
@@ -383,13 +383,13 @@ class MoA(TrainedDrafter):
         positions = batch.positions
         behind = positions[:, :, None] - positions[:, None, :]  # [B, T, T] how far a key lies behind a query
         keys, values = self.keys_values(self.seen(batch.states, batch.kv), positions)
-        s = self._causal(batch, None if batch.starts is None else batch.within(behind >= 0))
+        s = self._causal(batch, None if batch.starts is None else batch.restrict_mask(behind >= 0))
         rows = dict(batch.kv)
         for step in range(1, steps + 1):
-            hidden = self.cross(s, positions, keys, values, batch.within(behind >= step))
+            hidden = self.cross(s, positions, keys, values, batch.restrict_mask(behind >= step))
             if self.tli:  # place i - j + m holds what step m ran there, as in `Hass`
                 own = [behind == step - earlier for earlier in range(1, step + 1)]
-                hidden = self._tail(hidden, batch, batch.within(torch.cat([behind >= step, *own], -1)), rows)
+                hidden = self._tail(hidden, batch, batch.restrict_mask(torch.cat([behind >= step, *own], -1)), rows)
             yield partial(self._best, hidden)
 
     def _best(self, hidden: Tensor, places: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class NoDrafter(Drafter):
 
     def __init__(self, name: Name = "none", streamed: bool = False):
         super().__init__(name)
-        self.taps = Taps(last=False, unasked=streamed)
+        self.taps = Taps(last=False, free_running=streamed)
 
     def bind(self, target: Any) -> None:
         self.device = target.device

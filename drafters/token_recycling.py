@@ -41,7 +41,7 @@ class TokenRecycling(Retriever):
     def __init__(self, name: Name, growth: Static, followers: Count = 8, state: Literal["none", "run"] = "none"):
         super().__init__(name, growth.nodes, state)
         self.growth, self.followers = growth, max(followers, growth.width)
-        self.taps = Taps(last=False, likeliest=self.followers)
+        self.taps = Taps(last=False, observe_top_k=self.followers)
 
     @property
     def grower(self) -> None:

@@ -216,7 +216,9 @@ class Vanilla(TrainedDrafter):
         mask = None  # plainly causal
         if batch.starts is not None:
             length = batch.tokens.shape[1]
-            mask = batch.within(torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).tril())[:, None]
+            mask = batch.restrict_mask(torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).tril())[
+                :, None
+            ]
         return self.lm.run(batch.tokens, batch.positions, mask, None)
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:

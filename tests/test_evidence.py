@@ -76,10 +76,10 @@ class Words:
 
 def test_whole_questions_are_decoded_as_long_as_they_fit(tmp_path):
     target = tiny()
-    contenders = [BoundDrafter(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
+    bound_drafters = [BoundDrafter(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
     questions = [Question(str(i), "c", (f"{i} 3 14 15", "9 26")) for i in range(5)]
     for allowed, done in ((2, 2), (1, 3), (9, 5)):
-        bench = Bench(target, Words, contenders, Sampler(), RunSettings(max_new_tokens=8))
+        bench = Bench(target, Words, bound_drafters, Sampler(), RunSettings(max_new_tokens=8))
         ledger = Ledger(tmp_path, settings("eagle2"), "none", timed=True)
         bench.run(questions, ledger, Steps(allowed))
         whole = {
@@ -111,9 +111,9 @@ def test_a_budget_is_over_when_its_time_is_or_when_no_question_fits(monkeypatch)
 @pytest.mark.parametrize("replay", [False, True])
 def test_how_much_there_is_is_said_before_the_first_question(tmp_path, capsys, replay):
     target = tiny()
-    contenders = [BoundDrafter(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
+    bound_drafters = [BoundDrafter(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
     questions = [Question(str(i), "c", (f"{i} 3 14 15",)) for i in range(3)]
-    bench = Bench(target, Words, contenders, Sampler(), RunSettings(max_new_tokens=8), replay)
+    bench = Bench(target, Words, bound_drafters, Sampler(), RunSettings(max_new_tokens=8), replay)
     ledger = Ledger(tmp_path, settings("eagle2"), "none", timed=not replay)
     bench.run(questions[:1], ledger)
     capsys.readouterr()

@@ -22,10 +22,10 @@ from specbench.tuning.cost_aware import (
     NODES,
     TOP_K,
     Acceptance,
+    CostAwareTree,
     Costs,
     Fitted,
     FittedStatic,
-    Rate,
     between,
     static_choices,
     worthiest,
@@ -132,7 +132,7 @@ def test_a_fitted_static_tree_pays_for_what_it_expands():
 @pytest.mark.parametrize("seed", range(20))
 def test_as_many_nodes_are_verified_as_pay(seed):
     draw = random.Random(seed)
-    growth = Rate(depth=3, top_k=4, nodes=20)
+    growth = CostAwareTree(depth=3, top_k=4, nodes=20)
     growth.fit(made_up(seed), COSTS)
     worth = torch.tensor([draw.random() ** 3 for _ in range(draw.randrange(1, 40))])
     ordered = sorted(worth.tolist(), reverse=True)
@@ -143,7 +143,7 @@ def test_as_many_nodes_are_verified_as_pay(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_level_is_drafted_for_the_nodes_that_pay_for_it(seed):
     draw = random.Random(seed)
-    growth, known = Rate(depth=4, top_k=4, nodes=20), made_up(seed)
+    growth, known = CostAwareTree(depth=4, top_k=4, nodes=20), made_up(seed)
     growth.fit(known, COSTS)
     worth = torch.tensor([draw.random() ** 2 for _ in range(12)])
     begin, depth = draw.randrange(0, 8), draw.randrange(1, 4)
@@ -166,7 +166,7 @@ def test_a_level_is_drafted_for_the_nodes_that_pay_for_it(seed):
 )
 def test_whatever_pays_the_answer_is_the_targets(answers, temperature, costs, drafts):
     target, texts = answers
-    for growth in (Rate(depth=4, top_k=4, nodes=20), Fitted(depth=3, top_k=4, nodes=20)):
+    for growth in (CostAwareTree(depth=4, top_k=4, nodes=20), Fitted(depth=3, top_k=4, nodes=20)):
         growth.fit(made_up(), costs)
         drafter = agreeing(target)
         drafter.set_tree_policy(growth)
@@ -175,14 +175,14 @@ def test_whatever_pays_the_answer_is_the_targets(answers, temperature, costs, dr
         events = list(decode(target, drafter, prompt, Limits(24), Lossless(), sampler, rng))
         if not temperature:
             assert [t for e in events for t in ([e.token] if isinstance(e, Prefill) else e.tokens)] == texts[0].ids[6:30]
-        if drafts is not None and isinstance(growth, Rate):
+        if drafts is not None and isinstance(growth, CostAwareTree):
             assert (sum(e.nodes for e in events[1:]) > 0) == drafts
 
 
 def test_a_generous_rate_drafts_what_a_dynamic_tree_does(answers):
     """Where nothing costs anything, every node pays, and both are the same tree."""
     target, texts = answers
-    free, fixed = Rate(depth=4, top_k=4, nodes=20), Dynamic(4, 4, 20)
+    free, fixed = CostAwareTree(depth=4, top_k=4, nodes=20), Dynamic(4, 4, 20)
     sure = Acceptance(made_up().tau, [[0.5] * 10] * 4, [0.0, 1.0], [0.0, 1.0], (0.0, 0.0), 1)
     free.fit(sure, FREE)
     found = []
@@ -199,7 +199,7 @@ def test_a_generous_rate_drafts_what_a_dynamic_tree_does(answers):
 @pytest.mark.parametrize("costs", [FREE, Costs({1: 1.0, 2: 9.0}, {1: 9.0}, {1: 9.0})])
 def test_passes_are_the_levels_that_were_drafted_though_none_of_them_was_verified(answers, costs):
     target, texts = answers
-    growth, drafter, levels = Rate(depth=4, top_k=4, nodes=20), agreeing(target), []
+    growth, drafter, levels = CostAwareTree(depth=4, top_k=4, nodes=20), agreeing(target), []
     growth.fit(made_up(), costs)
     drafter.set_tree_policy(growth)
     expand, propose = drafter.expand, drafter.propose
@@ -210,7 +210,7 @@ def test_passes_are_the_levels_that_were_drafted_though_none_of_them_was_verifie
     assert (max(levels) > 1) == (costs is FREE), "where nothing pays, a level is drafted and no node verified"
 
 
-@pytest.mark.parametrize("growth", [Fitted(), FittedStatic(), Rate()])
+@pytest.mark.parametrize("growth", [Fitted(), FittedStatic(), CostAwareTree()])
 def test_what_was_not_fitted_does_not_draft(growth):
     with pytest.raises(SpecBenchError, match="was not fitted"):
         growth.grow(None, 0, Sampler(), None)

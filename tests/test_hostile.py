@@ -25,7 +25,7 @@ from specbench.engine.verify import Lossless
 from specbench.remote import protocol
 from specbench.remote.client import LinkLost
 
-TAPS = {"hidden": [], "kv": [], "last": True, "likeliest": 0, "condensed": None, "unasked": False}
+TAPS = {"hidden": [], "kv": [], "last": True, "observe_top_k": 0, "condensed": None, "free_running": False}
 TERMS = {"rule": "lossless", "numbers": [], "seed": None, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
 BEGIN = {"kind": "begin", "n": 2, "prompt": PROMPT, "capacity": 64, "taps": TAPS, "judged": TERMS} | {
     "resumed": False,

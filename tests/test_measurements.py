@@ -36,7 +36,7 @@ PROMPTS = [[3, 4, 5, 6], [7, 8, 9]]
 TOKENS = 12
 
 
-def contender(name, target, *overrides):
+def bound(name, target, *overrides):
     if name == "none":
         drafter = NoDrafter()
         drafter.bind(target)
@@ -76,7 +76,7 @@ class Ticking:
 def ticking(monkeypatch):
     """A chain of three from an EAGLE head: each call of target, head, network and `propose` takes its own seconds."""
     clock, target = Ticking(), tiny()
-    side = contender("eagle2", target, "tree=chain", "tree.gamma=3")
+    side = bound("eagle2", target, "tree=chain", "tree.gamma=3")
     monkeypatch.setattr(costs, "Clock", lambda device: clock)
     for owner, name, seconds in ((target, "run", 7), (target.head, "forward", 3), (side.drafter, "network", 5)):
         clock.slow(monkeypatch, owner, name, seconds)
@@ -102,7 +102,7 @@ def test_overhead_is_what_no_forward_takes(ticking):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_measuring_changes_nothing_of_what_it_measures(name):
     target = tiny()
-    side = contender(name, target)
+    side = bound(name, target)
     answer = costs._answer(target, side, PROMPTS[0], TOKENS)
     before = state(target, side.drafter)
     if name != "none":
@@ -118,7 +118,7 @@ def test_measuring_changes_nothing_of_what_it_measures(name):
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_network_is_found_where_a_lean_forward_runs_past_its_module(name):
     target = tiny()
-    side = contender(name, target)
+    side = bound(name, target)
     side.drafter.optimize_for_inference()
     assert costs.drafting(target, side, PROMPTS, TOKENS)["network"] > 0
 
@@ -139,7 +139,7 @@ def test_a_target_pass_is_timed_by_its_nodes(monkeypatch):
 @pytest.mark.parametrize("name", ["none", "vanilla", "prompt_lookup"])
 def test_transformers_gives_the_same_answers_whatever_its_configuration_says(name):
     target = tiny()
-    side = contender(name, target)
+    side = bound(name, target)
     answer = costs._answer(target, side, PROMPTS[0], TOKENS)
     target.model.generation_config.update(eos_token_id=answer[3], max_new_tokens=2, repetition_penalty=2.0)
     own = target.model.generation_config
@@ -156,17 +156,17 @@ LOOKUPS = [("prompt_lookup", "drafter.rule=latest"), ("prompt_lookup", "drafter.
 
 def test_only_draft_models_in_chains_and_its_own_prompt_lookup_have_a_counterpart_in_transformers():
     target = tiny()
-    assert list(costs.assistance(contender("vanilla", target))) == ["assistant_model"]
-    said = costs.assistance(contender("prompt_lookup", target, "drafter.length=7", "drafter.max_ngram=4"))
+    assert list(costs.assistance(bound("vanilla", target))) == ["assistant_model"]
+    said = costs.assistance(bound("prompt_lookup", target, "drafter.length=7", "drafter.max_ngram=4"))
     assert said == {"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 4}
-    assert not any(costs.assistance(contender(name, target, *more)) for name, *more in [*OTHERS, *LOOKUPS])
+    assert not any(costs.assistance(bound(name, target, *more)) for name, *more in [*OTHERS, *LOOKUPS])
 
 
 def test_prompt_lookup_drafts_what_transformers_drafts(monkeypatch):
     """Behind the same text the same, cycle by cycle of one answer; Transformers' first draft is the prompt's own."""
     target, ours, theirs = tiny(), {}, {}
     target.stop_ids = ()
-    side = contender("prompt_lookup", target, "drafter.length=4")
+    side = bound("prompt_lookup", target, "drafter.length=4")
     propose, candidates = side.drafter.propose, PromptLookupCandidateGenerator.get_candidates
 
     def proposing(*said):

@@ -13,7 +13,7 @@ from test_drafters import batch_of, optimise, trained
 from drafters.medusa import Medusa
 from specbench.common.errors import SpecBenchError
 from specbench.engine import checkpoints
-from specbench.engine.policies import Calibrated
+from specbench.engine.policies import AccuracyTree
 from specbench.training.features import Answer
 from specbench.training.replay import known_states
 
@@ -23,7 +23,7 @@ from specbench.training.replay import known_states
 def test_the_tree_expects_most_of_all_trees_of_its_size(seed, nodes):
     """Greedy choice equals the best ancestor-closed set: the most valuable paths, since no path beats its prefix."""
     accuracy = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)).tolist()  # not sorted by rank on purpose
-    growth = Calibrated(nodes)
+    growth = AccuracyTree(nodes)
     growth.calibrate(accuracy)
     worth = {}
     for length in (1, 2, 3):
@@ -135,7 +135,7 @@ def test_a_correction_of_rank_12_fits_the_default_target():
 
 def test_both_kinds_of_own_head_are_refused():
     with pytest.raises(SpecBenchError, match="leave out head_per_level"):
-        Medusa("medusa", Calibrated(8), head_rank=4, head_per_level=True)
+        Medusa("medusa", AccuracyTree(8), head_rank=4, head_per_level=True)
 
 
 def test_a_head_does_not_look_from_one_turns_answer_into_the_next():

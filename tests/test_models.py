@@ -143,8 +143,8 @@ def test_out_of_memory_in_one_generation_is_a_failed_row_and_the_rest_goes_on(tm
     drafter.reset = reset
     questions = [Question(str(i), "writing", (f"tell me {i}",)) for i in range(3)]
     known = ledger(tmp_path, settings("eagle2"))
-    contenders = [BoundDrafter(d.name, d, Lossless()) for d in (baseline, drafter)]
-    bench = Bench(target, chat, contenders, Sampler(), RunSettings(max_new_tokens=6))
+    bound_drafters = [BoundDrafter(d.name, d, Lossless()) for d in (baseline, drafter)]
+    bench = Bench(target, chat, bound_drafters, Sampler(), RunSettings(max_new_tokens=6))
     bench.run(questions, known)
     _, records = read_block(known.block.path)
     failed = [record for record in records if isinstance(record, Failure)]
@@ -164,9 +164,9 @@ def test_no_other_answer_stands_for_that_of_a_baseline_that_failed(tmp_path, rep
         encode=lambda history: [int(x) for m in history for x in m["content"].split()],
         tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
     )
-    contenders = [BoundDrafter(d, make(d, target), Lossless()) for d in ("none", "eagle2", "vanilla")]
-    bench = Bench(target, chat, contenders, Sampler(), RunSettings(max_new_tokens=6, warmup=0), replay)
-    propose, calls = contenders[0].drafter.propose, []
+    bound_drafters = [BoundDrafter(d, make(d, target), Lossless()) for d in ("none", "eagle2", "vanilla")]
+    bench = Bench(target, chat, bound_drafters, Sampler(), RunSettings(max_new_tokens=6, warmup=0), replay)
+    propose, calls = bound_drafters[0].drafter.propose, []
 
     def fails_first(*arguments):
         calls.append(1)
@@ -174,7 +174,7 @@ def test_no_other_answer_stands_for_that_of_a_baseline_that_failed(tmp_path, rep
             raise torch.OutOfMemoryError("out of memory")
         return propose(*arguments)
 
-    contenders[0].drafter.propose = fails_first
+    bound_drafters[0].drafter.propose = fails_first
     questions = [Question(i, "c", (f"3 14 {n}", "9 26")) for n, i in enumerate("ab")]
     known = ledger(tmp_path, settings("eagle2", "vanilla"))
     bench.run(questions, known)
@@ -187,7 +187,7 @@ def test_no_other_answer_stands_for_that_of_a_baseline_that_failed(tmp_path, rep
     assert not any(key[1:] == ("a", 1) for key in found), "the next turn follows an answer that is not there"
     bench.run(questions, ledger(tmp_path, settings("eagle2", "vanilla")))
     found = newest(tmp_path)
-    assert all(isinstance(found[c.label, q, turn], Row) for c in contenders for q in "ab" for turn in (0, 1))
+    assert all(isinstance(found[c.label, q, turn], Row) for c in bound_drafters for q in "ab" for turn in (0, 1))
 
 
 def newest(folder):

@@ -73,10 +73,10 @@ def rows_alone_or_together(folder, target, sampler, orders):
         encode=lambda history: [int(x) for m in history for x in m["content"].split()][-40:],
         tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
     )
-    contenders = [BoundDrafter(d, make(d, target), Simulated([0.7, 0.6, 0.5])) for d in ("none", "eagle2")]
+    bound_drafters = [BoundDrafter(d, make(d, target), Simulated([0.7, 0.6, 0.5])) for d in ("none", "eagle2")]
     found = []
     for number, order in enumerate(orders):
-        bench = Bench(target, chat, contenders, sampler, RunSettings(max_new_tokens=20))
+        bench = Bench(target, chat, bound_drafters, sampler, RunSettings(max_new_tokens=20))
         ledger = Ledger(folder / str(number), settings("eagle2"), "none", timed=True)
         bench.run([Question(str(i), "c", (f"{i} 3 14 15", "9 26")) for i in order], ledger)
         rows = [r for r in read_block(ledger.block.path)[1] if not isinstance(r, QuestionEnd)]

@@ -168,7 +168,7 @@ def benched(there, drafter, *more, cap=20, expected=None):
     )
     row = Row(drafter, "q", "c", 0, len(PROMPT), [], 0.0, 0.0)
     reference = None if expected is None else replace(row, tokens=expected)
-    bench._decoded(row, bench.contenders[0], PROMPT, reference)
+    bench._decoded(row, bench.bound_drafters[0], PROMPT, reference)
     return row
 
 
@@ -209,8 +209,8 @@ def test_warming_up_is_never_cut(server, folder):
     """However early the link is to break, the first generation that can lose it is a row."""
     chat = SimpleNamespace(encode=lambda messages: PROMPT)
     with client(server, folder, then="stop", cut_after=2) as there:
-        contenders = [BoundDrafter("eagle2", make("eagle2", there), Lossless())]
-        Bench(there, chat, contenders, Sampler(), RunSettings(20))._warm_up(Question("q", "c", ("anything",)))
+        bound_drafters = [BoundDrafter("eagle2", make("eagle2", there), Lossless())]
+        Bench(there, chat, bound_drafters, Sampler(), RunSettings(20))._warm_up(Question("q", "c", ("anything",)))
         assert there.traffic.round_trips > 2
         assert benched(there, "eagle2").link.cut
 

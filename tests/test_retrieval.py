@@ -457,8 +457,8 @@ def decoded(folder, *names, target=None, **options):
     target = target or tiny()
     target.stop_ids = ()
     made = [(name.split()[0], make(*name.split()[:1], target, *name.split()[1:])) for name in ("none", *names)]
-    contenders = [BoundDrafter(label, drafter, Lossless()) for label, drafter in made]
-    bench = Bench(target, CHAT, contenders, Sampler(), RunSettings(max_new_tokens=20), **options)
+    bound_drafters = [BoundDrafter(label, drafter, Lossless()) for label, drafter in made]
+    bench = Bench(target, CHAT, bound_drafters, Sampler(), RunSettings(max_new_tokens=20), **options)
     known = ledger(folder, header(*(label for label, _ in made[1:])), timed=not bench.replay)
     bench.run(QUESTIONS, known)
     assert not known.failed() and not bench.missing(QUESTIONS, known)

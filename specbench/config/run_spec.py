@@ -35,7 +35,7 @@ from specbench.remote.link import Link
 
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
 # Options that cannot change a row.
-ASIDE = ("baseline", "drafters", "endpoint", "results", "rerun", "show", "details", "trace", "memory", "minutes")
+NON_IDENTITY = ("baseline", "drafters", "endpoint", "results", "rerun", "show", "details", "trace", "memory", "minutes")
 
 
 class GreedyOnly(SpecBenchError):
@@ -201,7 +201,7 @@ def from_config(config: DictConfig, declared: type = RunOptions, weights: str | 
     _settle(options)
     if weights is not None:
         options["checkpoint"] = None
-    shared = {name: value for name, value in options.items() if name not in (*OWN, *ASIDE)}
+    shared = {name: value for name, value in options.items() if name not in (*OWN, *NON_IDENTITY)}
     made = {name: instantiate(options[name]) for name in ("decode", "sampler", "link", "model", "dataset")}
     kept: dict[str, Any] = {field.name: options.get(field.name) for field in fields(RunSpec)}
     return RunSpec(**kept | made | {"results": Path(options["results"]), "shared": shared})
@@ -299,7 +299,7 @@ def failure_path(config: DictConfig, label: str | None = None) -> Path:
     results = OmegaConf.select(config, "results") or "results/local"
     try:
         options: Any = OmegaConf.to_container(config, resolve=True)
-        settings = {key: value for key, value in options.items() if key not in ASIDE}
+        settings = {key: value for key, value in options.items() if key not in NON_IDENTITY}
     except OmegaConfBaseException:  # an interpolation into nothing
         settings = {"unresolved": OmegaConf.to_yaml(config, resolve=False)}
     return CellFailure.path(Path(str(results)) / model / dataset, label or own, settings)

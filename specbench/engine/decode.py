@@ -93,7 +93,7 @@ def decode(
             "tell; decode it"
         )
     capacity = len(prompt) + limits.max_new_tokens + drafter.nodes
-    target.reset(capacity, drafter.taps.reviewed() if drafter.observes_trees else drafter.taps)
+    target.reset(capacity, drafter.taps.observing() if drafter.observes_trees else drafter.taps)
     drafter.reset(capacity)
     seed = None if generator is None else int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
     verifier = target.verifier(VerifyConfig(rule, sampler, seed))

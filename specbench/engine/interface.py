@@ -30,27 +30,27 @@ class Taps:
         last: the post-norm last hidden state.
         hidden: decoder layers whose output (before the next layer) is wanted, 0-based; negative counts from the end.
         kv: decoder layers whose cached keys and values are wanted, likewise; keys are as cached, after RoPE.
-        likeliest: so many best ids of every node, rejected ones included, for `Drafter.observe_tree`; None: all logits.
+        observe_top_k: so many best ids of every node, rejected ones included, for `Drafter.observe_tree`; None: all logits.
         condensed: names the network that condenses these states, where the drafter compresses states: the fingerprint
             of its weights. A server that has the same one sends what comes out of it.
-        unasked: nothing is ever drafted, so a target on another machine may go on without being asked.
+        free_running: nothing is ever drafted, so a target on another machine may go on without being asked.
     """
 
     hidden: tuple[int, ...] = ()
     kv: tuple[int, ...] = ()
     last: bool = True
-    likeliest: int | None = 0
+    observe_top_k: int | None = 0
     condensed: str | None = None
-    unasked: bool = False
+    free_running: bool = False
 
     @property
-    def beside(self) -> bool:
+    def reads_layers(self) -> bool:
         """Does it read layers, beside the last state?"""
         return bool(self.hidden or self.kv)
 
-    def reviewed(self) -> Taps:
+    def observing(self) -> Taps:
         """The same for a drafter that observes trees: all logits, unless it says how many it looks at."""
-        return self if self.likeliest else replace(self, likeliest=None)
+        return self if self.observe_top_k else replace(self, observe_top_k=None)
 
     def resolve(self, layers: int) -> Taps:
         """The same taps with non-negative indices; raises `IndexError` for a layer that the target lacks."""
@@ -157,7 +157,7 @@ class Batch:
         row = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         return row if self.starts is None else row - self.starts
 
-    def within(self, mask: Tensor) -> Tensor:
+    def restrict_mask(self, mask: Tensor) -> Tensor:
         """A mask over places of a row, confined to each one's own sequence. [T, S] or [B, T, S] -> [B or 1, T, S]
 
         S is T, or a multiple of it where keys of several passes lie end to end.
@@ -165,10 +165,10 @@ class Batch:
         mask = mask if mask.ndim == 3 else mask[None]
         if self.starts is None:
             return mask
-        together = self.starts[:, :, None] == self.starts[:, None, :]  # [B, T, T]
-        return mask & together.repeat(1, 1, mask.shape[-1] // together.shape[-1])
+        same = self.starts[:, :, None] == self.starts[:, None, :]  # [B, T, T]
+        return mask & same.repeat(1, 1, mask.shape[-1] // same.shape[-1])
 
-    def together(self, ahead: int) -> Tensor:
+    def same_sequence(self, ahead: int) -> Tensor:
         """[B, T - ahead] bool: is the token `ahead` places on of the same sequence (padding counts as another)?"""
         length = self.tokens.shape[1]
         same = self.valid[:, ahead:] & self.valid[:, : length - ahead]

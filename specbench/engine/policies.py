@@ -5,10 +5,10 @@ candidates. How many levels it asked for stands in the tree's `passes`. Expanded
 of expansion; `visible` says which rows a new one may see: its ancestors and itself. Nothing here reads a value back to
 the host.
 
-    Chain(gamma)   one candidate a level (Leviathan et al.)
-    Static(paths)  a fixed set of rank paths (EAGLE-1)
-    Calibrated(..) the static tree that measured accuracies favour (Medusa)
-    Dynamic(...)   expand the best top_k of a level, rerank all that were seen, verify the best (EAGLE-2)
+    Chain(gamma)      one candidate a level (Leviathan et al.)
+    Static(paths)     a fixed set of rank paths (EAGLE-1)
+    AccuracyTree(…)   the static tree that measured accuracies favour (Medusa)
+    Dynamic(…)        expand the best top_k of a level, rerank all that were seen, verify the best (EAGLE-2)
 """
 
 import heapq
@@ -213,7 +213,7 @@ class Chain(Static):
         super().__init__([[0] * length for length in range(1, gamma + 1)], candidates)
 
 
-class Calibrated(Static):
+class AccuracyTree(Static):
     """Medusa's sparse tree: the paths that are likeliest to be accepted, judged by measured accuracies.
 
     A path's worth is the product over its levels of the share of cases in which that level's candidate of that rank was

@@ -45,13 +45,13 @@ class Arm:
         contender: what decodes. spec: its run. said: its part of the header.
     """
 
-    contender: BoundDrafter
+    bound: BoundDrafter
     spec: RunSpec
     said: Mapping[str, Any]
 
     @property
     def label(self) -> str:
-        return self.contender.label
+        return self.bound.label
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def header(
             "vocabulary": target.vocab_size,
             "contents": target.contents(),
         },
-        "simulated": any(arm.contender.rule.simulated for arm in arms),
+        "simulated": any(arm.bound.rule.simulated for arm in arms),
         "commit": environment.commit(),
         "versions": environment.versions(),
         "hardware": environment.hardware(target.device),
@@ -176,7 +176,7 @@ def header(
 
 def _sequence(arm: Arm, order: str) -> dict[str, str]:
     """Of a drafter whose memory goes on from prompt to prompt, which prompts these are: they determine its rows."""
-    return {"sequence": order} if arm.contender.drafter.state == "run" else {}
+    return {"sequence": order} if arm.bound.drafter.state == "run" else {}
 
 
 def _bytes(model: Any, trained_only: bool = False) -> int:

@@ -85,6 +85,6 @@ def _narrow(target: Target, text: list[int], rivals: list[int]) -> Iterator[Tens
 
 def _begin(target: Target, prefix: list[int], room: int) -> None:
     """Prefill a prefix so that trees may follow: a server runs them for a judge alone, and sends logits to who reviews."""
-    target.reset(len(prefix) + room, Taps(last=False, likeliest=None))
+    target.reset(len(prefix) + room, Taps(last=False, observe_top_k=None))
     target.verifier(VerifyConfig(Lossless(), Sampler()))
     target.prefill(torch.tensor(prefix, device=target.device))

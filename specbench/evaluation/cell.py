@@ -91,7 +91,7 @@ def run(
         begin = time.monotonic()
         ledger = _ledger(spec, described)
         bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, asked), times)
-        here = [side for side in sides if not isinstance(side.contender.drafter, ServedEngine)]
+        here = [side for side in sides if not isinstance(side.bound.drafter, ServedEngine)]
         unmeasured = measurements.take(measure, ledger, _setting(spec, target, chat, questions), here, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
         if not left:
@@ -128,7 +128,7 @@ def decode_early(
 
 
 def _bench(spec: RunSpec, target: Target, chat: Chat, sides: Sequence[Arm]) -> Bench:
-    return Bench(target, chat, [side.contender for side in sides], spec.sampler, spec.decode, spec.replay)
+    return Bench(target, chat, [side.bound for side in sides], spec.sampler, spec.decode, spec.replay)
 
 
 def _ledger(spec: RunSpec, described: Mapping[str, Any]) -> Ledger:
@@ -140,7 +140,7 @@ def _to_itself(spec: RunSpec, bench: Bench) -> AbstractContextManager[Any]:
 
     Replays share a cell, question by question.
     """
-    ordered = any(c.drafter.state == "run" for c in bench.contenders)
+    ordered = any(c.drafter.state == "run" for c in bench.bound_drafters)
     return locked(spec.cell_folder, "whole", wait=True) if ordered or not spec.replay else nullcontext()
 
 
@@ -153,12 +153,12 @@ def _trace(spec: RunSpec, target: Target, chat: Chat, sides: Sequence[Arm], ques
     """The first turns of some questions once more, untimed, with every draft tree kept for the report; a file an arm."""
     for side in (s for s in sides if s.label != BASELINE and spec.trace):
         path = blocks.trace_path(spec.cell_folder, side.label)
-        if path.exists() or isinstance(side.contender.drafter, ServedEngine):
+        if path.exists() or isinstance(side.bound.drafter, ServedEngine):
             continue
         traces = []
         for question in questions[: spec.trace]:
             prompt = chat.encode([{"role": "user", "content": question.turns[0]}])
-            drafter, rule = side.contender.drafter, side.contender.rule
+            drafter, rule = side.bound.drafter, side.bound.rule
             found = trace.trace(
                 target, chat, drafter, prompt, rule, spec.sampler, spec.decode.seed, spec.decode.max_new_tokens
             )

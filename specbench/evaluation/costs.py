@@ -34,7 +34,7 @@ Prompts = Sequence[list[int]]
 Timed = tuple[Any, str, str]  # whose function, its name, the part that its seconds belong to
 
 
-def overhead(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
+def overhead(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
     """What of the cycles is neither a forward of the target nor one of the drafter.
 
     Returns:
@@ -42,23 +42,23 @@ def overhead(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: 
     """
     clock = Clock(target.device)
     ours = [(target, "run", "forward"), (target.head, "forward", "forward")]
-    theirs = [(owner, name, "forward") for owner, name, _ in _forwards(target, contender)]
+    theirs = [(owner, name, "forward") for owner, name, _ in _forwards(target, bound)]
     with _timed([*ours, *theirs], clock) as seconds:
-        steps, inside = _steps(target, contender, prompts, tokens, clock, seconds)
+        steps, inside = _steps(target, bound, prompts, tokens, clock, seconds)
     whole = sum(s.draft_s + s.target_s + s.verify_s + s.rest_s for s in steps)
     outside = whole - inside["forward"]
     return {"share": outside / whole, "ms_per_cycle": 1000 * outside / len(steps)}
 
 
-def assistance(contender: BoundDrafter) -> dict[str, Any]:
+def assistance(bound: BoundDrafter) -> dict[str, Any]:
     """What Transformers' `generate` is told so that it drafts as a contender does; nothing if it cannot.
 
     A draft model must be a whole language model and its candidates a chain; see `Drafter.generation`.
     """
-    return {} if contender.rule.simulated else dict(contender.drafter.generation)
+    return {} if bound.rule.simulated else dict(bound.drafter.generation)
 
 
-def against_transformers(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
+def against_transformers(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
     """Greedy answers of as many tokens by this engine and by Transformers' `generate`, prompt by prompt in turn.
 
     The baseline stands against plain generation, a draft model against assisted generation with as long a chain, prompt
@@ -67,13 +67,13 @@ def against_transformers(target: Target, contender: BoundDrafter, prompts: Promp
     Returns:
         ours, theirs: tokens a second, prefill included. ratio: of the two. identical: share of answers with the same ids.
     """
-    clock, more = Clock(target.device), assistance(contender)
+    clock, more = Clock(target.device), assistance(bound)
     emitted, same, ours, theirs = 0, 0, 0.0, 0.0
     for number, prompt in enumerate([prompts[0], *prompts]):
         begin = clock()
-        answer = _answer(target, contender, prompt, tokens)
+        answer = _answer(target, bound, prompt, tokens)
         middle = clock()
-        with _generating(target, more, contender.drafter.passes) as generate:
+        with _generating(target, more, bound.drafter.passes) as generate:
             prepared = clock()
             found = generate(prompt, len(answer))
             end = clock()
@@ -83,8 +83,8 @@ def against_transformers(target: Target, contender: BoundDrafter, prompts: Promp
     return {"ours": emitted / ours, "theirs": emitted / theirs, "ratio": theirs / ours, "identical": same / len(prompts)}
 
 
-def _answer(target: Target, contender: BoundDrafter, prompt: list[int], tokens: int) -> list[int]:
-    events = decode(target, contender.drafter, prompt, Limits(tokens), contender.rule, Sampler())
+def _answer(target: Target, bound: BoundDrafter, prompt: list[int], tokens: int) -> list[int]:
+    events = decode(target, bound.drafter, prompt, Limits(tokens), bound.rule, Sampler())
     return [token for e in events for token in ([e.token] if isinstance(e, Prefill) else e.tokens)]
 
 
@@ -120,7 +120,7 @@ def _generating(target: Target, more: Mapping[str, Any], gamma: int) -> Iterator
             model.generation_config = own
 
 
-def drafting(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
+def drafting(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
     """Milliseconds of drafting a cycle, and what it goes into.
 
     Returns:
@@ -128,16 +128,16 @@ def drafting(target: Target, contender: BoundDrafter, prompts: Prompts, tokens: 
     """
     clock = Clock(target.device)
     # The target multiplies the same head: the outermost function counts, so that its passes stay apart.
-    with _timed([(target, "forward", "target"), *_forwards(target, contender)], clock) as seconds:
-        steps, inside = _steps(target, contender, prompts, tokens, clock, seconds)
+    with _timed([(target, "forward", "target"), *_forwards(target, bound)], clock) as seconds:
+        steps, inside = _steps(target, bound, prompts, tokens, clock, seconds)
     whole = sum(step.draft_s for step in steps)
     head, network = (inside.get(part, 0.0) / whole for part in ("head", "network"))
     return {"ms": 1000 * whole / len(steps), "head": head, "network": network, "rest": 1 - head - network}
 
 
-def _forwards(target: Target, contender: BoundDrafter) -> list[Timed]:
+def _forwards(target: Target, bound: BoundDrafter) -> list[Timed]:
     """What a drafter multiplies, and layers of the target that it runs on top of its own, or instead of any."""
-    return [*contender.drafter.timed_functions(), (target, "tail", "network"), (target, "subset", "network")]
+    return [*bound.drafter.timed_functions(), (target, "tail", "network"), (target, "subset", "network")]
 
 
 @contextmanager
@@ -177,13 +177,13 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
 
 
 def _steps(
-    target: Target, contender: BoundDrafter, prompts: Prompts, tokens: int, clock: Clock, seconds: dict[str, float]
+    target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int, clock: Clock, seconds: dict[str, float]
 ) -> tuple[list[Step], dict[str, float]]:
     """The cycles of some answers, and what `seconds` grew by in them, prefill aside."""
     found: list[Step] = []
     inside = dict.fromkeys(seconds, 0.0)
     for number, prompt in enumerate([prompts[0], *prompts]):
-        events = decode(target, contender.drafter, prompt, Limits(tokens), contender.rule, Sampler(), clock=clock)
+        events = decode(target, bound.drafter, prompt, Limits(tokens), bound.rule, Sampler(), clock=clock)
         next(events)
         before = dict(seconds)
         steps = [event for event in events if isinstance(event, Step)]

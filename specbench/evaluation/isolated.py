@@ -55,15 +55,15 @@ def memory(spec: RunSpec, prompt: list[int], tokens: int, timed: Timed) -> dict[
     """
     made = arms.make(spec)
     target = loaded(spec, made[0], timed)
-    contender = arms.build(spec, target, made=made).contender
+    bound = arms.build(spec, target, made=made).bound
     gc.collect()
     peak = timing.PeakMemory(target.device)
     peak.start()
     before = peak.bytes()
     peak.start()
-    for _ in decode(target, contender.drafter, prompt, Limits(tokens, target.stop_ids), contender.rule, Sampler()):
+    for _ in decode(target, bound.drafter, prompt, Limits(tokens, target.stop_ids), bound.rule, Sampler()):
         pass
-    found: dict[str, float] = {"loaded": before, "peak": peak.bytes(), "kv": cached_bytes(target, contender.drafter)}
+    found: dict[str, float] = {"loaded": before, "peak": peak.bytes(), "kv": cached_bytes(target, bound.drafter)}
     return found | ({"driver": peak.read()["driver"]} if target.device.type == "cuda" else {})
 
 

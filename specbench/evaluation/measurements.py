@@ -61,7 +61,7 @@ def _trained(arm: Arm) -> bool:
 
 
 def _known_to_transformers(arm: Arm) -> bool:
-    return _baseline(arm) or bool(costs.assistance(arm.contender))
+    return _baseline(arm) or bool(costs.assistance(arm.bound))
 
 
 def _memory(setting: Setting, arm: Arm) -> dict[str, float]:
@@ -84,7 +84,7 @@ def _clients(setting: Setting, arm: Arm) -> dict[str, float]:
     def connect() -> tuple[RemoteTarget, Drafter]:
         target, _ = arms.load(spec)
         assert isinstance(target, RemoteTarget)
-        return target, arms.build(spec, target, arm.label).contender.drafter
+        return target, arms.build(spec, target, arm.label).bound.drafter
 
     found: dict[str, float] = {}
     for count in CLIENTS:
@@ -104,7 +104,7 @@ def _decoding(cost: Callable[..., dict[str, float]]) -> Callable[[Setting, Arm],
     def take(setting: Setting, arm: Arm) -> dict[str, float]:
         if arm.spec.backend == "compile":
             raise SpecBenchError("a compiled pass cannot be taken apart; measure with backend=eager")
-        return cost(setting.target, arm.contender, setting.prompts, setting.tokens)
+        return cost(setting.target, arm.bound, setting.prompts, setting.tokens)
 
     return take
 

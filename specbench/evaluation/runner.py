@@ -65,12 +65,12 @@ class Bench:
         self,
         target: Target,
         chat: Chat,
-        contenders: Sequence[BoundDrafter],
+        bound_drafters: Sequence[BoundDrafter],
         sampler: Sampler,
         settings: RunSettings,
         replay: bool = False,
     ):
-        self.target, self.chat, self.contenders = target, chat, contenders
+        self.target, self.chat, self.bound_drafters = target, chat, bound_drafters
         self.sampler, self.settings, self.replay = sampler, settings, replay
         self.clock, self.others, self.warned = Clock(target.device), BackgroundLoad(), False
         self.remote = target if isinstance(target, RemoteTarget) else None
@@ -79,7 +79,7 @@ class Bench:
             raise SpecBenchError(
                 f"replay=true needs model.dtype=float32: in {kind} answers part at ties; or set replay=false"
             )
-        taps = [c.drafter.taps.resolve(target.layers) for c in contenders]
+        taps = [c.drafter.taps.resolve(target.layers) for c in bound_drafters]
         self.taps = Taps(tuple({i for t in taps for i in t.hidden}), tuple({i for t in taps for i in t.kv}))
 
     def run(
@@ -106,7 +106,7 @@ class Bench:
         for question in todo:
             if question.check is not None:
                 question.check.require()
-        names = ["plain" if c.label == BASELINE else c.label for c in self.contenders]
+        names = ["plain" if c.label == BASELINE else c.label for c in self.bound_drafters]
         title = ", ".join(names) if len(names) < 4 else f"{len(names)} drafters"
         self._announce(title, todo, ledger, self._warm_up(todo[0]), budget, times)
         pace = Pace()
@@ -127,7 +127,7 @@ class Bench:
     def _missing(self, question: Question, ledger: Ledger) -> list[tuple[str, int]]:
         """Labels and turns of a question that lack a good row."""
         return [
-            (c.label, turn) for turn in range(len(question.turns)) for c in self.contenders
+            (c.label, turn) for turn in range(len(question.turns)) for c in self.bound_drafters
             if not ledger.done(c.label, question.digest, turn)
         ]  # fmt: skip
 
@@ -137,17 +137,17 @@ class Bench:
         Where time is limited they are left out, for half of their prompts would be worth nothing.
         """
         lacking = [
-            c for c in self.contenders
+            c for c in self.bound_drafters
             if c.drafter.state == "run"
             and not all(ledger.done(c.label, q.digest, t) for q in questions for t in range(len(q.turns)))
         ]  # fmt: skip
         if lacking and budget.seconds is not None:
             names = ", ".join(c.label for c in lacking)
             print(f"specbench: {names} (state=run) needs all prompts in one go; run it without minutes=", file=sys.stderr)
-            self.contenders = [c for c in self.contenders if c not in lacking]
+            self.bound_drafters = [c for c in self.bound_drafters if c not in lacking]
             return []
-        for contender in lacking:
-            ledger.forget(contender.label)
+        for bound in lacking:
+            ledger.forget(bound.label)
         return lacking
 
     def _whole(self, question: Question, place: int, ledger: Ledger, pace: Pace, wait: bool) -> bool:
@@ -174,12 +174,12 @@ class Bench:
 
         What a machine does meanwhile (it slows down when warm, others come and go) then meets all alike.
         """
-        first, rest = self.contenders[:1], self.contenders[1:]
+        first, rest = self.bound_drafters[:1], self.bound_drafters[1:]
         turned = place % len(rest) if rest else 0
         return [*first, *rest[turned:], *rest[:turned]]
 
     def _question(
-        self, question: Question, contenders: Sequence[BoundDrafter], missing: set[tuple[str, int]], ledger: Ledger
+        self, question: Question, bound_drafters: Sequence[BoundDrafter], missing: set[tuple[str, int]], ledger: Ledger
     ) -> None:
         """What is missing of all turns of one question. The history holds the model's own earlier answers: the baseline's.
 
@@ -191,7 +191,7 @@ class Bench:
         for turn, text in enumerate(question.turns):
             history.append({"role": "user", "content": text})
             prompt = self.chat.encode(history)
-            wanted = [c for c in contenders if (c.label, turn) in missing]
+            wanted = [c for c in bound_drafters if (c.label, turn) in missing]
             answer = self._turn(question, turn, prompt, wanted, ledger)
             if answer is None:
                 return  # without an answer there is no next turn to ask
@@ -201,37 +201,37 @@ class Bench:
         self, question: Question, turn: int, prompt: list[int], wanted: Sequence[BoundDrafter], ledger: Ledger
     ) -> Row | None:
         """Rows of one turn for those who lack one. Returns the baseline's; a replay takes it from any block."""
-        first = self.contenders[0]
+        first = self.bound_drafters[0]
         reference: Row | None = None
         if not wanted or self.replay:
             reference = ledger.answer(question.digest, turn)
         if wanted and reference is None and first not in wanted:
             wanted = [first, *wanted]  # seconds are compared inside one block
         known: ReplayTarget | None = None  # one for all that draft against this answer
-        for contender in wanted:
-            row = Row(contender.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
+        for bound in wanted:
+            row = Row(bound.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
             row.text = question.digest
-            if not self.replay or contender is first:
-                done = self._timed(row, contender, prompt, reference, question)
+            if not self.replay or bound is first:
+                done = self._timed(row, bound, prompt, reference, question)
             elif reference is None:
                 done = Failure(row.drafter, row.question, turn, NOTHING_TO_REPLAY, row.text)
-            elif contender.drafter.observes_trees:
+            elif bound.drafter.observes_trees:
                 known = None  # its states are the target's, which decodes now
-                done = self._guarded(row, self._followed, contender, self.target, prompt, reference.tokens)
+                done = self._guarded(row, self._followed, bound, self.target, prompt, reference.tokens)
             else:
                 known = known or ReplayTarget(self.target, prompt, reference.tokens, self.taps)
-                done = self._guarded(row, self._followed, contender, known, prompt, reference.tokens)
+                done = self._guarded(row, self._followed, bound, known, prompt, reference.tokens)
             ledger.write(done)
-            if isinstance(done, Row) and contender is first:
+            if isinstance(done, Row) and bound is first:
                 reference = done
         return reference
 
     def _timed(
-        self, row: Row, contender: BoundDrafter, prompt: list[int], reference: Row | None, question: Question
+        self, row: Row, bound: BoundDrafter, prompt: list[int], reference: Row | None, question: Question
     ) -> Row | Failure:
         """A row, decoded; of a question's last turn the answer is scored, if the question says how."""
-        make = self._answered if isinstance(contender.drafter, ServedEngine) else self._decoded
-        done = self._guarded(row, make, contender, prompt, reference)
+        make = self._answered if isinstance(bound.drafter, ServedEngine) else self._decoded
+        done = self._guarded(row, make, bound, prompt, reference)
         self._warn(row)
         if isinstance(done, Row) and question.check is not None and row.turn + 1 == len(question.turns):
             done = self._guarded(row, self._score, question.check)
@@ -257,17 +257,17 @@ class Bench:
         except Exception as error:
             return Failure(row.drafter, row.question, row.turn, format_exception(error), row.text)
 
-    def _decoded(self, row: Row, contender: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
+    def _decoded(self, row: Row, bound: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with one generation, timed."""
         limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
-        rule = contender.rule
+        rule = bound.rule
         generator = self._generator(row.question, row.turn, rule)
         self.others.start()
-        events = decode(self.target, contender.drafter, prompt, limits, rule, self.sampler, generator, self.clock)
+        events = decode(self.target, bound.drafter, prompt, limits, rule, self.sampler, generator, self.clock)
         begin = self.clock()
         lost: LinkLost | None = None
         if self.remote is not None:
-            self.remote.cutting = contender.label != BASELINE  # with whose whole answer the others are compared
+            self.remote.cutting = bound.label != BASELINE  # with whose whole answer the others are compared
         try:
             for event in events:
                 if isinstance(event, Prefill):
@@ -285,7 +285,7 @@ class Bench:
         if self.remote is not None:
             row.link = LinkUse(**asdict(self.remote.traffic), cut=None if lost is None else str(lost))
             if lost is not None and self.remote.then == "continue":
-                self._alone(row, contender.drafter, self.remote, limits)
+                self._alone(row, bound.drafter, self.remote, limits)
         if self.sampler.greedy and reference is not None and not rule.lossy:
             if self.remote is not None:
                 self.remote.cutting = False  # what is asked now is no part of the generation
@@ -294,12 +294,12 @@ class Bench:
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
 
-    def _answered(self, row: Row, contender: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
+    def _answered(self, row: Row, bound: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
         """The same by another engine."""
-        generator = self._generator(row.question, row.turn, contender.rule)
+        generator = self._generator(row.question, row.turn, bound.rule)
         seed = None if generator is None else generator.initial_seed()
         limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
-        engine: Any = contender.drafter
+        engine: Any = bound.drafter
         served.fill(row, engine, self.target, self.chat, prompt, limits, self.sampler, seed, reference)
 
     def _generator(self, question: str, turn: int, rule: Rule) -> torch.Generator | None:
@@ -323,13 +323,13 @@ class Bench:
         row.alone_s = self.clock() - begin
 
     def _followed(
-        self, row: Row, contender: BoundDrafter, target: Target | ReplayTarget, prompt: list[int], answer: list[int]
+        self, row: Row, bound: BoundDrafter, target: Target | ReplayTarget, prompt: list[int], answer: list[int]
     ) -> None:
         """Fill a row with the cycles that a drafter has on the way to a known answer, without their seconds."""
-        watched = Watched(contender.drafter)
+        watched = Watched(bound.drafter)
         limits = Limits(len(answer), self.target.stop_ids)
         row.replayed = True
-        events = decode(target, watched, prompt, limits, contender.rule, self.sampler)  # type: ignore[arg-type]
+        events = decode(target, watched, prompt, limits, bound.rule, self.sampler)  # type: ignore[arg-type]
         for event in events:
             if isinstance(event, Prefill):
                 row.tokens.append(event.token)
@@ -350,14 +350,14 @@ class Bench:
         prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]  # any ids do; few always fit
         limits = Limits(16, self.target.stop_ids)
         found: dict[str, float] = {}
-        for contender in list(self.contenders) * (0 if self.replay else self.settings.warmup):
-            row, begin = Row(contender.label, "", "", 0, 0, [], 0.0, 0.0), time.monotonic()
-            if isinstance(contender.drafter, ServedEngine):
-                self._answered(row, contender, prompt, None)
+        for bound in list(self.bound_drafters) * (0 if self.replay else self.settings.warmup):
+            row, begin = Row(bound.label, "", "", 0, 0, [], 0.0, 0.0), time.monotonic()
+            if isinstance(bound.drafter, ServedEngine):
+                self._answered(row, bound, prompt, None)
             else:
-                for event in decode(self.target, contender.drafter, prompt, limits, contender.rule, self.sampler):
+                for event in decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler):
                     row.tokens += [event.token] if isinstance(event, Prefill) else event.tokens
-            found[contender.label] = (time.monotonic() - begin) / max(1, len(row.tokens))
+            found[bound.label] = (time.monotonic() - begin) / max(1, len(row.tokens))
         return found
 
     def _announce(
@@ -375,9 +375,9 @@ class Bench:
 
 
 @contextmanager
-def _persisting(contenders: list[BoundDrafter]) -> Iterator[None]:
+def _persisting(bound_drafters: list[BoundDrafter]) -> Iterator[None]:
     """What these drafters see goes from prompt to prompt inside, beginning with nothing; outside it never does."""
-    drafters = [contender.drafter for contender in contenders]
+    drafters = [bound.drafter for bound in bound_drafters]
     for drafter in drafters:
         drafter.persist(True)
     try:

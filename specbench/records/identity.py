@@ -17,7 +17,12 @@ DECODING = 1
 TIMING = 1
 
 FILES = ("weights", "searched", "path", "name")  # options that say where something lies or what it is called
-FOLLOWING_COSTS = ("Rate",)  # trees that follow costs in every cycle, so that no one tree comes out of a fit
+FOLLOWING_COSTS = (
+    "CostAwareTree",
+    "Rate",
+)  # trees that follow costs in every cycle, so that no one tree comes out of a fit
+# Classes that were called otherwise when rows were first named by them.
+FIRST_NAMES = {"CostAwareTree": "Rate", "AccuracyTree": "Calibrated"}
 
 
 def digest(value: Any) -> str:
@@ -69,7 +74,10 @@ def unplaced(value: Any) -> Any:
 
 
 def _class_of(options: Mapping[str, Any]) -> dict[str, str]:
-    return {"_target_": str(options["_target_"]).rpartition(".")[2]} if "_target_" in options else {}
+    if "_target_" not in options:
+        return {}
+    name = str(options["_target_"]).rpartition(".")[2]
+    return {"_target_": FIRST_NAMES.get(name, name)}
 
 
 def cell_key(header: Mapping[str, Any]) -> str:

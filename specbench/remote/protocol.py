@@ -62,9 +62,9 @@ class TapsMessage(TypedDict):
     hidden: list[Layer]
     kv: list[Layer]
     last: bool
-    likeliest: Natural | None
+    observe_top_k: Natural | None
     condensed: Digest | None
-    unasked: bool
+    free_running: bool
 
 
 class VerifyMessage(TypedDict):
@@ -143,7 +143,7 @@ class Welcome(TypedDict):
 class Answer(TypedDict):
     """What became of a prompt (path and drafted are missing) or a tree.
 
-    logits: behind a prompt; of all nodes where a drafter reviews them, or of their likeliest `ids`. seconds: of the pass.
+    logits: behind a prompt; where a drafter observes trees, of all nodes or the best `ids` of each. seconds: of the pass.
     """
 
     kind: Literal["answer"]

@@ -172,7 +172,7 @@ class Server:
             if taps.condensed is not None:
                 if taps.condensed not in self.condensers:
                     raise SpecBenchError("this server has not the network that condenses states for you")
-                taps = replace(self.condensers[taps.condensed].taps, likeliest=taps.likeliest)
+                taps = replace(self.condensers[taps.condensed].taps, observe_top_k=taps.observe_top_k)
             self.target.reset(request["capacity"], taps)
         except IndexError as error:
             raise SpecBenchError(one_line(error)) from error
@@ -185,7 +185,7 @@ class Server:
             found["logits"] = protocol.pack(states.logits[-1])
         elif not request["resumed"]:
             found["token"] = client.root = client.judge.first(states)
-            client.streamed = request["n"] if taps.unasked else None
+            client.streamed = request["n"] if taps.free_running else None
         return found if request["resumed"] else found | self._states(states, client)
 
     def _passed(self, client: Client, request: protocol.Pass) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class Server:
         states = self.target.forward(tree)
         verdict, drafted = client.judge.verify(tree, states)
         kept = torch.tensor([0, *verdict.path], device=self.target.device)
-        found = self._reviewed(states, client.taps)
+        found = self._observed_logits(states, client.taps)
         found |= self._states(states.select(kept), client)  # before keeping, which moves what is tapped
         self.target.keep(kept)
         client.root = verdict.bonus
@@ -220,13 +220,13 @@ class Server:
             found["kv"] = [pack(part) for i in taps.kv for part in states.kv[i]]
         return found
 
-    def _reviewed(self, states: TargetStates, taps: Taps) -> dict[str, Any]:
+    def _observed_logits(self, states: TargetStates, taps: Taps) -> dict[str, Any]:
         """Logits of every node, for drafters that learn from rejected ones as well."""
-        if taps.likeliest is None:
+        if taps.observe_top_k is None:
             return {"logits": protocol.pack(states.logits)}
-        if not taps.likeliest:
+        if not taps.observe_top_k:
             return {}
-        values, ids = states.logits.topk(min(taps.likeliest, self.target.vocab_size))
+        values, ids = states.logits.topk(min(taps.observe_top_k, self.target.vocab_size))
         return {"ids": ids.tolist(), "logits": protocol.pack(values)}
 
     # What a client says -------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class RemoteTarget(LanguageModel):
     def forward(self, tree: DraftTree) -> TargetStates:
         """Send a tree and return the states of its accepted nodes; of a stream, wait for the next token instead."""
         tokens = tree.tokens.tolist()
-        if self.taps.unasked:
+        if self.taps.free_running:
             assert len(tokens) == 1, "who drafts has to ask"
             answer = self._asked(None, tokens[0])
         else:

@@ -24,8 +24,8 @@ from specbench.reporting.cells import Entry
 
 WORDS = {BASELINE: "plain", "vanilla": "vanilla SD"}
 TREES = {  # classes that grow trees
-    "Chain": "chain", "Static": "static", "Dynamic": "dynamic", "Calibrated": "calibrated",
-    "Fitted": "fitted", "FittedStatic": "fitted static", "Rate": "rate",
+    "Chain": "chain", "Static": "static", "Dynamic": "dynamic", "AccuracyTree": "calibrated", "Calibrated": "calibrated",
+    "Fitted": "fitted", "FittedStatic": "fitted static", "CostAwareTree": "rate", "Rate": "rate",
 }  # fmt: skip
 PAPER = "paper"
 CELLS = ("link", "top_p", "top_k")  # options of whole cells, named wherever they differ

@@ -51,7 +51,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     torch.manual_seed(settings.seed)
     drafter = job.make_drafter(weights=job.start)
     drafter.bind(target)
-    stored = job.corpus.states and not job.online and not drafter.taps.beside  # shards hold last states only
+    stored = job.corpus.states and not job.online and not drafter.taps.reads_layers  # shards hold last states only
     processes.print(plan(workspace.shards, drafter, settings, job.batch, not stored, job.build), flush=True)
     if job.build:
         workspace.build_corpus()

@@ -114,7 +114,7 @@ class Corpus:
             mask = None
             if batch.starts is not None:
                 causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-                mask = batch.within(causal)[:, None]
+                mask = batch.restrict_mask(causal)[:, None]
             with wide(self.reading, self.online.device, self.online.hidden_size):
                 read_states, hidden, kv = self.online.tapped(batch.tokens, self.taps, batch.positions, mask)
             own = self.online.dtype  # whatever the products were in

@@ -137,7 +137,7 @@ def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) ->
     for row, (answer, end) in enumerate(zip(part, ends, strict=True)):
         tokens[row, :end] = torch.tensor(answer.ids[:end])
         valid[row, :end] = True
-    stored = not drafter.taps.beside and all(a.states is not None for a in part)
+    stored = not drafter.taps.reads_layers and all(a.states is not None for a in part)
     if not stored:
         states, hidden, kv = target.tapped(tokens, drafter.taps)
         return Batch(tokens, states, valid, valid, hidden=hidden, kv=kv)

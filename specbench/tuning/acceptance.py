@@ -92,7 +92,7 @@ def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> Acceptan
         drafter.set_tree_policy(before)
     if not found:
         raise SpecBenchError("there are no held-out answers to measure a drafter's acceptance on")
-    return summed_up(found)
+    return aggregate(found)
 
 
 def _drafted(target: Target, drafter: Any, answer: Answer) -> Drafted:
@@ -103,10 +103,10 @@ def _drafted(target: Target, drafter: Any, answer: Answer) -> Drafted:
     for _ in decode(known, drafter, prompt, Limits(len(said)), Lossless(), Sampler()):
         pass
     pool = Pool(*(torch.stack(parts).cpu() for parts in zip(*recorded.pools, strict=True)))
-    return followed(pool, torch.tensor(said), recorded.depth)
+    return match_answer(pool, torch.tensor(said), recorded.depth)
 
 
-def followed(pool: Pool, said: Tensor, levels: int) -> Drafted:
+def match_answer(pool: Pool, said: Tensor, levels: int) -> Drafted:
     """Which nodes spell the answer. pool: [P, N] each; said: [P + 1] the answer, whose position p is the root of pool p."""
     positions = len(pool.tokens)
     path = torch.full((positions, levels), -1)
@@ -124,7 +124,7 @@ def followed(pool: Pool, said: Tensor, levels: int) -> Drafted:
     return Drafted(pool.values, pool.parents, pool.ranks, pool.depths, path, known)
 
 
-def summed_up(found: Sequence[Drafted]) -> Acceptance:
+def aggregate(found: Sequence[Drafted]) -> Acceptance:
     """Everything that is kept of some answers."""
     levels = found[0].path.shape[1]
     tau = {k: [[1.0] * len(NODES) for _ in range(levels)] for k in TOP_K}

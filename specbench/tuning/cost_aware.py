@@ -2,7 +2,7 @@
 
     Fitted         one dynamic tree for all cycles: the depth, top_k and nodes with the most tokens a second
     FittedStatic   one static shape for all cycles, likewise (Sequoia, arXiv:2402.12374, section 3.2)
-    Rate           a tree for each cycle: a node is verified, a level drafted, while that is worth its time
+    CostAwareTree  a tree for each cycle: a node is verified, a level drafted, while that is worth its time
 
 Speed is a ratio, E[tokens a cycle] / E[seconds a cycle], and a ratio is greatest where tokens - speed * seconds is
 (Dinkelbach's rule for fractional programmes): with the best speed as the price of a second, each cycle can be decided by
@@ -242,7 +242,7 @@ class FittedStatic(Static, _Fit):
         return super().grow(drafter, root, sampler, generator)
 
 
-class Rate(Fitted):
+class CostAwareTree(Fitted):
     """A tree that decides for itself, cycle by cycle and level by level, at the price of a second.
 
     A level is drafted while its nodes' expected children are worth more than the time it takes; of all that was drafted as
