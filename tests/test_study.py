@@ -81,7 +81,8 @@ def test_first_rows_come_before_costs_are_timed(home, tmp_path):
     """Of a study whose trees are fitted the other arms answer the first question, in a block of its own."""
     said = study(home, EARLY, "early", f"results={tmp_path}", "memorys=1", ok=False)
     assert "memorys: no such option; did you mean memory" in said
-    done = call(home, "study", f"--config-dir={home / 'conf'}", "study=early", f"results={tmp_path}")
+    own = f"--config-dir={home / 'conf'}", "study=early", f"results={tmp_path}"
+    done = call(home, "study", *own, SPECBENCH_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
     early, whole, _ = blocks.below(tmp_path / "early" / "tiny")
     assert list(read_block(early)[0]["arms"]) == ["none", "chain@0"]

@@ -69,7 +69,6 @@ class Common:
     sampler: Sampler
     link: Link
     model: ModelSpec
-    dataset: PromptSet
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class RunOptions(Common):
     endpoint: Text | None
     alpha: Alphas | None
     data: Data
+    dataset: PromptSet
     verify: Rule
     tree: TreePolicy
     baseline: Drafter
@@ -98,6 +98,7 @@ class RunSpec(Common):
     """
 
     results: Path
+    dataset: PromptSet
     drafter: Mapping[str, Any]
     tree: Mapping[str, Any]
     verify: Mapping[str, Any]
