@@ -61,13 +61,11 @@ class Hybrid(Delegating, nn.Module):
 
     @property
     def grower(self) -> Drafter:
-        grower: Drafter = self.base
-        return grower
+        return self.base
 
     @property
     def trained(self) -> Drafter:
-        trained: Drafter = self.base
-        return trained
+        return self.base
 
     def persist(self, on: bool) -> None:
         self.retrieval.persist(on)
@@ -89,5 +87,4 @@ class Hybrid(Delegating, nn.Module):
             copied = self.retrieval.propose(root, sampler, generator)
             if len(copied) > 1:
                 return copied
-        tree: DraftTree = self.base.propose(root, sampler, generator)
-        return tree
+        return self.base.propose(root, sampler, generator)

@@ -189,8 +189,7 @@ class _Partial(Drafter, ABC):
         positions = torch.full((1, 1), self.cache.length, device=token.device)
         states = self.target.subset(token[None], positions, None, self.cache, self.kept)
         self.cache.keep()
-        logits: Tensor = self.target.logits(states[0, -1])
-        return logits
+        return self.target.logits(states[0, -1])
 
 
 class SelfSpeculation(_Partial):

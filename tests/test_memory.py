@@ -358,7 +358,7 @@ def test_bfloat16_is_packed_only_where_the_processor_can(monkeypatch):
     if not packed_linear.packable(half):
         target = Target.random(shaped({"model_type": "llama", **SIZES}, "shape"), torch.bfloat16, CPU)
         target.optimize_for_inference()
-        assert target.lean is not None
+        assert target.fused is not None
 
 
 # What is free ---------------------------------------------------------------------------------------------------------

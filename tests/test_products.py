@@ -132,7 +132,7 @@ def test_a_kind_that_is_not_known_keeps_its_own_forward_with_fast_products(archi
     target = tiny(architecture)
     expected = answer(target, make("none", target))
     target.optimize_for_inference()
-    assert target.lean is None
+    assert target.fused is None
     assert isinstance(target.decoder.layers[0].mlp.up_proj.forward, packed_linear.Packed)
     assert answer(target, make("none", target)) == expected
 
@@ -142,7 +142,7 @@ def test_a_model_that_does_otherwise_than_its_kind_keeps_its_own_forward():
     model.model.layers[1].mlp.act_fn = nn.GELU()
     target = loud(model)
     target.optimize_for_inference()
-    assert target.lean is None
+    assert target.fused is None
 
 
 @pytest.mark.parametrize("drafter", ["eagle2", "vanilla", "moa", "medusa", "beagle", "coral_router"])

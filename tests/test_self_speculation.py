@@ -125,7 +125,7 @@ def test_chains_are_those_of_a_masked_copy_recomputed_token_by_token(way, skippe
     expected = slowly(target, skipped, 24, 5, 0.2)
     if way == "lean":
         target.optimize_for_inference()
-        assert target.lean is not None
+        assert target.fused is not None
     made = Watched("self_speculation", most=5, threshold=0.2)
     made.bind(target)
     made.keep(skipped.others(3))

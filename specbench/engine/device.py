@@ -26,8 +26,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     avx512_bf16 alone does not pay in decoding: one token is no faster, 8 to 64 are slower, and answers part at ties.
     """
     if dtype != "auto":
-        chosen: torch.dtype = getattr(torch, dtype)
-        return chosen
+        return getattr(torch, dtype)
     if device.type != "cpu":
         return torch.bfloat16
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()

@@ -161,17 +161,14 @@ class Delegating(Drafter):
     @property
     def taps(self) -> Taps:  # type: ignore[override]
         """What the base reads, which it may know only once it is bound."""
-        taps: Taps = self.base.taps
-        return taps
+        return self.base.taps
 
     @property
     def runs_layers(self) -> bool:  # type: ignore[override]
-        runs: bool = self.base.runs_layers
-        return runs
+        return self.base.runs_layers
 
     def outline(self, target: Any) -> Outline:
-        outline: Outline = self.base.outline(target)
-        return outline
+        return self.base.outline(target)
 
     def bind(self, target: Any) -> None:
         self.base.bind(target)
@@ -190,8 +187,7 @@ class Delegating(Drafter):
         self.base.optimize_for_inference()
 
     def timed_functions(self) -> list[TimedFunction]:
-        timed: list[TimedFunction] = self.base.timed_functions()
-        return timed
+        return self.base.timed_functions()
 
     def reset(self, capacity: int) -> None:
         self.base.reset(capacity)

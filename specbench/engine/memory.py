@@ -135,8 +135,7 @@ def _outline(drafter: Any, shape: Shape) -> Outline | None:
     """None of a drafter that cannot be made for this target: binding it says why."""
     try:
         with refusing("this drafter cannot be made for this target"):
-            found: Outline = drafter.outline(shape)
-            return found
+            return drafter.outline(shape)
     except SpecBenchError:
         return None
 
