@@ -29,7 +29,7 @@ from drafters.vanilla import Vanilla
 from specbench.common.types import Count, Name, Natural, Seed
 from specbench.engine.drafter import Delegating, Drafter, State
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
-from specbench.engine.policies import named
+from specbench.engine.policies import to_target_ids
 from specbench.engine.sampling import argmax
 from specbench.engine.target import Target
 from specbench.engine.tree import Trie
@@ -130,7 +130,7 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         trie, guessed = self.window.trie(root, map(self.emittable, self.pool.after(root)))
         states, before = self._run(self.text[cache.length : -1], trie.tree(self.device))
         asked = self.base.target_logits(torch.cat([states[:guessed], self.window.last(states)]))
-        said = named(self.base, argmax(asked)).tolist()
+        said = to_target_ids(self.base, argmax(asked)).tolist()
         path = trie.walk(said[:guessed])
         cache.keep(torch.tensor([*range(before + 1), *(before + node for node in path)], device=self.device))
         self.window.learn(said[guessed:], self.pool)

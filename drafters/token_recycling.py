@@ -65,4 +65,4 @@ class TokenRecycling(Retriever):
         self.adjacency[tree.tokens] = ids[last]
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        return self.growth.spell(root, lambda tokens: self.adjacency[tokens], self.device)
+        return self.growth.from_followers(root, lambda tokens: self.adjacency[tokens], self.device)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, make, tiny
 from test_decode import PROMPT, generate, plain
+from tree_checks import check
 
 from drafters.self_speculation import EarlyExit, SelfSpeculation, Threshold, alternate
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import check
 from specbench.training.features import Answer
 from specbench.tuning import layer_search
 

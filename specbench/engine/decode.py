@@ -84,14 +84,12 @@ def decode(
     begin = clock()
     limits = limits.within(len(prompt), target.max_context)
     verifier = _start(target, drafter, len(prompt) + limits.max_new_tokens + drafter.nodes, rule, sampler, generator)
-
     states = target.prefill(torch.tensor(prompt, device=target.device))
     root = verifier.first(states)
     before = clock()
     drafter.observe(states, root)
     now = clock()
     yield Prefill(root, seconds=now - begin, draft_s=now - before)
-
     emitted, over = 1, limits.cut([root], 0)[1]
     while not over:
         t0 = clock()
