@@ -90,7 +90,7 @@ class TrainedDrafter(nn.Module, Drafter):
         if self.checkpoint is not None:
             with self.checkpoint.understood():
                 named, used = self.map_checkpoint(self.checkpoint, target)
-            stored.adopt(stored.trained(self), named, self.checkpoint, used)
+            stored.fill(stored.trained(self), named, self.checkpoint.tensors.keys() - used, self.checkpoint.refuse)
             self.check(self.checkpoint, target)
             self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
             self.contents |= self.checkpoint.contents()

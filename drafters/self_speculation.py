@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specbench.common import storage
+from specbench.common import hashing, storage
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Share, Text
 from specbench.engine import weights
@@ -207,7 +207,7 @@ class SelfSpeculation(_Partial):
         self.provenance = {}
         if self.searched is not None and (folder := storage.PROJECT / self.searched).joinpath(SKIP).is_file():
             skipped, self.provenance = weights.load_skip(folder, target.fingerprint(), target.layers)
-            self.contents = weights.skip_contents(folder)
+            self.contents = hashing.of_files([folder / SKIP])
             return skipped
         return alternate(target.layers)
 
