@@ -26,7 +26,6 @@ class Hybrid(Delegating, nn.Module):
     """Two drafters, of which one drafts in each cycle.
 
     Args:
-        name: as tables show it.
         retrieval: copies. base: the trained one, of the configuration that `trained` names.
         least: tokens that must match for a draft from the text.
         vocabulary: of the trained one, see `TrainedDrafter`.

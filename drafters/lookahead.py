@@ -123,7 +123,6 @@ class Lookahead(Retriever):
     """A Jacobi window and guesses from its n-grams in one tree.
 
     Args:
-        name: as tables show it.
         window: W, columns. level: N, tokens of an n-gram. guesses: G, of one token's n-grams at most.
         state: what the pool holds when a generation begins.
         seed: of the window's first tokens.

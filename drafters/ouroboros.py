@@ -39,7 +39,6 @@ class Ouroboros(Delegating, Remembering, nn.Module):
     """A draft model with a window and a pool of phrases.
 
     Args:
-        name: as tables show it.
         base: the draft model; its own growth is not asked.
         gamma: tokens that it drafts. suffixes: K, phrases behind them.
         window, level, guesses: W, N and G of its Lookahead.

@@ -26,7 +26,6 @@ class PromptLookup(Matching):
     """Copies from the prompt and the answer so far.
 
     Args:
-        name: as tables show it.
         rule: which occurrence counts, see above.
         max_ngram: longest n-gram that is looked for. length: tokens of a draft at most.
         matches: so many occurrences, in the rule's order (`hf`, `original`: from the left; `latest`: from the right).

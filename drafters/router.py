@@ -38,7 +38,7 @@ class Routed(TrainedDrafter, Delegating):
     """Another drafter, reading only a part of the LM head.
 
     Args:
-        name: as tables show it. weights: the router's own.
+        weights: the router's own.
         base: the drafter, with its weights; it computes its logits with `target_logits` and the states of
             its draft passes with `draft_states`.
         groups: N. active: groups that each node may ask for.

@@ -76,7 +76,6 @@ class _Partial(Drafter, ABC):
     """The target without some of its sublayers.
 
     Args:
-        name: as tables show it.
         most: drafts a cycle.
         threshold: gamma at a prompt's beginning. wanted, step, rate_memory, memory: see `Threshold`.
 

@@ -114,7 +114,6 @@ class Suffix(Matching):
     """Drafts the likeliest continuations of the text's end.
 
     Args:
-        name: as tables show it.
         nodes: draft nodes at most. factor, offset: a match of n tokens allows factor * n + offset of them.
         length: tokens of a path at most. context: of a match, as many last tokens are asked for what followed.
         least: estimated probability below which nothing is drafted.

@@ -30,7 +30,6 @@ class TokenRecycling(Retriever):
     """Drafts a static tree from a matrix of followers, which stays on the device.
 
     Args:
-        name: as tables show it.
         growth: the template.
         followers: k, or as many as the template's widest node has children. state: does the matrix outlive a prompt?
     """
