@@ -55,6 +55,7 @@ class TrainedDrafter(nn.Module, Drafter):
     embedding: nn.Embedding  # the target's, as the head, see `share_ends`
     head: nn.Linear
     target_logits: Callable[[Tensor], Tensor]  # of states, while drafting: over all ids, or the listed ones
+    logits: Tensor  # below the root, set by `observe`; see `root_logits`
 
     def __init__(self, name: Name, growth: TreePolicy, weights: Text | None = None, vocabulary: Count | None = None):
         nn.Module.__init__(self)
@@ -92,7 +93,7 @@ class TrainedDrafter(nn.Module, Drafter):
                 named, used = self.map_checkpoint(self.checkpoint, target)
             stored.fill(stored.trained(self), named, self.checkpoint.tensors.keys() - used, self.checkpoint.refuse)
             self.check(self.checkpoint, target)
-            self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
+            self.provenance = {"checkpoint": self.checkpoint.source, "sha256": dict(self.checkpoint.digest)}
             self.contents |= self.checkpoint.contents()
         elif self.weights is not None:
             folder = PROJECT / self.weights
@@ -184,6 +185,9 @@ class TrainedDrafter(nn.Module, Drafter):
             part = getattr(self, name)
             timed.append((part, "forward", "network") if isinstance(part, nn.Module) else (self, name, "network"))
         return timed
+
+    def root_logits(self) -> Tensor:
+        return self.logits
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The training objective of the method's paper as `loss`, and other values to log."""

@@ -108,9 +108,6 @@ class Beagle(CrossAttention, TrainedDrafter):
         root = states.tokens.new_full((1,), bonus)
         self.logits = self._draft(root, torch.full_like(root, self.stable), None)[0]
 
-    def root_logits(self) -> Tensor:
-        return self.logits
-
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
         prefix = visible.new_ones(tokens.shape[0], self.stable + 1)  # true states and the root's
         ancestors = visible[:, : visible.shape[1] - tokens.shape[0]]  # strictly: a node does not attend to itself

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
-BLOCK = 128  # queries a block: fewer of them see fewer keys, more of them make wider, faster products
+BLOCK = 128  # queries a block: fewer attend to fewer keys, more make wider, faster products
 
 
 def prefix_causal_mask(prefix: int, n: int, device: torch.device) -> Tensor | None:

@@ -3,8 +3,8 @@
 A window of W columns and N - 1 levels rides along in every target pass; below the root r, in columns j and levels l,
 
     block 0      r    a_1   a_2   …            a chain
-    block 1     b_0   b_1   b_2   …            b_j stands behind a_j (b_0 behind r)
-    block 2     c_0   c_1   c_2   …            c_j stands behind b_j
+    block 1     b_0   b_1   b_2   …            b_j follows a_j (b_0 follows r)
+    block 2     c_0   c_1   c_2   …            c_j follows b_j
 
 so a node attends to its column above it and to the chain up to that column: an ancestors-only tree in which position is
 depth, without a mask of its own. The target's tokens after the last block become the next block, the first is dropped, and

@@ -4,8 +4,8 @@ Head k = 1 … K reads the target's post-norm state f_t and predicts the token k
 
     p^(k)(t_{t+k+1}) = softmax(W2^(k) (SiLU(W1^(k) f_t) + f_t)),
 
-the target's own head supplying t_{t+1}, which is the root. All levels are known at once: what stands at a node depends on
-its depth and rank alone, so the candidates of a level are shared by all parents, and the tree is a pruned product.
+the target's own head giving t_{t+1}, the root. All levels are computed at once: a node's token depends on its depth and
+rank alone, so all parents share the candidates of a level, and the tree is a pruned product.
 
 Training (Medusa, section 2.2.1): L = sum_k lambda^k CE(t_{t+k+1}, p^(k)), hard labels, lambda = 0.8. The sparse tree
 (section 2.3.3) is chosen greedily from each head's accuracy by rank; measuring that is the last step of training.
@@ -15,9 +15,8 @@ outweigh the default target; `head_per_level` gives each head its own, initialis
 two, `head_rank=r` (ours) gives each the target's head and a trained correction of rank r, W2^(k) = W2 + B^(k) A^(k), with B
 zero at first: r = 12 on the default target is 6 MB for five heads. W1 and its bias start at zero (the official code leaves
 the bias random), so that training starts at the target's own prediction. A position counts if all tokens drafted from it,
-up to the label, are an answer's (the official code asks that of the label alone, so that a head may look from one turn's
-answer across a short question into the next). With a confined vocabulary, positions whose label lies outside it do not
-count.
+up to the label, are an answer's (the official code requires it of the label alone, so that a head may predict across a
+short question). With a confined vocabulary, positions whose label lies outside it do not count.
 """
 
 import re
@@ -193,9 +192,6 @@ class Medusa(TrainedDrafter):
         return states
 
     # Decoding -----------------------------------------------------------------------------------------------------------
-
-    def reset(self, capacity: int) -> None:
-        pass
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         """Run all heads on the state that predicted the bonus."""

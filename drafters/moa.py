@@ -197,9 +197,6 @@ class MoA(CrossAttention, TrainedDrafter):
         own = torch.ones(1, 1, dtype=torch.bool, device=tokens.device)
         self.logits = self._draft(s[-1:], positions[-1:], own)[0]
 
-    def root_logits(self) -> Tensor:
-        return self.logits
-
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
         positions, mask = level_inputs(tokens, depth, visible, self.stable)
         s = self._self_attention(tokens, positions, mask)

@@ -59,7 +59,7 @@ def _rope(options: Mapping[str, Any]) -> dict[str, Any] | None:
 def attention_shape(part: str, checkpoint: Checkpoint) -> dict[str, Any]:
     """One attention's part of a Llama configuration; empty if its tensors are not there.
 
-    A projection's rows are those of all heads together; the number of heads and the rope base stand in the configuration
+    A projection's rows are those of all heads together; the number of heads and the rope base are in the configuration
     alone. Without them the file is refused, since a wrong guess that divides the rows would load and draft badly.
     """
     q, k = (checkpoint.tensors.get(f"{part}.self_attn.{x}_proj.weight") for x in "qk")

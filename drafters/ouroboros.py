@@ -150,10 +150,10 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         """Add the target's phrases to the pool. Target token i stands for draft i + 1."""
         target_tokens = argmax(states.logits).tolist()
         drafts, level = self.drafts, self.window.level
-        whole = [(p, nodes) for p, nodes in reversed(self.offered) if len(nodes) > level - 3]  # not cut by a stop token
-        for phrase, _ in whole:
+        uncut = [(p, nodes) for p, nodes in reversed(self.offered) if len(nodes) > level - 3]  # by a stop token
+        for phrase, _ in uncut:
             del self.pool.known[drafts[-1]][phrase]
-        for _, nodes in whole:  # the latest stays the latest
+        for _, nodes in uncut:  # in this order the latest stays the latest
             self.pool.keep([drafts[-1], *(target_tokens[node] for node in [self.gamma, *nodes][: level - 1])])
         rejected = next((i for i, draft in enumerate(drafts) if target_tokens[i] != draft), len(drafts))
         for i in range(rejected, len(drafts) - level + 2):

@@ -36,7 +36,14 @@ from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Outline
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import Chain, TreePolicy
-from specbench.engine.pretrained import contents_of, local, random_model, read_config, read_model, read_tokenizer
+from specbench.engine.pretrained import (
+    contents_of,
+    draft_model_folder,
+    random_model,
+    read_config,
+    read_model,
+    read_tokenizer,
+)
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint
 
@@ -133,7 +140,7 @@ class Vanilla(TrainedDrafter):
     def _pretrained(self, path: str, target: Target) -> nn.Module:
         if target.device.type == "meta":  # the shape alone, of a folder that must be here
             return random_model(read_config(Path(path).expanduser()), target.dtype, target.device)
-        folder = local(path)
+        folder = draft_model_folder(path)
         model, ours = read_model(folder, target.dtype), read_tokenizer(folder).get_vocab()
         theirs = read_tokenizer(Path(target.path)).get_vocab() if target.path else ours
         self.contents = contents_of(folder)
@@ -164,9 +171,6 @@ class Vanilla(TrainedDrafter):
         self.cache.truncate(self.stable)
         self.logits = self._extend(*unread_tokens(states, bonus, self.stable), last_only=True)[-1]
         self.stable = self.cache.length
-
-    def root_logits(self) -> Tensor:
-        return self.logits
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
         return self._extend(tokens, *level_inputs(tokens, depth, visible, self.stable))

@@ -16,12 +16,12 @@ from specbench.engine.weights import Checkpoint
 FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "*.pt", "*.bin")  # in this order of preference
 
 
-def read(place: str) -> Checkpoint:
+def read(source: str) -> Checkpoint:
     """From a folder or a hub id. Raises `SpecBenchError` for no tensors there, a damaged file, or a pickle with code."""
-    folder = Path(place).expanduser() if Path(place).expanduser().exists() else _from_hub(place)
+    folder = Path(source).expanduser() if Path(source).expanduser().exists() else _from_hub(source)
     files = next((found for pattern in FILES if (found := sorted(folder.glob(pattern)))), [])
     if not files:
-        raise SpecBenchError(f"checkpoint={place} holds no weights ({', '.join(FILES)})")
+        raise SpecBenchError(f"checkpoint={source} holds no weights ({', '.join(FILES)})")
     tensors: dict[str, Tensor] = {}
     for path in files:
         read = read_tensors(path)
@@ -30,7 +30,7 @@ def read(place: str) -> Checkpoint:
         tensors |= read
     config = folder / "config.json"
     settings = read_json(config) if config.is_file() else {}
-    return Checkpoint(place, str(folder), tensors, settings, hashing.of_files(files))
+    return Checkpoint(source, str(folder), tensors, settings, hashing.of_files(files))
 
 
 def _from_hub(hub_id: str) -> Path:

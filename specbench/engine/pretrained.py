@@ -148,36 +148,36 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
         return MODELS.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
 
 
-def local(place: str) -> Path:
+def draft_model_folder(source: str) -> Path:
     """The folder of a draft model, given itself or by its hub id. Raises `SpecBenchError` if it cannot be found."""
-    folder = Path(place).expanduser()
+    folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     try:
-        return folder_from_hub(place)
+        return folder_from_hub(source)
     except SpecBenchError as error:
         raise SpecBenchError(
-            f"no draft model at drafter.path={place}: no folder here, and not to be had from the hub; pass a folder"
+            f"no draft model at drafter.path={source}: no folder here, and not to be had from the hub; pass a folder"
         ) from error
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
-def _require_whole(model: Any, found: Mapping[str, Any], place: Path) -> None:
-    """Refuse a model that is not what its files hold. found: Transformers' loading info. place: the folder, or the file."""
-    file = place / _main_file(place) if place.is_dir() else place
-    wrong = [f"{name} is {list(shape)}, not {list(asked)}" for name, shape, asked in sorted(found["mismatched_keys"])]
+def _require_whole(model: Any, info: Mapping[str, Any], path: Path) -> None:
+    """Refuse a model that is not what its files hold. info: Transformers' loading info. path: the folder, or the file."""
+    file = path / _main_file(path) if path.is_dir() else path
+    wrong = [f"{name} is {list(shape)}, not {list(asked)}" for name, shape, asked in sorted(info["mismatched_keys"])]
     if wrong:
         raise SpecBenchError(f"{file} does not fit the {CONFIG} beside it: {some(wrong)}; fetch the model again")
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise SpecBenchError(f"{file} lacks tensors that the {CONFIG} beside it asks for: {some(missing)}; fetch it again")
-    if left := sorted(n for n in found["unexpected_keys"] if not COMPUTED.search(n)):
+    if left := sorted(n for n in info["unexpected_keys"] if not COMPUTED.search(n)):
         raise SpecBenchError(
             f"{file} holds tensors that the {CONFIG} beside it has no place for: {some(left)}; fetch the model again"
         )
-    if found["error_msgs"]:
-        raise SpecBenchError(f"{file} was not read whole: {some(' '.join(e.split()) for e in found['error_msgs'])}")
+    if info["error_msgs"]:
+        raise SpecBenchError(f"{file} was not read whole: {some(' '.join(e.split()) for e in info['error_msgs'])}")
     named = model.state_dict(keep_vars=True).items()
     if bad := [name for name, tensor in named if not tensor.is_meta and not finite(tensor)]:
         dtype = str(model.dtype).removeprefix("torch.")

@@ -70,7 +70,7 @@ class ReplayTarget:
     def one_hot_logits(self, tokens: list[int]) -> Tensor:
         """Logits [N, V] whose argmax is these ids."""
         ids = torch.tensor(tokens, device=self.device)
-        return torch.nn.functional.one_hot(ids, self.target.vocab_size).float()
+        return torch.zeros(len(tokens), self.target.vocab_size, device=self.device).scatter_(1, ids[:, None], 1.0)
 
     def _states(self, tokens: Tensor, positions: Tensor, logits: Tensor) -> TargetStates:
         known = self.states

@@ -136,7 +136,7 @@ def load_skip(folder: Path, fingerprint: str, layers: int) -> tuple[Sublayers, d
 class Checkpoint:
     """Tensors as the authors named them."""
 
-    place: str  # folder or hub id, as given
+    source: str  # folder or hub id, as given
     folder: str
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]  # `config.json`, empty if there is none
@@ -152,8 +152,8 @@ class Checkpoint:
 
     def understood(self) -> AbstractContextManager[None]:
         """Around code that reads names, shapes and configuration: turns any error into one that names this checkpoint."""
-        return refusing(f"checkpoint={self.place}: its tensors and config.json do not make this drafter")
+        return refusing(f"checkpoint={self.source}: its tensors and config.json do not make this drafter")
 
     def refuse(self, reason: str) -> SpecBenchError:
         """An error that names this checkpoint."""
-        return SpecBenchError(f"checkpoint={self.place}: {reason}")
+        return SpecBenchError(f"checkpoint={self.source}: {reason}")
