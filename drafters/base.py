@@ -156,12 +156,12 @@ class TrainedDrafter(nn.Module, Drafter):
         """Refuse by its predictions on the target's own text what names and shapes cannot tell apart."""
 
     @classmethod
-    def unserved(cls, server: str, options: Mapping[str, Any]) -> str | None:
+    def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:
         return None if server in cls.formats else f"{server} has no model of {cls.__name__}'s kind"
 
     def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and `config.json` of this drafter as a server reads them; raises `SpecBenchError` if it cannot."""
-        raise SpecBenchError(f"drafter={self.name} cannot be exported: {self.unserved(server, vars(self))}")
+        raise SpecBenchError(f"drafter={self.name} cannot be exported: {self.export_obstacle(server, vars(self))}")
 
     def compile_network(self, backend: str = "inductor") -> None:
         """Compile the functions that run at every level, with dynamic lengths, since every level has its own."""

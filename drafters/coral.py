@@ -67,7 +67,8 @@ class Coral(Hass):
 
     def step_terms(self, truth: Batch) -> Callable[[Tensor, dict[str, Tensor]], None]:
         """CSRA between a step's outputs and those of earlier steps and the target, at positions drawn for this batch."""
-        row, column = self._sample(truth.scored)
+        scored = truth.scored.nonzero()  # [P, 2]
+        row, column = scored[torch.randperm(len(scored), device=scored.device)[: self.samples]].unbind(1)  # [M] each
         views = [truth.states[row, column]]  # [M, D] each: the target's, then each earlier step's
 
         def add_contrast(predicted: Tensor, metrics: dict[str, Tensor]) -> None:
@@ -81,12 +82,6 @@ class Coral(Hass):
             metrics["csra"] = contrast.detach()
 
         return add_contrast
-
-    def _sample(self, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and columns [M] of scored positions, drawn at random."""
-        chosen = scored.nonzero()
-        row, column = chosen[torch.randperm(len(chosen), device=chosen.device)[: self.samples]].unbind(1)
-        return row, column
 
 
 def csra(current: Tensor, views: list[Tensor], temperature: float) -> Tensor:

@@ -149,7 +149,7 @@ class Eagle(TrainedDrafter):
             )
 
     @classmethod
-    def unserved(cls, server: str, options: Mapping[str, Any]) -> str | None:
+    def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:
         if (inputs := options.get("inputs", "shifted")) != "shifted":
             return f"drafter.inputs={inputs}: {server} serves (state, next token) pairs only"
         if server == "vllm" and options.get("bias", True):
@@ -157,11 +157,11 @@ class Eagle(TrainedDrafter):
                 "vLLM's EAGLE has no fc.bias and would drop it silently; train without one (+drafter.bias=false) or use "
                 "format=sglang"
             )
-        return super().unserved(server, options)
+        return super().export_obstacle(server, options)
 
     def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The official layout without embedding and head, which servers take from the target."""
-        if reason := self.unserved(server, vars(self)):
+        if reason := self.export_obstacle(server, vars(self)):
             raise SpecBenchError(reason)
         tensors = {n.replace("layer.", "layers.0.", 1): t for n, t in trained(self).items()}
         if server == "sglang":

@@ -48,7 +48,7 @@ class Served(ServedEngine):
         self.endpoint = Endpoint(endpoint, patience_s)
         self.found: dict[str, Any] = {}
 
-    def look(self) -> None:
+    def find_model(self) -> None:
         served = {model["id"]: model for model in self.endpoint.models()}
         if self.model is None and len(served) != 1:
             raise SpecBenchError(f"endpoint={self.endpoint.url}: it serves {_listed(served)}; choose with drafter.model=")
@@ -81,7 +81,7 @@ class Served(ServedEngine):
 
     def bind(self, target: Any) -> None:
         if not self.found:
-            self.look()
+            self.find_model()
 
 
 def _listed(served: Any) -> str:

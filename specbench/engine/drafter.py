@@ -140,7 +140,7 @@ class Drafter:
         return []
 
     @classmethod
-    def unserved(cls, server: str, options: Mapping[str, Any]) -> str | None:
+    def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:
         """Why a server cannot run what these options make; None: it can."""
         return "it has no weights to export"
 
@@ -195,7 +195,7 @@ class ServedEngine(Drafter):
 
     found: dict[str, Any]  # what it reports of its model
 
-    def look(self) -> None:
+    def find_model(self) -> None:
         """Ask it for its model. Raises `SpecBenchError` if it or the model is not there."""
 
     def answer(self, prompt: list[int], text: str, limits: Any, sampler: Any, seed: int | None) -> Any:
