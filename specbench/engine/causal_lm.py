@@ -69,16 +69,13 @@ class CausalLM(LanguageModel):
         return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None, only)
 
     def run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        """The decoder alone, without the LM head.
+        """The decoder without the LM head: post-norm states [B, T, D].
 
         Args:
             tokens, positions: [B, T].
             mask: bool [B, 1, T, S], True where a query may attend; None: causal from an empty cache, or one token a
                 sequence that attends to everything.
             cache: rows are appended to it, not yet kept; None: nothing is stored.
-
-        Returns:
-            [B, T, D] post-norm states.
         """
         if self.fused is not None and not torch.is_grad_enabled():
             return self.fused(tokens, positions, mask, None if cache is None else cache.append)
@@ -92,14 +89,11 @@ class CausalLM(LanguageModel):
         return out.last_hidden_state
 
     def tail(self, hidden: Tensor, positions: Tensor, mask: Tensor, count: int, append: Append) -> Tensor:
-        """The last `count` layers and the final norm, on states that need not be the model's own.
+        """The last `count` layers and the final norm, on any states that enter them. -> [B, T, D]
 
         Args:
             hidden: [B, T, D] what enters those layers. positions: [B, T]. mask: bool [B, 1, T, S].
             append: called per layer with its index and the new keys and values [B, H, T, Dh]; returns all S of each.
-
-        Returns:
-            [B, T, D] post-norm.
         """
         if getattr(self.config, "sliding_window", None):
             raise SpecBenchError(f"{self.config.model_type}: target layers with a sliding window cannot be run alone")

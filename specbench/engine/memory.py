@@ -94,12 +94,9 @@ def estimate(
     processes: int = 1,
     read: bool = True,
 ) -> Estimate | None:
-    """Memory of a target of this configuration and of the drafters `beside` it, which are not bound yet.
+    """Memory of a target of this configuration and of unbound drafters `beside` it; None if it cannot be built.
 
     fused: products may be packed. processes: among which its weights are spread. read: weights come from files, not random.
-
-    Returns:
-        None if no target can be made of the configuration; loading it raises the reason.
     """
     if (shape := _unless_refused(lambda: Shape(config, dtype))) is None:
         return None
