@@ -230,7 +230,7 @@ class TrainedDrafter(nn.Module, Drafter):
 
 
 def unread_tokens(states: TargetStates, bonus: int, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens [N] that are not cached yet, up to the bonus, positions [N] and mask [N, rows + N] or None, behind `rows` rows."""
+    """Tokens [N] behind `rows` cached ones, up to the bonus; their positions [N] and mask [N, rows + N] or None."""
     first = int(rows > 0)  # the old root was run when it was the bonus
     tokens = torch.cat([states.tokens[first:], states.tokens.new_full((1,), bonus)])
     positions = torch.arange(rows, rows + len(tokens), device=tokens.device)
