@@ -73,7 +73,7 @@ def decoded(shape, dtype, folder, prompt):
 def peak(shape, dtype, folder):
     """Bytes that all of it takes at most in this process, in which a small one has run before."""
     torch.set_num_threads(1)
-    packed_linear._timed = lambda weights, packs: (True,) * len(packed_linear.ROWS)
+    packed_linear._time = lambda weights, packs: (True,) * len(packed_linear.ROWS)
     decoded(
         {**shape, "hidden_size": 80, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}, dtype, None, 30
     )
@@ -334,7 +334,7 @@ def test_an_estimate_names_its_largest_parts():
 
 
 def test_copies_are_made_as_far_as_there_is_room(monkeypatch):
-    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: (True,) * len(packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "_time", lambda weights, packs: (True,) * len(packed_linear.ROWS))
     layers = [(torch.randn(8, 4), None)] * 3
     for room, kind in ((3 * 128, packed_linear.Packed), (3 * 128 - 1, type(lambda: 0))):
         packing = packed_linear.Packing(room=lambda room=room: room)

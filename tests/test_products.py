@@ -34,7 +34,7 @@ OTHERS = {  # kinds that have a lean forward, in shapes that the default target 
 @pytest.fixture(autouse=True)
 def always_packed(monkeypatch):
     """What is timed on tiny layers says nothing: packed products are to be tested, not chosen."""
-    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: (True,) * len(packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "_time", lambda weights, packs: (True,) * len(packed_linear.ROWS))
 
 
 def loud(model) -> Target:
@@ -66,7 +66,7 @@ def test_a_packed_product_is_the_product(rows, biased):
 
 
 def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
-    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: tuple(rows >= 4 for rows in packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "_time", lambda weights, packs: tuple(rows >= 4 for rows in packed_linear.ROWS))
     layer, seen = nn.Linear(48, 40), []
     packed_linear.Packing().optimize([layer])
     monkeypatch.setattr(
