@@ -9,7 +9,6 @@ not suffice for the copies, products stay PyTorch's.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +69,7 @@ class Packing:
     @torch.no_grad()
     def products(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Product]:
         """The products of layers of one shape, packed where that is faster. layers: (weight [E, D], bias [E] or None)."""
-        plain: list[Product] = [partial(F.linear, weight=weight, bias=bias) for weight, bias in layers]
+        plain = [_plain(weight, bias) for weight, bias in layers]
         weights = [weight for weight, _ in layers]
         if not weights or not all(map(packable, weights)) or sum(w.nbytes for w in weights) > self.room():
             return plain
@@ -93,6 +92,10 @@ class Packing:
             for linear, product in zip(layers, self.products([(m.weight, m.bias) for m in layers]), strict=True):
                 if isinstance(product, Packed):
                     linear.forward = product  # type: ignore[assignment,method-assign]
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> Product:
+    return lambda x: F.linear(x, weight, bias)
 
 
 def _time(weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ...]:
