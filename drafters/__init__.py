@@ -1,1 +1,1 @@
-"""One file a method. A drafter knows `specbench.engine`, `drafters.base` and its declared parent, nothing else."""
+"""One file a method. A drafter imports `specbench.engine`, shared modules and its declared parent, nothing else."""

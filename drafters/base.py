@@ -1,4 +1,4 @@
-"""What trained drafters share: binding to a target, weights, growing a tree from `expand`, noise, attention."""
+"""What trained drafters share: binding to a target, weights, growing trees, rows behind a cache, noise."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from drafters.layers import ATTENTION
+from drafters.layers import ATTENTION, prefix_causal_mask
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Text
@@ -17,7 +17,7 @@ from specbench.engine import weights as stored
 from specbench.engine.cache import KVCache
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
-from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler
+from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 
@@ -27,17 +27,20 @@ Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 class TrainedDrafter(nn.Module, Drafter):
     """An autoregressive drafter with weights of its own, trained for one target.
 
-    A method fills in `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`; `map_checkpoint` if its authors
-    publish weights, and `fit` if these may have another shape than the default.
+    A method implements `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`; `map_checkpoint` if its authors
+    publish weights, and `infer_shape` if these may have another shape than the default.
 
-    Attributes, beside those of every drafter:
-        weights: None leaves them at their initial values (training, tests).
-        checkpoint: weights in their authors' layout instead, set before `bind`.
+    Args:
+        growth: its tree policy. weights: folder of its weights; None: initial values (training, tests).
+        vocabulary: draft from so many of the target's most frequent ids; None: from all.
+
+    Attributes, besides those of every drafter:
+        checkpoint: weights in their authors' layout, set before `bind`.
         parallel: one forward drafts all levels (heads); otherwise each level takes one.
         formats: servers (`vllm`, `sglang`) that have a model of its kind, see `export_tensors`.
         compiled: names of the functions of its network, which `compile_network` compiles.
-        lm: the whole language model that it is; None if it is none.
-        sliced_head: the listed ids' rows of the head, which it reads instead of the whole; None without a list.
+        lm: the language model that it is; None if it is none.
+        sliced_head: the head's rows of the draft vocabulary, which it reads instead of the whole head; None without one.
     """
 
     compiled: tuple[str, ...] = ("network",)
@@ -49,9 +52,10 @@ class TrainedDrafter(nn.Module, Drafter):
     lm: CausalLM | None = None
     sliced_head: vocabularies.Head | None = None
 
-    embedding: nn.Embedding  # shared with the target by `build`, like the head
+    embedding: nn.Embedding  # the target's, as the head, see `share_ends`
     head: nn.Linear
     target_logits: Callable[[Tensor], Tensor]  # of states, while drafting: over all ids, or the listed ones
+    logits: Tensor  # below the root, set by `observe`; see `root_logits`
 
     def __init__(self, name: Name, growth: TreePolicy, weights: Text | None = None, vocabulary: Count | None = None):
         nn.Module.__init__(self)
@@ -61,7 +65,6 @@ class TrainedDrafter(nn.Module, Drafter):
         self.checkpoint: stored.Checkpoint | None = None
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
-        """Grow other trees from now on."""
         self.growth = growth
         self.nodes, self.passes = growth.nodes, self._forwards(growth.depth)
 
@@ -72,27 +75,25 @@ class TrainedDrafter(nn.Module, Drafter):
     def bind(self, target: Target) -> None:
         """Build the network for this target, share its frozen parts, load the weights.
 
-        Raises:
-            SpecBenchError: weights that are missing, damaged, or made for another target or network.
+        Raises `SpecBenchError` for weights that are missing, damaged, or made for another target or network.
         """
         if self.checkpoint is None:
             self.build(target)
         else:
             with self.checkpoint.understood():
-                self.fit(self.checkpoint)
+                self.infer_shape(self.checkpoint)
                 self.build(target)
         self.to(target.device, target.dtype)
         self.packing = target.packing
-        looked_up = sum(p.numel() for p in self.embedding.parameters())
-        self.active_parameters = sum(p.numel() for p in self.parameters()) - looked_up
-        if self.head is self.embedding or self.head.weight is self.embedding.weight:
-            self.active_parameters += self.head.weight.numel()  # tied: counted once, looked up and multiplied
+        self.active_parameters = sum(p.numel() for p in self.parameters())
+        if self.head.weight is not self.embedding.weight:  # else its numbers are multiplied, too
+            self.active_parameters -= self.embedding.weight.numel()
         if self.checkpoint is not None:
             with self.checkpoint.understood():
                 named, used = self.map_checkpoint(self.checkpoint, target)
-            stored.adopt(stored.trained(self), named, self.checkpoint, used)
+            stored.fill(stored.trained(self), named, self.checkpoint.tensors.keys() - used, self.checkpoint.refuse)
             self.check(self.checkpoint, target)
-            self.provenance = {"checkpoint": self.checkpoint.place, "sha256": dict(self.checkpoint.digest)}
+            self.provenance = {"checkpoint": self.checkpoint.source, "sha256": dict(self.checkpoint.digest)}
             self.contents |= self.checkpoint.contents()
         elif self.weights is not None:
             folder = PROJECT / self.weights
@@ -102,7 +103,7 @@ class TrainedDrafter(nn.Module, Drafter):
             self._narrow(target, self.vocabulary)
 
     def _narrow(self, target: Target, count: int) -> None:
-        """Draft from listed ids alone: with a copy of their rows of the head, and of every output layer of its own."""
+        """Slice the head, and every output layer of the drafter's own, to the ids of a draft vocabulary."""
         width = max(self.growth.width, self.growth.top_k)
         if count < width:
             raise SpecBenchError(f"drafter.vocabulary={count}: the tree takes {width} candidates a node; list as many ids")
@@ -111,17 +112,18 @@ class TrainedDrafter(nn.Module, Drafter):
         for part in list(self.modules()):
             for name, layer in part.named_children():
                 if isinstance(layer, nn.Linear) and layer.out_features == target.vocab_size and layer is not self.head:
-                    before = sum(p.numel() for p in layer.parameters())
-                    setattr(part, name, vocabularies.slice_head(layer, self.listed.ids))
-                    self.active_parameters -= before - sum(p.numel() for p in getattr(part, name).parameters())
+                    sliced = vocabularies.slice_head(layer, self.listed.ids)
+                    setattr(part, name, sliced)
+                    self.active_parameters += sum(p.numel() for p in sliced.parameters())
+                    self.active_parameters -= sum(p.numel() for p in layer.parameters())
         self.sliced_head = self.target_logits = vocabularies.Head(self.lm or target, self.listed.ids)
         self.active_parameters -= self.sliced_head.saved
 
     def outline(self, target: Target) -> Outline:
-        """Its network, built on the meta device, and the most that caches of so many layers take. See `Drafter.outline`."""
+        """Numbers of its network, built on the meta device, and of the caches of its layers, at most."""
         own = copy.deepcopy(self)
         if own.checkpoint is not None:
-            own.fit(own.checkpoint)
+            own.infer_shape(own.checkpoint)
         with torch.device("meta"):
             own.build(target)
         shared = {id(p) for p in target.model.parameters()}
@@ -136,40 +138,37 @@ class TrainedDrafter(nn.Module, Drafter):
         """Create the network. What is shared with the target stays frozen and is not saved."""
         raise TypeError(f"{type(self).__name__} builds no network")
 
-    def fit(self, checkpoint: stored.Checkpoint) -> None:
-        """Take over what a published checkpoint says of the network's shape, before `build`."""
+    def share_ends(self, target: Target) -> None:
+        """Use the target's embedding and head."""
+        self.embedding, self.head, self.target_logits = target.embedding, target.head, target.logits
+
+    def infer_shape(self, checkpoint: stored.Checkpoint) -> None:
+        """Set the options of the network's shape as a published checkpoint has it, before `build`."""
 
     def map_checkpoint(self, checkpoint: stored.Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
-        """A published checkpoint's tensors under this drafter's names, and the names there that were understood.
+        """A published checkpoint's tensors under this drafter's names, and the names there that were used.
 
-        Raises:
-            SpecBenchError: a layout that this network cannot take, with the reason.
+        Raises `SpecBenchError` for a layout that this network cannot take, with the reason.
         """
         raise checkpoint.refuse(f"no published layout is known for {type(self).__name__}")
 
     def check(self, checkpoint: stored.Checkpoint, target: Target) -> None:
-        """Refuse what names and shapes cannot tell apart but one look at the target's own text can."""
+        """Refuse by its predictions on the target's own text what names and shapes cannot tell apart."""
 
     @classmethod
-    def unserved(cls, server: str, options: Mapping[str, Any]) -> str | None:
-        """Why a server has no place for this network, as its options make it; None: it has one."""
+    def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:
         return None if server in cls.formats else f"{server} has no model of {cls.__name__}'s kind"
 
     def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and `config.json` of this drafter as a server reads them, one of `formats`.
-
-        Raises:
-            SpecBenchError: the server has no place for this network, with the reason.
-        """
-        raise SpecBenchError(f"drafter={self.name} cannot be exported: {self.unserved(server, vars(self))}")
+        """Tensors and `config.json` of this drafter as a server reads them; raises `SpecBenchError` if it cannot."""
+        raise SpecBenchError(f"drafter={self.name} cannot be exported: {self.export_obstacle(server, vars(self))}")
 
     def compile_network(self, backend: str = "inductor") -> None:
-        """Compile what runs at every level; lengths stay dynamic, since every level has its own."""
+        """Compile the functions that run at every level, with dynamic lengths, since every level has its own."""
         for name in self.compiled:
             setattr(self, name, torch.compile(getattr(self, name), backend=backend, dynamic=True))
 
     def optimize_for_inference(self) -> None:
-        """Make drafting fast, once weights and device are final; not for training."""
         if self.lm is not None:
             self.lm.packing = self.packing
             self.lm.optimize_for_inference()
@@ -179,24 +178,23 @@ class TrainedDrafter(nn.Module, Drafter):
             self.packing.optimize([self.sliced_head.rows])
 
     def timed_functions(self) -> list[TimedFunction]:
-        found: list[TimedFunction] = [(self.head, "forward", "head"), (self, "target_logits", "head")]
-        if self.lm is not None:  # whose lean forward runs past its module's own
-            return [*found, (self.lm, "run", "network")]
+        timed: list[TimedFunction] = [(self.head, "forward", "head"), (self, "target_logits", "head")]
+        if self.lm is not None:  # its fused forward does not call its module's own
+            return [*timed, (self.lm, "run", "network")]
         for name in self.compiled:
             part = getattr(self, name)
-            found.append((part, "forward", "network") if isinstance(part, nn.Module) else (self, name, "network"))
-        return found
+            timed.append((part, "forward", "network") if isinstance(part, nn.Module) else (self, name, "network"))
+        return timed
+
+    def root_logits(self) -> Tensor:
+        return self.logits
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """The training objective of the method's paper: `loss`, and what else is worth logging."""
+        """The training objective of the method's paper as `loss`, and other values to log."""
         raise TypeError(f"{type(self).__name__} has no training objective")
 
     def configure(self, **options: Any) -> None:
-        """Change options of the objective, as a phase of a training asks for.
-
-        Raises:
-            SpecBenchError: an option that is not one of `phased`.
-        """
+        """Change options of the objective for a phase of a training. Raises `SpecBenchError` if not among `phased`."""
         for name, value in options.items():
             if name not in self.phased:
                 known = f"it has {', '.join(self.phased)}" if self.phased else "it has none"
@@ -204,29 +202,22 @@ class TrainedDrafter(nn.Module, Drafter):
             setattr(self, name, value)
 
     def draft_states(self, batch: Batch, steps: int) -> Iterator[Tensor]:
-        """Per draft pass of a chain, the states [B, T, D] that the head reads, as in `drafts`.
-
-        Raises:
-            NoShortcut: there are none before the chain is drafted.
-        """
+        """Per draft pass of a chain the states [B, T, D] that the head reads, as in `drafts`; raises `NoShortcut`."""
         raise NoShortcut(self.name)
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Greedy chains from every position at once, where drafted tokens are known to be the text's own.
+        """Greedy chains from every position at once, as long as drafted tokens are the text's own.
 
-        At place i step j = 1 … steps knows tokens up to i and the target's states up to i - j, so it is the j-th draft
-        of a chain whose root is token i - j + 1, and it is about token i + 1. Places i < j mean nothing.
+        At position i step j = 1 … steps reads tokens up to i and the target's states up to i - j: it drafts token i + 1 as
+        the j-th of a chain whose root is token i - j + 1. Positions i < j are undefined.
 
-        Yields:
-            Per step a function: places [B, T] bool -> the ids [M] drafted there.
-
-        Raises:
-            NoShortcut: this drafter can only be replayed cycle by cycle.
+        Yields a function per step: positions [B, T] bool -> the ids [M] drafted there. Raises `NoShortcut` if this drafter
+        can only be replayed cycle by cycle.
         """
         raise NoShortcut(self.name)
 
     def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]]) -> Any:
-        """What a method measures on held-out answers when training is over; kept with the weights, None for nothing.
+        """Measurements on held-out answers after training, saved with the weights; None: none.
 
         sequences: (tokens [T], states [T, D], index of the first answer token).
         """
@@ -238,11 +229,22 @@ class TrainedDrafter(nn.Module, Drafter):
         return tree
 
 
-def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a LlamaConfig; its stubs make numbers optional
-    """A Llama configuration of the target's own shape, whatever architecture the target has.
+def unread_tokens(states: TargetStates, bonus: int, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens [N] behind `rows` cached ones, up to the bonus; their positions [N] and mask [N, rows + N] or None."""
+    first = int(rows > 0)  # the old root was run when it was the bonus
+    tokens = torch.cat([states.tokens[first:], states.tokens.new_full((1,), bonus)])
+    positions = torch.arange(rows, rows + len(tokens), device=tokens.device)
+    return tokens, positions, prefix_causal_mask(rows, len(tokens), tokens.device)
 
-    Attention biases follow the target (Qwen2 has them on q, k, v though its config does not say so).
-    """
+
+def level_inputs(tokens: Tensor, depth: int, visible: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Positions [F] and mask [F, rows + R + F] of a level to expand, behind `rows` cache rows, the root's the last."""
+    positions = torch.full_like(tokens, rows + depth - 1)
+    return positions, torch.cat([visible.new_ones(tokens.shape[0], rows), visible], 1)
+
+
+def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a LlamaConfig; its stubs make numbers optional
+    """A Llama configuration of the target's shape. Attention biases follow its layers: Qwen2's config has no such key."""
     c = target.config
     rope = getattr(c, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma 3 keeps one set per layer type
@@ -266,32 +268,31 @@ def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a Llama
     return config
 
 
-def served(config: Any) -> dict[str, Any]:
-    """A Llama configuration as servers read it: those that know older Transformers ask for `rope_theta` by itself."""
-    said: dict[str, Any] = config.to_dict()
+def to_serving_config(config: Any) -> dict[str, Any]:
+    """A Llama configuration as servers read it: with `rope_theta` and `rope_scaling`, as in older Transformers."""
     rope = dict(config.rope_parameters)
-    said["rope_theta"] = rope.pop("rope_theta")
-    said["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
-    return said
+    theta = rope.pop("rope_theta")
+    scaling = None if rope.get("rope_type", "default") == "default" else rope
+    return config.to_dict() | {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def likeliest(states: Tensor, logits: Callable[[Tensor], Tensor], rows: int = 256) -> Tensor:
-    """The best id of every state, a few rows of logits at a time. [M, D] -> [M]"""
+def best_ids(states: Tensor, logits: Callable[[Tensor], Tensor], rows: int = 256) -> Tensor:
+    """The argmax of every state, `rows` of logits at a time. [M, D] -> [M]"""
     return torch.cat([logits(part).argmax(-1) for part in states.split(rows)])
 
 
 def argmax_at(states: Tensor, logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A step of `drafts` from the states [B, T, D] that the head is to read there."""
-    return lambda places: likeliest(states[places], logits)
+    """A step of `drafts` from the states [B, T, D] that the head reads."""
+    return lambda chosen: best_ids(states[chosen], logits)
 
 
 def noisy(states: Tensor, noise: float, law: str, batch: Batch) -> Tensor:
-    """Input states with noise: a copy, what is to be predicted stays clean.
+    """A copy of input states with noise.
 
     Args:
-        states: [B, S, D], the first S of the batch's places.
-        law: `uniform`, U(-noise, noise) as EAGLE's paper says; `authors`, that times 512 / length of the sequence as
-            EAGLE's code does; `normal`, N(0, noise) in standard deviations, as Beagle's paper says.
+        states: [B, S, D], at the batch's first S positions.
+        law: `uniform`, U(-noise, noise) as in EAGLE's paper; `authors`, that times 512 / length of the sequence as in
+            EAGLE's code; `normal`, with standard deviation `noise`, as in Beagle's paper.
     """
     if not noise:
         return states

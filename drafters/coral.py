@@ -21,14 +21,13 @@ being set once by hand (w_csra = term of regression / L_csra, no gradient throug
 steps weigh alike (the paper does not say).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.distillation import DistillationLoss
-from drafters.eagle import following
 from drafters.hass import Hass
 from specbench.common.types import Count, Name, Positive, Text, Weight
 from specbench.engine.interface import Batch
@@ -40,8 +39,7 @@ class Coral(Hass):
 
     Args:
         temperature: of the contrast. samples: M. csra_weight: None to balance, 0 for alignment only.
-        step_regression: weight of a step's regression term.
-        others: as for `Hass`.
+        step_regression: weight of a step's regression term. hass: options of `Hass`.
     """
 
     phased: tuple[str, ...] = (*Hass.phased, "csra_weight", "step_regression")
@@ -63,30 +61,27 @@ class Coral(Hass):
         self.temperature, self.samples, self.csra_weight = temperature, samples, csra_weight
         self.step_regression = step_regression
 
-    def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """The sum over steps; what is logged beside it is step 1's."""
-        truth, weight = following(batch), 1.0
-        teacher = DistillationLoss(truth, self.head, uses=self.steps)
-        contrasted = self.steps > 1 and self.csra_weight != 0
-        places = truth.scored.nonzero()  # [P, 2]
-        places = places[torch.randperm(len(places), device=places.device)[: self.samples]]
-        views = [truth.states[places[:, 0], places[:, 1]]]  # [M, D] each: the target's, then each earlier step's
-        total = batch.states.new_zeros(())
-        logged: dict[str, Tensor] = {}
-        for predicted in self.aligned(self.noisy(batch), batch, self.steps):
-            terms = self.step_regression, self.classification, self.topk, self.topk_weight
-            metrics = teacher.loss(predicted, *terms)
-            loss = metrics["loss"]
-            if contrasted:
-                current = predicted[places[:, 0], places[:, 1]]
-                contrast = csra(current, views, self.temperature)
-                views.append(current.detach())
-                balanced = self.step_regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
-                loss = loss + (balanced if self.csra_weight is None else self.csra_weight) * contrast
-                metrics["csra"] = contrast.detach()
-            total, weight = total + weight * loss, weight * self.beta
-            logged = logged or metrics
-        return logged | {"loss": total}
+    @property
+    def regression_weight(self) -> float:
+        return self.step_regression
+
+    def step_terms(self, truth: Batch) -> Callable[[Tensor, dict[str, Tensor]], None]:
+        """CSRA between a step's outputs and those of earlier steps and the target, at positions drawn for this batch."""
+        scored = truth.scored.nonzero()  # [P, 2]
+        row, column = scored[torch.randperm(len(scored), device=scored.device)[: self.samples]].unbind(1)  # [M] each
+        views = [truth.states[row, column]]  # [M, D] each: the target's, then each earlier step's
+
+        def add_contrast(predicted: Tensor, metrics: dict[str, Tensor]) -> None:
+            if self.steps == 1 or self.csra_weight == 0:
+                return
+            current = predicted[row, column]
+            contrast = csra(current, views, self.temperature)
+            views.append(current.detach())
+            balanced = self.step_regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
+            metrics["loss"] = metrics["loss"] + (balanced if self.csra_weight is None else self.csra_weight) * contrast
+            metrics["csra"] = contrast.detach()
+
+        return add_contrast
 
 
 def csra(current: Tensor, views: list[Tensor], temperature: float) -> Tensor:

@@ -1,15 +1,15 @@
-"""What most drafters here are trained on: EAGLE's objective against the target, with HASS's Top-K beside it.
+"""The objective of most drafters here: EAGLE's, against the target's states and probabilities, with HASS's Top-K.
 
     loss = regression * SmoothL1(f, f_hat) + classification * CE(p, p_hat) + topk_weight * TopK
 
     p = softmax(head(f)), p_hat = softmax(head(f_hat)), CE = - sum over x of p(x) log p_hat(x),
     TopK = the same sum over the K likeliest x of p alone, not renormalised
 
-With `batch.vocabulary` both softmaxes run over those ids alone (not in any paper: it saves most of a small machine's
-training time, and the last steps should run without it).
+With `batch.vocabulary` both softmaxes run over those ids alone (in no paper: it saves most of a small machine's training
+time, and the last steps should run without it).
 
-The frozen head makes the gradient known as soon as the logits are: (p_hat - p) head. So it is taken a few rows at a time,
-and no array as large as positions x vocabulary is ever written out (Liger-Kernel's fused cross-entropy does the same).
+With a frozen head the gradient follows directly from the logits: (p_hat - p) head. So it is computed a few rows at a time,
+without any array of positions x vocabulary (as in Liger-Kernel's fused cross-entropy).
 """
 
 from collections.abc import Iterator
@@ -22,23 +22,23 @@ from torch import Tensor, nn
 from specbench.engine.interface import Batch
 from specbench.engine.sampling import top
 
-LOGITS = {"cpu": 2**21}  # that are held at once: what a CPU's caches hold, elsewhere enough to keep a device busy
-MANY = 2**27
-ROWS = 256  # at least, so that a product is worth its reading of the head
+CPU_LOGITS, DEVICE_LOGITS = 2**21, 2**27  # per chunk: as many as fit into a CPU's caches, as keep a device busy
+MIN_ROWS = 256  # per chunk, which reads the whole head
 
 
 class DistillationLoss:
-    """The target where a batch is scored.
+    """The target's states and probabilities at the scored positions of a batch.
 
     Args:
         batch: states to be predicted. head: the target's, frozen.
-        uses: how often `loss` will be called; from two on the target's probabilities are kept instead of made anew.
+        uses: number of calls of `loss`; for several the target's probabilities are kept.
     """
 
     def __init__(self, batch: Batch, head: nn.Linear, uses: int = 1):
         self.scored, self.states = batch.scored, batch.states[batch.scored]  # [M, D]
         self.rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]  # [K, D]
-        self.chunk = max(ROWS, LOGITS.get(self.states.device.type, MANY) // len(self.rows))
+        logits = CPU_LOGITS if self.states.device.type == "cpu" else DEVICE_LOGITS
+        self.chunk = max(MIN_ROWS, logits // len(self.rows))
         self.keep = uses > 1
         self.known: list[tuple[Tensor, Tensor]] = []
 
@@ -64,12 +64,12 @@ class DistillationLoss:
         weights: Tensor | None = None,
         logged: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Loss, its two parts, and how often the argmax agrees.
+        """The loss, its two main terms, and the share of positions at which the argmax agrees.
 
         Args:
             predicted: [B, T, D] f_hat of the batch's states.
-            weights: [B, T] of positions in a sum that is the loss; None: the loss is the mean over scored ones.
-            logged: [B, T] bool: positions over which the other numbers are means; None: all scored ones.
+            weights: [B, T] of positions in the loss, then a sum; None: the loss is the mean over scored positions.
+            logged: [B, T] bool: positions over which the other values are means; None: all scored ones.
         """
         guess = predicted[self.scored]  # [M, D]
         smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float(), reduction="none").mean(-1)  # [M]
@@ -84,7 +84,7 @@ class DistillationLoss:
 
 
 class _OverVocabulary(torch.autograd.Function):
-    """The two terms over the vocabulary at M positions, with the gradient taken on the way."""
+    """The two terms over the vocabulary at M positions; the forward computes their gradient, too."""
 
     @staticmethod
     def forward(

@@ -11,28 +11,28 @@ the target's frozen embedding and LM head. While drafting, f_hat takes the place
 Training (EAGLE, section 4.2): L = SmoothL1(f, f_hat) + 0.1 CE(p, p_hat), uniform noise on the input states.
 
 Later draft passes read f_hat where a state is not known yet. `aligned` computes them for all positions of a text at once,
-which HASS trains on, and which says what a chain from every position would draft. The input states of pass j are
+for HASS's training and for drafting chains from every position. The input states of pass j are
 
     pass 1   f^(1)_i = f_i                        the target's
     pass j   f^(j)_i = f_hat^(j-1)_i, detached    the drafter's own prediction of f_i, made by pass j - 1
 
-and a query at position r looks at the target's states up to r - (j - 1), then at one state of each pass in between, and
-at its own,
+and a query at position r attends to the target's states up to r - (j - 1), then to one state of each pass in between, and
+to its own,
 
-    keys seen by row r of pass 3      f^(1)_1 … f^(1)_{r-2}   f^(2)_{r-1}   f^(3)_r
+    keys of row r of pass 3      f^(1)_1 … f^(1)_{r-2}   f^(2)_{r-1}   f^(3)_r
 
 always with RoPE at the key's own position. A sequence's first position has no prediction: it keeps the target's state.
 
 EAGLE-1 decodes with a static tree, EAGLE-2 with a dynamic one: the same weights, another `growth`.
 
 `inputs` selects what a pair holds, for the comparison of EAGLE's Figure 10: `shifted` (above), `unshifted` (f_i; t_i),
-`feature` (f_i alone) or `token` (t_{i+1} alone). In the middle two the draft cannot know which token was sampled from
-f_i: all children of a node expand alike.
+`feature` (f_i alone) or `token` (t_{i+1} alone). In the middle two the draft does not depend on the token sampled from f_i:
+all children of a node expand alike.
 
 Deviations and choices: the position of a pair is that of its state (official code); the concatenation puts the
 embedding first (official code); noise is U(-noise, noise) as in the paper, whatever the sequence length, unless
-`noise_law` says otherwise; fc starts at random in both halves, which hears little of embeddings that are much smaller than
-states, unless `balanced_start` makes up for it (not in the paper).
+`noise_law` says otherwise; fc starts at random in both halves, so that embeddings, much smaller than states, contribute
+little at first, unless `balanced_start` compensates (not in the paper).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,9 +44,9 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.base import Noise, TrainedDrafter, argmax_at, llama_config, noisy, served
+from drafters.base import Noise, TrainedDrafter, argmax_at, level_inputs, llama_config, noisy, to_serving_config
 from drafters.distillation import DistillationLoss
-from drafters.layers import behind
+from drafters.layers import prefix_causal_mask
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
@@ -55,7 +55,7 @@ from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
-OWN_TOKENS = 24  # of the target's own text, enough to see which half of fc is which, and how large states are
+OWN_TOKENS = 24  # of the target's own text, enough to tell the halves of fc apart and to measure states
 Inputs = Literal["shifted", "unshifted", "feature", "token"]
 
 
@@ -63,15 +63,12 @@ class Eagle(TrainedDrafter):
     """One decoder layer over (state, next token) pairs.
 
     Args:
-        name: as tables show it.
         growth: static tree for EAGLE-1, dynamic for EAGLE-2.
-        weights: folder of trained weights.
         regression, classification: weights of the two loss terms.
-        noise: half-width of the uniform noise on input states while training; noise_law: see `blocks.noisy`.
+        noise: half-width of the uniform noise on input states while training; noise_law: see `base.noisy`.
         inputs: `shifted`, or an ablation: `unshifted`, `feature`, `token`.
         bias: the fully connected layer carries one (official code); vLLM serves heads without it only.
-        balanced_start: the initial fc hears embeddings as loudly as states, however much smaller they are.
-        vocabulary: see `TrainedDrafter`.
+        balanced_start: scale the initial fc so that embeddings and states contribute alike.
     """
 
     phased: tuple[str, ...] = ("regression", "classification", "noise")
@@ -98,30 +95,24 @@ class Eagle(TrainedDrafter):
 
     def build(self, target: Target) -> None:
         config = llama_config(target, layers=1)
-        self.embedding, self.head = target.embedding, target.head
-        self.target_logits = target.logits
+        self.share_ends(target)
         parts = 2 if "shifted" in self.inputs else 1
         self.fc = nn.Linear(parts * target.hidden_size, target.hidden_size, bias=self.bias)
         self.layer = LlamaDecoderLayer(config, layer_idx=0)
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.rotary = LlamaRotaryEmbedding(config)
         self.cache = KVCache(1, 0)
-        known = self.weights is not None or self.checkpoint is not None or target.device.type == "meta"
-        if self.balanced_start and parts == 2 and not known:
-            self._balance(target)
-
-    def _balance(self, target: Target) -> None:
-        """Scale the embedding's half of fc by what states are larger, measured on the target's own text."""
-        tokens = target.greedy(target.stop_ids[:1] or (0,), OWN_TOKENS)  # [1, T]
-        states, _, _ = target.tapped(tokens, Taps())
-        loudness = [x.float().pow(2).mean().sqrt() for x in (states, self.embedding(tokens))]
-        with torch.no_grad():
-            self.fc.weight[:, : target.hidden_size] *= float(loudness[0] / loudness[1])
+        untrained = self.weights is None and self.checkpoint is None and target.device.type != "meta"
+        if self.balanced_start and parts == 2 and untrained:
+            tokens, states = _own_text(target)
+            rms = [x.float().pow(2).mean().sqrt() for x in (states, self.embedding(tokens))]
+            with torch.no_grad():  # the embedding's half, by how much larger states are
+                self.fc.weight[:, : target.hidden_size] *= float(rms[0] / rms[1])
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
-    def fit(self, checkpoint: Checkpoint) -> None:
-        """Whether fc has a bias is decided by the tensor: published configurations are known to be wrong."""
+    def infer_shape(self, checkpoint: Checkpoint) -> None:
+        """Whether fc has a bias: by the tensors, since published configurations are known to be wrong."""
         self.bias = "fc.bias" in checkpoint.tensors
 
     def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
@@ -140,9 +131,8 @@ class Eagle(TrainedDrafter):
         return {mine: tensors[theirs] for theirs, mine in own.items()}, used
 
     def check(self, checkpoint: Checkpoint, target: Target) -> None:
-        """Both halves of fc have the same shape: the order that agrees with the target's own text is the right one."""
-        tokens = target.greedy(target.stop_ids[:1] or (0,), OWN_TOKENS)  # [1, T]
-        states, _, _ = target.tapped(tokens, Taps())
+        """The order of fc's halves, which have the same shape: the one whose predictions agree with the target's text."""
+        tokens, states = _own_text(target)
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
         text = Batch(tokens, states, everywhere, everywhere)
         best = target.logits(states[:, 1:]).argmax(-1)
@@ -159,7 +149,7 @@ class Eagle(TrainedDrafter):
             )
 
     @classmethod
-    def unserved(cls, server: str, options: Mapping[str, Any]) -> str | None:
+    def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:
         if (inputs := options.get("inputs", "shifted")) != "shifted":
             return f"drafter.inputs={inputs}: {server} serves (state, next token) pairs only"
         if server == "vllm" and options.get("bias", True):
@@ -167,16 +157,16 @@ class Eagle(TrainedDrafter):
                 "vLLM's EAGLE has no fc.bias and would drop it silently; train without one (+drafter.bias=false) or use "
                 "format=sglang"
             )
-        return super().unserved(server, options)
+        return super().export_obstacle(server, options)
 
     def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The official layout without embedding and head, which servers take from the target."""
-        if reason := self.unserved(server, vars(self)):
+        if reason := self.export_obstacle(server, vars(self)):
             raise SpecBenchError(reason)
         tensors = {n.replace("layer.", "layers.0.", 1): t for n, t in trained(self).items()}
         if server == "sglang":
             tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
-        config = served(llama_config(target, layers=1))
+        config = to_serving_config(llama_config(target, layers=1))
         kind = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[server]
         return tensors, config | {"architectures": [kind], "tie_word_embeddings": False}
 
@@ -197,12 +187,12 @@ class Eagle(TrainedDrafter):
         self.stable = 0  # cache rows of pairs with a true state
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """Append the pairs (f_i, t_{i+1}) that are now known; the last one, with the bonus, drafts level 1."""
+        """Append the pairs (f_i, t_{i+1}) of true states; the last one, with the bonus, drafts level 1."""
         self.cache.truncate(self.stable)
         following = torch.cat([states.tokens[1:], states.tokens.new_full((1,), bonus)])
         self.row_tokens = following[-1:]  # [1 + R] of the root, then of every node expanded in this cycle
         read = states.tokens if self.inputs == "unshifted" else following
-        mask = behind(self.stable, len(following), following.device)
+        mask = prefix_causal_mask(self.stable, len(following), following.device)
         predicted = self._extend(states.last, read, states.positions, mask)
         self.stable = self.cache.length
         self.rows = predicted[-1:]  # [1 + R, D] f_hat of the root, then of every node expanded in this cycle
@@ -211,12 +201,10 @@ class Eagle(TrainedDrafter):
         return self.target_logits(self.rows[0])
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        prefix = visible.new_ones(tokens.shape[0], self.stable)
-        positions = torch.full_like(tokens, self.stable + depth - 1)  # of the parent's state
         read = tokens
         if self.inputs == "unshifted":
             read, self.row_tokens = self.row_tokens[parents + 1], torch.cat([self.row_tokens, tokens])
-        predicted = self._extend(self.rows[parents + 1], read, positions, torch.cat([prefix, visible], 1))
+        predicted = self._extend(self.rows[parents + 1], read, *level_inputs(tokens, depth, visible, self.stable))
         self.rows = torch.cat([self.rows, predicted])
         return self.target_logits(predicted)
 
@@ -235,22 +223,22 @@ class Eagle(TrainedDrafter):
         return DistillationLoss(following(batch), self.head).loss(predicted, self.regression, self.classification)
 
     def predict(self, states: Tensor, batch: Batch) -> Tensor:
-        """f_hat of all pairs of a batch, of which its states are not read. states [B, T - 1, D] -> [B, T - 1, D]"""
+        """f_hat of all pairs of a batch with these states. [B, T - 1, D] -> [B, T - 1, D]"""
         return next(self.aligned(states, batch, steps=1))
 
     def aligned(self, states: Tensor, batch: Batch, steps: int) -> Iterator[Tensor]:
-        """f_hat of all pairs in each of `steps` draft passes in turn. states [B, T - 1, D] -> steps times [B, T - 1, D]"""
+        """f_hat of all pairs, per draft pass. states [B, T - 1, D] -> `steps` times [B, T - 1, D]"""
         pairs = following(batch)
         tokens, positions = pairs.tokens, pairs.positions
         if self.inputs == "unshifted":
             tokens = batch.tokens[:, :-1]
         first = (positions == 0)[..., None]
-        cache = DynamicCache() if steps > 1 else None  # it lays the keys of all passes end to end
+        cache = DynamicCache() if steps > 1 else None  # concatenates the keys of all passes
         predicted = states
         for step in range(1, steps + 1):
             if step > 1:
                 states = torch.where(first, states, behind_one(predicted[:, :-1].detach()))
-            mask = None  # plainly causal
+            mask = None  # causal
             if step > 1 or batch.starts is not None:
                 mask = pairs.restrict_mask(step_mask(step, tokens.shape[1], tokens.device))[:, None]
             predicted = self.network(states, tokens, positions, mask, cache)
@@ -261,12 +249,18 @@ class Eagle(TrainedDrafter):
         return noisy(batch.states[:, :-1], self.noise, self.noise_law, batch)
 
     def draft_states(self, batch: Batch, steps: int) -> Iterator[Tensor]:
-        """f_hat [B, T, D] of f_i in the place of f_i, as each draft pass of a chain has it; the first means nothing."""
+        """Per draft pass of a chain f_hat [B, T, D], that of f_i at i; zeros at 0."""
         return map(behind_one, self.aligned(batch.states[:, :-1], batch, steps))
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         for states in self.draft_states(batch, steps):
             yield argmax_at(states, self.target_logits)
+
+
+def _own_text(target: Target) -> tuple[Tensor, Tensor]:
+    """A little greedy text of the target's own: tokens [1, T] and states [1, T, D]."""
+    tokens = target.greedy(target.stop_ids[:1] or (0,), OWN_TOKENS)
+    return tokens, target.tapped(tokens, Taps())[0]
 
 
 def behind_one(x: Tensor) -> Tensor:
@@ -275,7 +269,7 @@ def behind_one(x: Tensor) -> Tensor:
 
 
 def following(batch: Batch) -> Batch:
-    """What pair i is to predict: everything one position on. A pair stands in the sequence of its state."""
+    """What pair i predicts: the batch one position on. A pair belongs to the sequence of its state."""
     same = batch.same_sequence(1)
     return Batch(
         tokens=batch.tokens[:, 1:],
@@ -288,7 +282,7 @@ def following(batch: Batch) -> Batch:
 
 
 def step_mask(step: int, length: int, device: torch.device | None = None) -> Tensor:
-    """Which keys a query of pass j sees: [T, j * T] bool, the keys of pass 1 first.
+    """The keys that a query of pass j attends to: [T, j * T] bool, the keys of pass 1 first.
 
     Pass 3, T = 4, rows are queries:   f^(1)    f^(2)    f^(3)
                                        . . . .  . . . .  x . . .

@@ -1,8 +1,8 @@
 """HASS: EAGLE-2's network and decoding, trained on its own mistakes (arXiv:2408.15766).
 
 EAGLE trains on the target's states but drafts from its own. HASS trains in n steps: step j is the j-th draft pass, whose
-input states are what step j - 1 predicted, moved one position on (`Eagle.aligned` gives states and masks). Tokens and
-regression targets are those of step 1 in every step. The loss is
+input states are the predictions of step j - 1, moved one position on (see `Eagle.aligned`). Tokens and regression targets
+are those of step 1 in every step. The loss is
 
     L = sum_j beta^(j-1) [ SmoothL1 + 0.1 CE + w TopK_j ],   TopK = - sum over the target's K best x of p(x) log p_hat(x)
 
@@ -15,6 +15,7 @@ detached); beta = 0.5, K = 5 and w = 0.5 are what the paper's ablations found be
 alike and has K = 10, w = 1 in its second phase); with a confined vocabulary the K best are the best of that vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +33,7 @@ class Hass(Eagle):
     Args:
         steps: n of the alignment, 1 for none. beta: weight of step j is beta^(j-1).
         topk: K of the Top-K distillation. topk_weight: w, 0 for none.
-        others: as for `Eagle`.
+        eagle: options of `Eagle`.
     """
 
     phased: tuple[str, ...] = (*Eagle.phased, "steps", "beta", "topk", "topk_weight")
@@ -52,13 +53,24 @@ class Hass(Eagle):
         self.steps, self.beta, self.topk, self.topk_weight = steps, beta, topk, topk_weight
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """The sum over steps; what is logged beside it is step 1's, comparable with EAGLE's."""
-        teacher, weight = DistillationLoss(following(batch), self.head, uses=self.steps), 1.0
+        """The sum over steps; other values logged are step 1's, comparable with EAGLE's."""
+        truth, weight = following(batch), 1.0
+        teacher, add_terms = DistillationLoss(truth, self.head, uses=self.steps), self.step_terms(truth)
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
         for predicted in self.aligned(self.noisy(batch), batch, self.steps):
-            terms = self.regression, self.classification, self.topk, self.topk_weight
+            terms = self.regression_weight, self.classification, self.topk, self.topk_weight
             metrics = teacher.loss(predicted, *terms)
+            add_terms(predicted, metrics)
             total, weight = total + weight * metrics["loss"], weight * self.beta
             logged = logged or metrics
         return logged | {"loss": total}
+
+    @property
+    def regression_weight(self) -> float:
+        """Weight of a step's regression term."""
+        return self.regression
+
+    def step_terms(self, truth: Batch) -> Callable[[Tensor, dict[str, Tensor]], None]:
+        """A function that adds further terms to a step's metrics, from its predicted states [B, T - 1, D]."""
+        return lambda predicted, metrics: None

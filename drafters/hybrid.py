@@ -1,11 +1,10 @@
 """Retrieval where the text repeats itself, a trained drafter elsewhere (as in SAM-Decoding, arXiv:2411.10666).
 
-    draft from the text    if its last `least` tokens stood there before, and something can follow
+    draft from the text    if its last `least` tokens occurred in it before, and an occurrence gives a draft
     draft with the model   else
 
-The trained drafter observes every cycle, whoever drafted it: it may be asked in the next one. Which of the two drafts
-depends on the text alone, so sampling stays lossless, by Algorithm D in the one case and as the trained drafter has it in
-the other.
+The trained drafter observes every cycle, since it may draft the next one. Which of the two drafts depends on the text
+alone, so sampling stays lossless: by Algorithm D for copies, by the trained drafter's own rule for its drafts.
 
 Deviations and choices: the threshold is on tokens matched, whatever followed them.
 """
@@ -26,10 +25,8 @@ class Hybrid(Delegating, nn.Module):
     """Two drafters, of which one drafts in each cycle.
 
     Args:
-        name: as tables show it.
-        retrieval: copies. base: the trained one, of the configuration that `trained` names.
-        least: tokens that must match for a draft from the text.
-        vocabulary: of the trained one, see `TrainedDrafter`.
+        retrieval: copies from text. base: the trained one, from the configuration that `trained` names.
+        least: tokens that must match for a draft from the text. vocabulary: the trained one's.
     """
 
     def __init__(
@@ -56,18 +53,15 @@ class Hybrid(Delegating, nn.Module):
 
     @property
     def state(self) -> State:  # type: ignore[override]
-        """What the retrieval drafter's memory holds; the trained one has none."""
         return self.retrieval.state
 
     @property
     def grower(self) -> Drafter:
-        grower: Drafter = self.base
-        return grower
+        return self.base
 
     @property
     def trained(self) -> Drafter:
-        trained: Drafter = self.base
-        return trained
+        return self.base
 
     def persist(self, on: bool) -> None:
         self.retrieval.persist(on)
@@ -89,5 +83,4 @@ class Hybrid(Delegating, nn.Module):
             copied = self.retrieval.propose(root, sampler, generator)
             if len(copied) > 1:
                 return copied
-        tree: DraftTree = self.base.propose(root, sampler, generator)
-        return tree
+        return self.base.propose(root, sampler, generator)

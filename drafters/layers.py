@@ -1,7 +1,7 @@
-"""Attention as drafters compute it: masked, grouped heads, and no work for keys that nobody sees.
+"""Attention as drafters compute it: masked, with grouped heads, and without work for keys that no query sees.
 
-Knows tensors, no drafter. In training most masks are nearly empty: of the states that a later draft pass made a query sees
-one a pass, of those in windows a few. PyTorch's kernel on a CPU multiplies what the mask then hides.
+Knows tensors, no drafter. In training most masks are sparse: a query sees one state of each later draft pass, and few of
+those in windows. PyTorch's kernel on a CPU computes all products and masks them afterwards.
 """
 
 from typing import Any
@@ -10,28 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
-BLOCK = 128  # queries a block: fewer of them see fewer keys, more of them make wider, faster products
+BLOCK = 128  # queries a block: fewer attend to fewer keys, more make wider, faster products
 
 
-def behind(prefix: int, n: int, device: torch.device) -> Tensor | None:
-    """[N, prefix + N] bool: N tokens see a prefix and, causally, each other; None where attention does just that alone."""
+def prefix_causal_mask(prefix: int, n: int, device: torch.device) -> Tensor | None:
+    """[N, prefix + N] bool: N tokens behind a prefix, causally; None where attention needs no mask for that."""
     if n == 1 or not prefix:
         return None
     return torch.ones(n, prefix + n, dtype=torch.bool, device=device).tril(prefix)
 
 
 def visible_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """Scaled dot-product attention; on a CPU each block of queries reads only keys that one of them sees.
+    """Scaled dot-product attention; on a CPU each block of queries reads only keys that one of them sees. -> [B, Hq, T, Dh]
 
     Args:
         q: [B, Hq, T, Dh]. k, v: [B, H, S, Dh]. mask: [B or 1, 1, T, S] bool, every query sees a key; None: causal for
             T > 1 (and then T = S), else everything.
-
-    Returns:
-        [B, Hq, T, Dh].
     """
     length = q.shape[2]
     if mask is not None and q.device.type != "cpu":  # CUDA's fast kernels take a mask or shared key heads, not both
@@ -64,21 +66,18 @@ AttentionInterface.register(ATTENTION, _of_layer)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Cross-attention; a query without a visible key gets nothing, not a mean over what it must not see.
+    """Cross-attention; zeros for a query without a visible key. -> [B, T, Hq * Dh]
 
     Args:
         q: [B, Hq, T, Dh]. keys, values: [B, H, S, Dh]. mask: [B or 1, T, S] bool, None for all.
-
-    Returns:
-        [B, T, Hq * Dh].
     """
     if mask is None:
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True).transpose(1, 2).flatten(2)
     blind = ~mask.any(-1, keepdim=True)  # [B or 1, T, 1]
     seeing = mask.clone()
-    seeing[..., :1] |= blind  # they read the first key, and what they find is dropped
-    found = visible_attention(q, keys, values, seeing[:, None])
-    return found.transpose(1, 2).flatten(2).masked_fill(blind, 0.0)
+    seeing[..., :1] |= blind  # they read the first key, and the result is dropped
+    y = visible_attention(q, keys, values, seeing[:, None])
+    return y.transpose(1, 2).flatten(2).masked_fill(blind, 0.0)
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
@@ -90,3 +89,30 @@ def rotate(x: Tensor, rotary: nn.Module, positions: Tensor) -> Tensor:
     """Rotary position embedding of queries or keys. x [B, H, T, Dh], positions [B, T]"""
     cos, sin = rotary(x, positions)
     return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+
+class CrossAttention(nn.Module):
+    """A block of cross-attention and MLP, as a part of a drafter whose parameters it names."""
+
+    def build_cross_attention(self, config: Any, width: int) -> None:  # a LlamaConfig
+        """Create projections, MLP and rotary embedding for states of this width."""
+        self.head_dim = config.head_dim
+        self.q = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=False)
+        self.k = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
+        self.o = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=False)
+        self.mlp_norm, self.mlp = LlamaRMSNorm(width, config.rms_norm_eps), LlamaMLP(config)
+        self.cross_rotary = LlamaRotaryEmbedding(config)
+
+    def keys_values(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of states. [B, S, D], [B, S] -> 2 x [B, H, S, Dh]"""
+        k, v = (split_heads(part(states), self.head_dim) for part in (self.k, self.v))
+        return rotate(k, self.cross_rotary, positions), v
+
+    def cross_block(
+        self, x: Tensor, normed: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """y + MLP(y) of y = x + attention, with queries from `normed`. x, normed [B, T, D]; mask [B or 1, T, S]"""
+        q = rotate(split_heads(self.q(normed), self.head_dim), self.cross_rotary, positions)
+        y = x + self.o(attend(q, keys, values, mask))
+        return y + self.mlp(self.mlp_norm(y))

@@ -3,18 +3,18 @@
 A window of W columns and N - 1 levels rides along in every target pass; below the root r, in columns j and levels l,
 
     block 0      r    a_1   a_2   …            a chain
-    block 1     b_0   b_1   b_2   …            b_j stands behind a_j (b_0 behind r)
-    block 2     c_0   c_1   c_2   …            c_j stands behind b_j
+    block 1     b_0   b_1   b_2   …            b_j follows a_j (b_0 follows r)
+    block 2     c_0   c_1   c_2   …            c_j follows b_j
 
-so a node sees its column above it and what the chain holds left of that: an ancestors-only tree in which position is
-depth, and needs no mask of its own. What the target says behind the last block becomes the next one, the topmost is
-dropped, and every column that is complete, N tokens with the new one, goes into a pool of n-grams by its first token.
-Guesses are the pool's at most G latest n-grams that begin with the root; only they may be accepted.
+so a node attends to its column above it and to the chain up to that column: an ancestors-only tree in which position is
+depth, without a mask of its own. The target's tokens after the last block become the next block, the first is dropped, and
+every complete column, N tokens with the new one, goes into a pool of n-grams by its first token. Guesses are the pool's at
+most G latest n-grams that begin with the root; only they may be accepted.
 
-Deviations and choices: the window starts with random tokens of the prompt and a level a cycle is filled, as in the authors'
-code; the window moves by one token a cycle however many were accepted, as there. `state=prompt` fills the pool with the
-prompt's n-grams first (their POOL_FROM_PROMPT), `run` keeps it from prompt to prompt. Guesses that begin alike share nodes.
-With temperature the window goes on with the likeliest tokens, and guesses are verified as deterministic candidates.
+Deviations and choices: as in the authors' code, the window starts with random tokens of the prompt, fills a level a cycle,
+and moves by one token a cycle however many were accepted. `state=prompt` fills the pool with the prompt's n-grams first
+(their POOL_FROM_PROMPT), `run` keeps it from prompt to prompt. Guesses that begin alike share nodes. With temperature the
+window continues with the likeliest tokens, and guesses are verified as deterministic candidates.
 """
 
 import random
@@ -36,58 +36,51 @@ Level = Annotated[int, Field(ge=2)]
 
 
 class Pool:
-    """n-grams by their first token, of each token's at most `most`: the one that was not seen for longest gives way."""
+    """n-grams by their first token; of those with the same, the `capacity` that were seen last."""
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, capacity: int):
+        self.capacity = capacity
         self.known: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> what follows it, the latest last
 
     def after(self, first: int) -> list[tuple[int, ...]]:
-        """What may follow a token, the latest first."""
+        """The rests of the n-grams that begin with a token, the latest first."""
         return [*reversed(self.known.get(first, {}))]
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """An n-gram, as its first token's latest."""
+        """Add an n-gram, as its first token's latest."""
         followers = self.known.setdefault(tokens[0], {})
         followers.pop(tuple(tokens[1:]), None)
         followers[tuple(tokens[1:])] = None
-        if len(followers) > self.most:
+        if len(followers) > self.capacity:
             del followers[next(iter(followers))]
 
     def read(self, text: list[int], level: int) -> None:
-        """Every n-gram of a text."""
+        """Add every n-gram of a text. level: n."""
         for end in range(level, len(text) + 1):
             self.keep(text[end - level : end])
 
 
 class Window:
-    """The window of guesses that a model corrects pass by pass, in one tree with the guesses that it may accept.
-
-    Args:
-        width: W. level: N. guesses: G.
+    """The Jacobi window, in one tree with guesses. width: W. level: N. guesses: G.
 
     Attributes:
-        guessed: nodes of guesses at most, the root included. nodes: of the whole tree at most.
-        blocks: the window's, root included; as many as are filled yet.
+        max_guessed: upper bound of the guesses' nodes, the root included. nodes: of the whole tree's.
+        blocks: those filled so far; the first includes the root.
     """
 
     def __init__(self, width: int, level: int, guesses: int):
         self.width, self.level = width, level
-        self.guessed = 1 + guesses * (level - 1)
-        widest = max(blocks * (width + level - 1 - blocks) for blocks in range(1, level))  # while it fills, or full
-        self.nodes = self.guessed + widest - 1
+        self.max_guessed = 1 + guesses * (level - 1)
+        largest = max(blocks * (width + level - 1 - blocks) for blocks in range(1, level))  # while it fills, or full
+        self.nodes = self.max_guessed + largest - 1
 
     def begin(self, root: int, prompt: list[int], seed: int) -> None:
-        """A new text: block 0 alone, with random tokens of its prompt."""
+        """Start a text: block 0 alone, with random tokens of its prompt."""
         self.blocks = [[root, *random.Random(seed).choices(prompt, k=self.width + self.level - 3)]]
 
     def trie(self, root: int, guesses: Iterable[Iterable[int]]) -> tuple[Trie, int]:
-        """Guesses below a root, then the window, of which nothing may be accepted.
-
-        Returns:
-            The tree, and how many nodes of it come before the window, the root included.
-        """
-        trie = Trie(root, self.guessed)
+        """A tree of guesses, then the window, which may not be accepted; and the number of nodes before the window."""
+        trie = Trie(root, self.max_guessed)
         for guess in guesses:
             trie.add(guess)
         guessed = len(trie)
@@ -100,17 +93,15 @@ class Window:
         return trie, guessed
 
     def last(self, nodes: Tensor) -> Tensor:
-        """Of what was computed for each node of a tree, the last block's: its last nodes, but for the root, where there is
-        only block 0. [N, ...] -> [columns, ...]
-        """
+        """The rows of the last block's nodes: the tree's last, and the root if there is only block 0. [N, …] -> [W', …]"""
         width = len(self.blocks[0])
         if len(self.blocks) > 1:
             return nodes[len(nodes) - width :]
         return torch.cat([nodes[:1], nodes[len(nodes) - width + 1 :]])
 
-    def learn(self, said: list[int], pool: Pool) -> None:
-        """What the model says behind the last block becomes the next one; complete columns go into the pool."""
-        self.blocks.append(said)
+    def update(self, next_tokens: list[int], pool: Pool) -> None:
+        """Append the model's tokens after the last block as the next one; complete columns go into the pool."""
+        self.blocks.append(next_tokens)
         if len(self.blocks) == self.level:
             for column in zip(*self.blocks, strict=True):
                 pool.keep(column)
@@ -123,10 +114,8 @@ class Lookahead(Retriever):
     """A Jacobi window and guesses from its n-grams in one tree.
 
     Args:
-        name: as tables show it.
-        window: W, columns. level: N, tokens of an n-gram. guesses: G, of one token's n-grams at most.
-        state: what the pool holds when a generation begins.
-        seed: of the window's first tokens.
+        window: W, columns. level: N, tokens of an n-gram. guesses: G, n-grams of one first token at most.
+        state: what the pool holds when a generation begins. seed: of the window's first tokens.
     """
 
     taps = Taps(last=False, observe_top_k=1)
@@ -149,7 +138,7 @@ class Lookahead(Retriever):
         self.pool = Pool(self.guesses)
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """The prompt starts window and pool; afterwards everything is seen in `observe_tree`."""
+        """Start window and pool from the prompt; later cycles are read in `observe_tree`."""
         if self.begun:
             return
         self.begun = True
@@ -163,4 +152,4 @@ class Lookahead(Retriever):
         return trie.tree(self.device)
 
     def observe_tree(self, tree: DraftTree, states: TargetStates) -> None:
-        self.window.learn(argmax(self.window.last(states.logits)).tolist(), self.pool)
+        self.window.update(argmax(self.window.last(states.logits)).tolist(), self.pool)

@@ -1,11 +1,11 @@
 """MoA's layer self-attention: a Llama layer over the layer axis and the mean over it, at little more than half the cost.
 
-Equal to `LlamaDecoderLayer` and `.mean(1)` (tests compare values and gradients). What saves, in training above all:
+Equal to `LlamaDecoderLayer` and `.mean(1)` (tests compare values and gradients). It is faster, above all in training, since
 
-    what comes in needs no gradient     a norm's weight is multiplied into the projections behind it, so that the norm
-                                        itself is a constant, and no gradient flows through query, key and value
-    only the mean over layers goes out  mean(down(z)) = down(mean(z)): the MLP's last projection runs once a token
-    sequences of 30 vectors are tiny    plain matrix products, without the masks and copies of general attention
+    inputs need no gradient           a norm's weight is multiplied into the projections after it, so that the norm itself
+                                      is a constant, and no gradient flows through query, key and value
+    only the mean over layers is used mean(down(z)) = down(mean(z)): the MLP's last projection runs once a token
+    sequences have about 30 vectors   plain matrix products, without the masks and copies of general attention
 """
 
 from collections.abc import Sequence
@@ -42,13 +42,13 @@ class LayerSelfAttention(LlamaDecoderLayer):
         return x.mean(1) + mlp.down_proj((mlp.act_fn(gate) * up).mean(1))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [N, L, Hq, Dh]; k, v [N, L, H, Dh]; every layer looks at every one -> [N, L, Hq, Dh]"""
+        """Bidirectional attention. q [N, L, Hq, Dh]; k, v [N, L, H, Dh] -> [N, L, Hq, Dh]"""
         batch, length = q.shape[:2]
-        # The query heads of one key head lie end to end: [N * H, Hq / H * L, Dh].
+        # The query heads of one key head are concatenated: [N * H, Hq / H * L, Dh].
         q = q.transpose(1, 2).reshape(batch * self.groups, -1, self.head_dim)
         k, v = (x.transpose(1, 2).reshape(batch * self.groups, length, self.head_dim) for x in (k, v))
-        found = torch.softmax((q * self.head_dim**-0.5) @ k.transpose(1, 2), -1) @ v
-        return found.view(batch, self.heads, length, self.head_dim).transpose(1, 2)
+        y = torch.softmax((q * self.head_dim**-0.5) @ k.transpose(1, 2), -1) @ v
+        return y.view(batch, self.heads, length, self.head_dim).transpose(1, 2)
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
@@ -60,7 +60,7 @@ def _project(x: Tensor, norm: LlamaRMSNorm, linears: Sequence[nn.Linear]) -> Seq
     """norm(x) through several linear maps without biases. x [N, L, E]"""
     wide = x.float()
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)).to(x.dtype)
-    if not torch.is_grad_enabled():  # a few tokens of a cycle: there are fewer of them than rows in the weights
+    if not torch.is_grad_enabled():  # a few tokens of a cycle: scaling them is cheaper than scaling the weights
         normed = norm.weight * normed
         return [linear(normed) for linear in linears]
     weight = torch.cat([linear.weight for linear in linears]) * norm.weight

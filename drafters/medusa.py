@@ -4,8 +4,8 @@ Head k = 1 … K reads the target's post-norm state f_t and predicts the token k
 
     p^(k)(t_{t+k+1}) = softmax(W2^(k) (SiLU(W1^(k) f_t) + f_t)),
 
-the target's own head supplying t_{t+1}, which is the root. All levels are known at once: what stands at a node depends on
-its depth and rank alone, so the candidates of a level are shared by all parents, and the tree is a pruned product.
+the target's own head giving t_{t+1}, the root. All levels are computed at once: a node's token depends on its depth and
+rank alone, so all parents share the candidates of a level, and the tree is a pruned product.
 
 Training (Medusa, section 2.2.1): L = sum_k lambda^k CE(t_{t+k+1}, p^(k)), hard labels, lambda = 0.8. The sparse tree
 (section 2.3.3) is chosen greedily from each head's accuracy by rank; measuring that is the last step of training.
@@ -15,9 +15,8 @@ outweigh the default target; `head_per_level` gives each head its own, initialis
 two, `head_rank=r` (ours) gives each the target's head and a trained correction of rank r, W2^(k) = W2 + B^(k) A^(k), with B
 zero at first: r = 12 on the default target is 6 MB for five heads. W1 and its bias start at zero (the official code leaves
 the bias random), so that training starts at the target's own prediction. A position counts if all tokens drafted from it,
-up to the label, are an answer's (the official code asks that of the label alone, so that a head may look from one turn's
-answer across a short question into the next). With a confined vocabulary, positions whose label lies outside it do not
-count.
+up to the label, are an answer's (the official code requires it of the label alone, so that a head may predict across a
+short question). With a confined vocabulary, positions whose label lies outside it do not count.
 """
 
 import re
@@ -29,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.base import TrainedDrafter, likeliest
+from drafters.base import TrainedDrafter, best_ids
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Natural, Text, Weight
 from specbench.engine.interface import Batch, TargetStates
@@ -45,21 +44,19 @@ NAMES = (  # of a block's tensors and of an output layer: the authors' files, th
 )
 
 
-def _place(name: str) -> dict[str, str] | None:
-    """Which head, block and part a published tensor is; no block for an output layer, None for anything else."""
-    return next((found.groupdict() for pattern in NAMES if (found := pattern.fullmatch(name))), None)
+def _parse(name: str) -> dict[str, str] | None:
+    """Head, block and part of a published tensor; no block for an output layer, None for anything else."""
+    return next((match.groupdict() for pattern in NAMES if (match := pattern.fullmatch(name))), None)
 
 
 class Medusa(TrainedDrafter):
     """K residual heads on the last state, no cache.
 
     Args:
-        name: as tables show it. growth: an `AccuracyTree` takes the accuracies shipped with the weights; others work.
-        weights: folder of trained weights.
-        heads: K. layers: residual blocks a head.
-        decay: lambda. head_per_level: each head has its own output layer instead of the target's.
-        head_rank: rank of what each head adds to the target's output layer, 0 for nothing.
-        vocabulary: see `TrainedDrafter`.
+        growth: an `AccuracyTree` takes the accuracies shipped with the weights; others work.
+        heads: K. layers: residual blocks a head. decay: lambda.
+        head_per_level: each head has its own output layer instead of the target's.
+        head_rank: rank of each head's correction of the target's output layer, 0 for none.
     """
 
     phased: tuple[str, ...] = ("decay",)
@@ -84,8 +81,14 @@ class Medusa(TrainedDrafter):
             raise SpecBenchError(f"drafter.head_rank={head_rank} corrects the target's head; leave out head_per_level")
         self.layers, self.decay, self.head_per_level = layers, decay, head_per_level
         self.head_rank, self.deepest = head_rank, heads
-        if not isinstance(growth, AccuracyTree) and growth.depth > heads:
-            raise SpecBenchError(f"tree of depth {growth.depth}, but drafter.heads={heads}; choose a tree= of that depth")
+        if not isinstance(growth, AccuracyTree):
+            self._require_depth()
+
+    def _require_depth(self) -> None:
+        if self.growth.depth > self.heads:
+            raise SpecBenchError(
+                f"tree of depth {self.growth.depth}, but drafter.heads={self.heads}; choose a tree= of that depth"
+            )
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
         super().set_tree_policy(growth)
@@ -98,15 +101,11 @@ class Medusa(TrainedDrafter):
                 self.growth.calibrate(measured)
             else:
                 self.growth.guess(self.heads)
-        if self.growth.depth > self.heads:
-            raise SpecBenchError(
-                f"tree of depth {self.growth.depth}, but drafter.heads={self.heads}; choose a tree= of that depth"
-            )
+        self._require_depth()
         self.nodes = self.growth.nodes
 
     def build(self, target: Target) -> None:
-        self.embedding, self.head = target.embedding, target.head
-        self.target_logits = target.logits
+        self.share_ends(target)
         width = target.hidden_size
         self.blocks = nn.ModuleList(
             nn.ModuleList(nn.Linear(width, width) for _ in range(self.layers)) for _ in range(self.heads)
@@ -127,15 +126,15 @@ class Medusa(TrainedDrafter):
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
-    def fit(self, checkpoint: Checkpoint) -> None:
-        """Heads, blocks and output layers are counted in the file: published configurations are known to be wrong."""
-        places = [place for name in checkpoint.tensors if (place := _place(name))]
-        blocks = [place for place in places if "block" in place]
+    def infer_shape(self, checkpoint: Checkpoint) -> None:
+        """Heads, blocks and output layers: by the tensors, since published configurations are known to be wrong."""
+        parsed = [tensor for name in checkpoint.tensors if (tensor := _parse(name))]
+        blocks = [tensor for tensor in parsed if "block" in tensor]
         if not blocks:
             raise checkpoint.refuse("no tensor is named like a block of a Medusa head (0.0.linear.weight)")
         self.heads = self.deepest = 1 + max(int(p["head"]) for p in blocks)
         self.layers = 1 + max(int(p["block"]) for p in blocks)
-        self.head_per_level = len(places) > len(blocks) and not checkpoint.config.get("original_lm_head", False)
+        self.head_per_level = len(parsed) > len(blocks) and not checkpoint.config.get("original_lm_head", False)
         self.head_rank = 0
 
     def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
@@ -143,14 +142,14 @@ class Medusa(TrainedDrafter):
         named: dict[str, Tensor] = {}
         used = set()
         for name, tensor in checkpoint.tensors.items():
-            place = _place(name)
-            if place is None:
+            parsed = _parse(name)
+            if parsed is None:
                 continue
             used.add(name)
-            if "block" in place:
-                named[f"blocks.{place['head']}.{place['block']}.{place['part']}"] = tensor
+            if "block" in parsed:
+                named[f"blocks.{parsed['head']}.{parsed['block']}.{parsed['part']}"] = tensor
             elif self.head_per_level:
-                named[f"outputs.{place['head']}.weight"] = tensor
+                named[f"outputs.{parsed['head']}.weight"] = tensor
             elif tensor.shape != self.head.weight.shape or not torch.allclose(
                 tensor.to(self.head.weight), self.head.weight
             ):
@@ -158,7 +157,7 @@ class Medusa(TrainedDrafter):
         return named, used
 
     def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """vLLM's names. It keeps no head of the target's for Medusa: heads that share it carry a copy, or one each."""
+        """vLLM's names. It does not share the target's head with Medusa: the file holds a copy, or one a head."""
         if server != "vllm":
             return super().export_tensors(server, target)
         tensors = {}
@@ -187,18 +186,15 @@ class Medusa(TrainedDrafter):
         }
 
     def network(self, states: Tensor, level: int) -> Tensor:
-        """What head `level` (from 0) makes of states, before the output layer. [..., D] -> [..., D]"""
+        """Residual blocks of head `level` (from 0), before the output layer. [..., D] -> [..., D]"""
         for block in self.blocks[level]:  # type: ignore[attr-defined]
             states = states + F.silu(block(states))
         return states
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 
-    def reset(self, capacity: int) -> None:
-        pass
-
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """All heads at once, from the state that predicted the bonus."""
+        """Run all heads on the state that predicted the bonus."""
         last = torch.stack([self.network(states.last[-1], level) for level in range(self.heads)])  # [K, D]
         if self.head_per_level:
             self.levels = torch.stack([o(x) for o, x in zip(self.outputs, last, strict=True)])
@@ -216,7 +212,7 @@ class Medusa(TrainedDrafter):
     # Training -----------------------------------------------------------------------------------------------------------
 
     def output(self, hidden: Tensor, level: int, ids: Tensor | None = None) -> Tensor:
-        """Logits of head `level` (from 0) over some ids, or all, from what `network` made of states. [M, D] -> [M, K]"""
+        """Logits of head `level` (from 0) over some ids, or all, from `network`'s output. [M, D] -> [M, K]"""
         rows: Any
         if ids is None and not self.head_per_level:
             logits = self.target_logits(hidden)
@@ -241,9 +237,9 @@ class Medusa(TrainedDrafter):
             counts = counts[:, :-1] & batch.scored[:, ahead - 1 : -1] & batch.same_sequence(ahead)
             states, labels = batch.states[:, :-ahead][counts], batch.tokens[:, ahead:][counts]  # [M, D], [M]
             if batch.vocabulary is not None:
-                place = torch.full((self.head.weight.shape[0],), -100, device=labels.device)
-                place[batch.vocabulary] = torch.arange(len(batch.vocabulary), device=labels.device)
-                labels = place[labels]
+                index = torch.full((self.head.weight.shape[0],), -100, device=labels.device)
+                index[batch.vocabulary] = torch.arange(len(batch.vocabulary), device=labels.device)
+                labels = index[labels]
             logits = self.output(self.network(states, level), level, batch.vocabulary).float()
             cross_entropy = F.cross_entropy(logits, labels, reduction="sum") / (labels >= 0).sum().clamp(min=1)
             total = total + self.decay ** (level + 1) * cross_entropy
@@ -254,26 +250,19 @@ class Medusa(TrainedDrafter):
         return logged | {"loss": total}
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Step j is head j at the state j places back; there are no more steps than heads."""
+        """Step j is head j at the state j positions back; there are no more steps than heads."""
         for step in range(1, min(steps, self.heads) + 1):
             yield partial(self._drafted, batch.states, step)
 
-    def _drafted(self, states: Tensor, step: int, places: Tensor) -> Tensor:
-        """What head `step` said of the token after each place. states [B, T, D], places [B, T] -> [M]"""
-        row, column = places.nonzero(as_tuple=True)
+    def _drafted(self, states: Tensor, step: int, chosen: Tensor) -> Tensor:
+        """Head `step`'s prediction of the token after each chosen position. states [B, T, D], chosen [B, T] -> [M]"""
+        row, column = chosen.nonzero(as_tuple=True)
         read = states[row, (column - step).clamp(min=0)]
-        return likeliest(read, lambda part: self.output(self.network(part, step - 1), step - 1))
+        return best_ids(read, lambda part: self.output(self.network(part, step - 1), step - 1))
 
     @torch.no_grad()
     def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]], top_k: int = 10) -> list[list[float]]:
-        """Accuracy by head and rank on held-out answers, and the tree that follows from it.
-
-        Args:
-            sequences: (tokens [T], states [T, D], index of the first answer token).
-
-        Returns:
-            [K][top_k] shares, also handed to the growth.
-        """
+        """Accuracy [K][top_k] by head and rank on held-out answers, also given to an `AccuracyTree`."""
         hits, cases = torch.zeros(self.heads, top_k), torch.zeros(self.heads, 1)
         for tokens, states, begin in sequences:
             for level in range(self.heads):

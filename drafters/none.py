@@ -13,9 +13,7 @@ from specbench.engine.tree import root_only
 class NoDrafter(Drafter):
     """Proposes nothing; every cycle is one target pass over the root and emits the bonus.
 
-    Args:
-        streamed: a target on a server goes on by itself and sends every token as soon as it is there, instead of being
-            asked for each; to any other target it is all the same.
+    streamed: a target on a server sends token after token without a request for each; others ignore it.
     """
 
     def __init__(self, name: Name = "none", streamed: bool = False):

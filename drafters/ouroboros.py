@@ -2,20 +2,20 @@
 
     draft     x_1 … x_gamma, greedily, in passes of the draft model that hold a window and guesses (see `lookahead`)
     lengthen  K suffixes below x_gamma: the pool's latest phrases of N tokens that begin with it
-    verify    all of it in one pass of the target, which says y_i behind x_i
-    learn     phrases from what the target said, also behind drafts that it rejected:
+    verify    all of it in one pass of the target, whose next token after x_i is y_i
+    learn     phrases from the target's tokens, also after drafts that it rejected:
 
-                  each suffix becomes what the target said at its places, if that is another phrase
+                  each suffix is replaced by the target's tokens at its positions
                   x_i … x_(i+N-2), y_(i+N-2) behind the first rejected draft, where y = x in between
 
-One pool serves three ends: it saves passes of the draft model, makes drafts longer, and carries what the target corrected
-back into drafting. Nothing is trained. The draft model is `vanilla`'s: the one trained here, or any by `base.path`.
+The pool saves passes of the draft model, makes drafts longer, and carries the target's corrections back into drafting.
+Nothing is trained. The draft model is `vanilla`'s: the one trained here, or any by `base.path`.
 
-Deviations and choices: guesses count while the window still fills. The target's phrases go into the pool behind the
+Deviations and choices: guesses are used while the window still fills. The target's phrases go into the pool behind the
 suffixes it corrected, where the authors' code may replace others if a rejected draft repeats the last one's token. Equal
-phrases stand in the pool once, suffixes that begin alike share nodes. A draft ends before a stop token and gets no suffix
-then. Rows of accepted drafts stay in the draft model's cache. The method is defined for greedy decoding: doors refuse a
-temperature, though candidates are deterministic and the engine's rule for such would be lossless.
+phrases are stored once, suffixes that begin alike share nodes. A draft ends before a stop token and gets no suffix then.
+Rows of accepted drafts stay in the draft model's cache. The method is defined for greedy decoding: commands refuse a
+temperature, though candidates are deterministic and Algorithm D would be lossless.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from drafters.vanilla import Vanilla
 from specbench.common.types import Count, Name, Natural, Seed
 from specbench.engine.drafter import Delegating, Drafter, State
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
-from specbench.engine.policies import named
+from specbench.engine.policies import to_target_ids
 from specbench.engine.sampling import argmax
 from specbench.engine.target import Target
 from specbench.engine.tree import Trie
@@ -39,16 +39,14 @@ class Ouroboros(Delegating, Remembering, nn.Module):
     """A draft model with a window and a pool of phrases.
 
     Args:
-        name: as tables show it.
-        base: the draft model; its own growth is not asked.
+        base: the draft model; its tree policy is not used.
         gamma: tokens that it drafts. suffixes: K, phrases behind them.
         window, level, guesses: W, N and G of its Lookahead.
-        state: what the pool holds when a generation begins.
-        seed: of the window's first tokens.
+        state: what the pool holds when a generation begins. seed: of the window's first tokens.
 
     Attributes:
-        text: the verified tokens, and in a cycle the drafts behind them. verified: how many of them are.
-        offered: the cycle's suffixes, latest first, each with the nodes that spell it.
+        text: the verified tokens, and in a cycle the drafts behind them. verified: number of the former.
+        offered: the cycle's suffixes, latest first, each with its nodes.
     """
 
     taps = Taps()  # its own, not the draft model's
@@ -90,7 +88,7 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         self.verified = 0
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """Behind the prompt, the draft model's rows of accepted drafts are good ones; the bonus it has not run yet."""
+        """Run the prompt; later keep the draft model's rows of accepted drafts. It has not run the bonus yet."""
         tokens = states.tokens.tolist()
         if not self.text:
             positions = torch.arange(len(tokens), device=self.device)
@@ -125,19 +123,19 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         return replace(trie.tree(self.device), passes=passes)
 
     def _ahead(self) -> list[int]:
-        """One pass of the draft model: the guess that it agrees with, and what it says next. Keeps those tokens' rows."""
+        """One pass of the draft model: the accepted guess and the token after it. Keeps the rows of what it ran of them."""
         cache, root = self.base.cache, self.text[-1]
         trie, guessed = self.window.trie(root, map(self.emittable, self.pool.after(root)))
         states, before = self._run(self.text[cache.length : -1], trie.tree(self.device))
-        asked = self.base.target_logits(torch.cat([states[:guessed], self.window.last(states)]))
-        said = named(self.base, argmax(asked)).tolist()
-        path = trie.walk(said[:guessed])
+        logits = self.base.target_logits(torch.cat([states[:guessed], self.window.last(states)]))
+        next_tokens = to_target_ids(self.base, argmax(logits)).tolist()
+        path = trie.walk(next_tokens[:guessed])
         cache.keep(torch.tensor([*range(before + 1), *(before + node for node in path)], device=self.device))
-        self.window.learn(said[guessed:], self.pool)
-        return [*(trie.tokens[node] for node in path), said[path[-1] if path else 0]]
+        self.window.update(next_tokens[guessed:], self.pool)
+        return [*(trie.tokens[node] for node in path), next_tokens[path[-1] if path else 0]]
 
     def _run(self, missing: list[int], tree: DraftTree) -> tuple[Tensor, int]:
-        """The draft model over tokens that its cache lacks and a tree behind them; states of the tree, rows before it."""
+        """Run tokens that the cache lacks and a tree behind them; the tree's states, and the number of missing tokens."""
         start, before = self.base.cache.length, len(missing)
         tokens, depths = tree.tokens, tree.depths
         if missing:
@@ -149,16 +147,16 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         return states[before:], before
 
     def observe_tree(self, tree: DraftTree, states: TargetStates) -> None:
-        """Phrases of the target's own. Node i of the chain is draft i, so `said` at i is what stands for draft i + 1."""
-        said = argmax(states.logits).tolist()
+        """Add the target's phrases to the pool. Target token i stands for draft i + 1."""
+        target_tokens = argmax(states.logits).tolist()
         drafts, level = self.drafts, self.window.level
-        whole = [(p, nodes) for p, nodes in reversed(self.offered) if len(nodes) > level - 3]  # not cut by a stop token
-        for phrase, _ in whole:
+        uncut = [(p, nodes) for p, nodes in reversed(self.offered) if len(nodes) > level - 3]  # by a stop token
+        for phrase, _ in uncut:
             del self.pool.known[drafts[-1]][phrase]
-        for _, nodes in whole:  # the latest stays the latest
-            self.pool.keep([drafts[-1], *(said[node] for node in [self.gamma, *nodes][: level - 1])])
-        rejected = next((i for i, draft in enumerate(drafts) if said[i] != draft), len(drafts))
+        for _, nodes in uncut:  # in this order the latest stays the latest
+            self.pool.keep([drafts[-1], *(target_tokens[node] for node in [self.gamma, *nodes][: level - 1])])
+        rejected = next((i for i, draft in enumerate(drafts) if target_tokens[i] != draft), len(drafts))
         for i in range(rejected, len(drafts) - level + 2):
             between = drafts[i + 1 : i + level - 1]
-            if between == said[i + 1 : i + level - 1]:
-                self.pool.keep([drafts[i], *between, said[i + level - 1]])
+            if between == target_tokens[i + 1 : i + level - 1]:
+                self.pool.keep([drafts[i], *between, target_tokens[i + level - 1]])

@@ -1,4 +1,4 @@
-"""What drafters that copy share: a memory that ends with a prompt or not, and reading the text as it grows."""
+"""What drafters that copy text share: a memory, for one prompt or several, and reading the text as it grows."""
 
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
@@ -10,13 +10,9 @@ from specbench.engine.interface import Taps, TargetStates
 
 
 class Remembering(Drafter):
-    """A drafter with a memory, from which it copies tokens.
+    """A drafter with a memory, from which it copies tokens."""
 
-    Attributes:
-        persisting: does memory outlive a prompt at the moment?
-    """
-
-    persisting = False
+    persisting = False  # is memory kept from prompt to prompt at the moment?
     stop_ids: frozenset[int]
 
     def persist(self, on: bool) -> None:
@@ -29,17 +25,17 @@ class Remembering(Drafter):
 
     def clear(self) -> None:
         """Empty the memory."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how to empty its memory")
+        raise NotImplementedError(f"{type(self).__name__} cannot empty its memory")
 
     def emittable(self, tokens: Iterable[int]) -> Iterator[int]:
-        """Up to a stop token: what was copied from behind it belongs to another answer, and it can come as the bonus."""
+        """Tokens up to a stop token, which can still be the bonus; what follows it belongs to another answer."""
         return takewhile(lambda token: token not in self.stop_ids, tokens)
 
 
 class Retriever(Remembering):
-    """A drafter that looks up what it has seen. It multiplies nothing: any target will do, and there is nothing to train.
+    """A drafter that looks up earlier text, without a network.
 
-    A method fills in `clear` and `propose`; `read`, or `observe` whole, and `begin` where a beginning matters.
+    A method implements `clear` and `propose`; `read`, or all of `observe`, and `begin` if the start of a text matters.
     """
 
     taps = Taps(last=False)
@@ -58,22 +54,22 @@ class Retriever(Remembering):
         self.begin()
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """The ids are wanted on the host: one wait for the device beside the two of every cycle."""
+        """Copies the ids to the host: one more synchronisation a cycle."""
         tokens = states.tokens.tolist()
         new = tokens[1:] if self.begun else [] if self.state == "none" else tokens  # the root was the last bonus
         self.begun = True
         self.read([*new, bonus])
 
     def begin(self) -> None:
-        """A new text: nothing goes over from the last one's end to its beginning."""
+        """Start a new text, unconnected to the end of the last one."""
 
     def read(self, tokens: list[int]) -> None:
-        """The text goes on with these ids, the last of which is the coming cycle's root."""
+        """Continue the text with these ids, the last of which is the coming cycle's root."""
 
 
 class Matching(Retriever):
-    """One that says of how many last tokens it knows what followed them."""
+    """A retriever that knows how many last tokens of the text occurred in it before."""
 
     @property
     def matched(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__} does not say how many tokens match")
+        raise NotImplementedError(f"{type(self).__name__} counts no matching tokens")

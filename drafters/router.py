@@ -1,18 +1,18 @@
 """CORAL's LM-head router on any drafter whose logits come from the target's head (arXiv:2502.16880, section 3.3).
 
-The vocabulary is cut into N groups of neighbouring ids. A router reads the drafter's state h and says how likely each
-group is; only the groups that are likeliest for some node of a level are multiplied,
+The vocabulary is cut into N groups of neighbouring ids. A router maps the drafter's state h to a distribution over groups;
+only the likeliest groups of each node of a level are multiplied,
 
     q(x) = p_r(g(x) | h) softmax within g(x),    p_r = softmax(W_r h + b_r)
 
-so that a level reads a part of the head's rows. Groups of a level are united: what one node pays for, all may use. Ids of
-other groups get -inf before any top-k; sampling renormalises over the rest.
+so that a level reads a part of the head's rows. All nodes of a level use the union of their groups. Ids of other groups get
+-inf before any top-k; sampling renormalises over the rest.
 
 Training, a second stage with the drafter frozen: L = - sum over g of P_g log p_r(g), P_g the target's mass in group g.
 
 Deviations and choices: the router is one linear layer (not given in the paper); it is trained on teacher-forced states.
-Which groups a level needs is read back to the host once a level, because a slice of the head costs nothing while a
-gather copies what it saves: a cycle waits for the device once per level instead of once.
+The groups of a level are read back to the host, since slices of the head are free while a gather would copy rows: a cycle
+waits for the device once per level instead of once.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,18 +31,15 @@ from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 
-MEASURED = 256  # states of a batch on which agreement is counted: it takes a second product with the head
+MEASURED = 256  # states of a batch on which agreement is measured, which takes another product with the head
 
 
 class Routed(TrainedDrafter, Delegating):
     """Another drafter, reading only a part of the LM head.
 
     Args:
-        name: as tables show it. weights: the router's own.
-        base: the drafter, with its weights; it computes its logits with `target_logits` and the states of
-            its draft passes with `draft_states`.
-        groups: N. active: groups that each node may ask for.
-        vocabulary: None; a router chooses among all ids.
+        weights: the router's own. base: the drafter, which computes logits by `target_logits`, with its weights.
+        groups: N. active: groups per node. vocabulary: None; a router chooses among all ids.
     """
 
     def __init__(
@@ -92,33 +89,33 @@ class Routed(TrainedDrafter, Delegating):
 
     def optimize_for_inference(self) -> None:
         super().optimize_for_inference()
-        whole = self.head.weight.split(self.size)
-        alike = self.packing.products([(rows, None) for rows in whole if len(rows) == self.size])
-        self.slices = [*alike, *self.packing.products([(rows, None) for rows in whole[len(alike) :]])]
+        groups = self.head.weight.split(self.size)
+        equal = self.packing.products([(rows, None) for rows in groups if len(rows) == self.size])
+        self.slices = [*equal, *self.packing.products([(rows, None) for rows in groups[len(equal) :]])]
 
     def bind(self, target: Target) -> None:
         super().bind(target)
         self.slices = [partial(F.linear, weight=rows) for rows in self.head.weight.split(self.size)]
         self.name_base()
         head = self.head.weight.numel()
-        saved = head - head * min(self.active / self.groups, 1)
-        self.active_parameters = self.base.active_parameters + self.router.weight.numel() - int(saved)
+        skipped = head - head * min(self.active / self.groups, 1)
+        self.active_parameters = self.base.active_parameters + self.router.weight.numel() - int(skipped)
 
     def routed(self, states: Tensor) -> Tensor:
-        """Log-probabilities where the level's groups are, -inf elsewhere. [F, D] or [D] -> [F, V] or [V]"""
+        """Log-probabilities of the ids in the level's groups, -inf elsewhere. [F, D] or [D] -> [F, V] or [V]"""
         flat = states.reshape(-1, states.shape[-1])
         share = self.router(flat).float().log_softmax(-1)  # [F, N]
         chosen = share.topk(min(self.active, self.groups), dim=-1).indices.flatten()
-        wanted = torch.zeros_like(share[0], dtype=torch.bool).index_fill(0, chosen, True).tolist()  # the level's one read
+        active = torch.zeros_like(share[0], dtype=torch.bool).index_fill(0, chosen, True).tolist()  # the level's one read
         logits = share.new_full((flat.shape[0], self.head.weight.shape[0]), -torch.inf)
-        for group in (g for g, asked in enumerate(wanted) if asked):
+        for group in (g for g, is_active in enumerate(active) if is_active):
             rows = slice(group * self.size, (group + 1) * self.size)
             within = self.slices[group](flat).float().log_softmax(-1)
             logits[:, rows] = share[:, group : group + 1] + within
         return logits.reshape(*states.shape[:-1], -1)
 
-    def alone(self, states: Tensor) -> Tensor:
-        """The same where every node is a level of its own, as in a chain: it has its own groups only. [M, D] -> [M, V]"""
+    def routed_separately(self, states: Tensor) -> Tensor:
+        """The same for nodes that are a level each, as in a chain: with their own groups only. [M, D] -> [M, V]"""
         share = self.router(states).float().log_softmax(-1)  # [M, N]
         chosen = share.topk(min(self.active, self.groups), dim=-1).indices
         offered = torch.full_like(share, -torch.inf).scatter(-1, chosen, share.gather(-1, chosen))
@@ -136,20 +133,19 @@ class Routed(TrainedDrafter, Delegating):
     # Training -----------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """The router's cross-entropy; `mass`: held by the active groups; `agreement`, of some: both argmax agree."""
-        places = batch.scored & (batch.positions > 0)  # nothing drafts the first state
+        """The router's cross-entropy; `mass` of p in the active groups; `agreement` of q's and p's argmax, of some."""
+        drafted = batch.scored & (batch.positions > 0)  # the first state is never drafted
         with torch.no_grad():
-            states = next(self.base.draft_states(batch, 1))[places]  # [M, D]
-            p = self.whole_head(batch.states[places]).float().softmax(-1)
+            states = next(self.base.draft_states(batch, 1))[drafted]  # [M, D]
+            p = self.whole_head(batch.states[drafted]).float().softmax(-1)
             mass = torch.stack([part.sum(-1) for part in p.split(self.size, dim=-1)], -1)  # [M, N]
         share = self.router(states).float().log_softmax(-1)  # [M, N]
         cross_entropy = -(mass * share).sum(-1).mean()
         with torch.no_grad():
             chosen = share.topk(min(self.active, self.groups), dim=-1).indices
-            tried = slice(0, MEASURED)
-            agreement = (self.alone(states[tried]).argmax(-1) == p[tried].argmax(-1)).float().mean()
+            agreement = (self.routed_separately(states[:MEASURED]).argmax(-1) == p[:MEASURED].argmax(-1)).float().mean()
         return {"loss": cross_entropy, "mass": mass.gather(-1, chosen).sum(-1).mean(), "agreement": agreement}
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         for states in self.base.draft_states(batch, steps):
-            yield argmax_at(states, self.alone)
+            yield argmax_at(states, self.routed_separately)

@@ -4,29 +4,29 @@
     stop      after a draft whose probability is below gamma, or after `most` drafts
     verify    the chain in one whole pass
 
-gamma follows the acceptance. After a cycle that accepted A of D drafts (EMA: exponential moving average)
+gamma follows the acceptance. After a cycle that accepted A of D drafts
 
     rate    <- 0.5 rate + 0.5 A / D                                    from 0
     aim      = gamma + 0.01 if rate < 0.9, else gamma - 0.01, or gamma where all `most` tokens were drafted
     gamma   <- 0.9 gamma + 0.1 aim
 
-Weights are the target's own. Keys and values of a draft are approximate, since its input went through fewer sublayers: they
-live until the cycle ends, and the next one begins behind the target's own, tapped where attention is kept. They are a copy,
-kept layers' rows of the context, so that drafting runs against known answers too.
+Weights are the target's own. Keys and values of drafts are approximate, since their inputs went through fewer sublayers:
+they are dropped when the cycle ends, and the target's own are copied from taps where attention is kept, so that replayed
+answers can be drafted, too.
 
-Which sublayers are left out decides everything. `train.until=search` looks for the set with the highest predicted speed
-(`tuning.layer_search`) and writes it into the folder `searched`. Where there is none, every other layer is left out, but
-for the first and the last: SWIFT's start (arXiv:2410.06916).
+Speed depends on the sublayers left out. `train.until=search` looks for the set with the highest predicted speed
+(`tuning.layer_search`) and writes it into the folder `searched`. Without one, every other layer is left out, except the
+first and the last: SWIFT's start (arXiv:2410.06916).
 
 `EarlyExit` is the simple variant: the first layers, the final norm and the head, as in LayerSkip (arXiv:2404.16710), whose
-targets were trained for it, which others are not.
+targets, unlike others, were trained for it.
 
 Deviations and choices: with temperature the drafts are drawn from the draft's processed distribution q and verified by
-Algorithm S, as the paper has it (the authors' `exact` code drafts the likeliest tokens and is lossless, their other one
-takes softmax for the q of such tokens and is not). A draft of low confidence is still verified and ends the chain behind
-it: to drop it would make q another distribution. Confidence is the draft's probability at temperature 1, as in the
-authors' code. gamma and rate start anew with every prompt. LayerSkip's target goes on from the states of the exit layer;
-ours runs the whole pass again, which accepts the same. The host reads one number a draft, the confidence.
+Algorithm S, as in the paper (the authors' `exact` code drafts the likeliest tokens and is lossless, their other code takes
+softmax for the q of such tokens and is not). A draft of low confidence is still verified and ends the chain: dropping it
+would change q. Confidence is the draft's probability at temperature 1, as in the authors' code. gamma and rate are reset
+for every prompt. LayerSkip's target continues from the states of the exit layer; here it runs the whole pass again, which
+accepts the same. The host reads one number a draft, the confidence.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specbench.common import storage
+from specbench.common import hashing, storage
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Share, Text
 from specbench.engine import weights
@@ -51,22 +51,17 @@ from specbench.records.schema import SKIP
 
 @dataclass
 class Threshold:
-    """The least confidence with which drafting goes on.
+    """The confidence below which drafting stops, adapted to acceptance."""
 
-    Attributes:
-        value: gamma now. wanted: acceptance to aim at. step: by which gamma should move.
-        rate_memory, memory: how much of the old rate, of the old gamma stays. rate: of acceptance so far.
-    """
-
-    value: float
-    wanted: float
-    step: float
-    rate_memory: float
-    memory: float
-    rate: float = 0.0
+    value: float  # gamma
+    wanted: float  # acceptance to aim at
+    step: float  # by which gamma aims higher or lower
+    rate_memory: float  # weight of the old rate in its moving average
+    memory: float  # weight of the old gamma in its moving average
+    rate: float = 0.0  # moving average of acceptance
 
     def learn(self, accepted: int, drafted: int, full: bool) -> None:
-        """From a cycle's outcome. full: as many were drafted as can be, so a lower threshold would add none."""
+        """Adapt to a cycle. full: the chain had its full length, so that a lower threshold would not make it longer."""
         self.rate = self.rate_memory * self.rate + (1 - self.rate_memory) * accepted / drafted
         move = self.step if self.rate < self.wanted else 0.0 if full else -self.step
         self.value += (1 - self.memory) * move
@@ -76,13 +71,11 @@ class _Partial(Drafter, ABC):
     """The target without some of its sublayers.
 
     Args:
-        name: as tables show it.
         most: drafts a cycle.
         threshold: gamma at a prompt's beginning. wanted, step, rate_memory, memory: see `Threshold`.
 
     Attributes:
-        passes: the most there can be in a cycle; fewer where confidence ends the chain.
-        kept: what it drafts with.
+        kept: the sublayers that it drafts with.
     """
 
     runs_layers = True
@@ -103,7 +96,6 @@ class _Partial(Drafter, ABC):
         self.nodes, self.passes = most + 1, most
 
     def outline(self, target: Target) -> Outline:
-        """A cache of its own, of all layers at most."""
         return Outline(0, cached_numbers(target))
 
     def bind(self, target: Target) -> None:
@@ -114,19 +106,15 @@ class _Partial(Drafter, ABC):
             raise SpecBenchError(f"drafter={self.name} needs the whole target on one device; set model.device_map=null")
         skipped = self.choose(target)
         self.keep(skipped.others(target.layers))
-        said = {"attention": sorted(skipped.attention), "mlp": sorted(skipped.mlp)}
-        self.provenance = {"skipped": said} | self.provenance
+        layers = {"attention": sorted(skipped.attention), "mlp": sorted(skipped.mlp)}
+        self.provenance = {"skipped": layers} | self.provenance
 
     @abstractmethod
     def choose(self, target: Target) -> Sublayers:
-        """What to leave out."""
+        """The sublayers to leave out."""
 
     def keep(self, kept: Sublayers) -> None:
-        """Draft with these sublayers from now on.
-
-        Raises:
-            SpecBenchError: no attention among them, so that drafts would depend on the last token alone.
-        """
+        """Draft with these sublayers from now on. Raises `SpecBenchError` if no attention is among them."""
         if not kept.attention:
             raise SpecBenchError(f"drafter={self.name}: no attention sublayer is kept; keep at least one")
         self.kept = kept
@@ -144,7 +132,7 @@ class _Partial(Drafter, ABC):
         self.drafted = 0  # in the cycle that is to be observed
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """Take over the verified keys and values, learn from the acceptance."""
+        """Cache the verified keys and values, adapt the threshold."""
         for layer, (keys, values) in states.kv.items():
             self.cache.append(layer, keys[None], values[None])
         self.cache.keep()
@@ -155,20 +143,20 @@ class _Partial(Drafter, ABC):
         """A chain, as long as the drafts are confident."""
         verified, device = self.cache.length, self.target.device
         tokens = [torch.full((1,), root, device=device)]
-        sure: list[Tensor] = []
+        confidence: list[Tensor] = []
         q: list[Tensor] = []
-        while len(sure) < self.most:
+        while len(confidence) < self.most:
             logits = self._extend(tokens[-1])  # [V]
             if sampler.greedy:
                 tokens.append(argmax(logits)[None])
             else:
                 q.append(sampler.probabilities(logits))
                 tokens.append(draw(q[-1], generator)[None])
-            sure.append(logits.float().softmax(-1)[tokens[-1]])
-            if float(sure[-1]) < self.threshold.value:
+            confidence.append(logits.float().softmax(-1)[tokens[-1]])
+            if float(confidence[-1]) < self.threshold.value:
                 break
-        self.cache.truncate(verified)  # what drafting wrote is approximate
-        self.drafted = len(sure)
+        self.cache.truncate(verified)  # rows of drafts are approximate
+        self.drafted = len(confidence)
         index = torch.arange(self.drafted + 1, device=device)
         tree = build(
             tokens=torch.cat(tokens),
@@ -177,27 +165,25 @@ class _Partial(Drafter, ABC):
             ranks=torch.zeros_like(index),
             max_depth=self.drafted,
             width=1,
-            confidence=lambda: torch.cat(sure).cumprod(0),
+            confidence=lambda: torch.cat(confidence).cumprod(0),
             passes=self.drafted,
         )
         if q:
-            tree.q = torch.stack([*q, torch.zeros_like(q[0])])  # nothing was drawn behind the last
+            tree.q = torch.stack([*q, torch.zeros_like(q[0])])  # the last draft has no children
         return tree
 
     def _extend(self, token: Tensor) -> Tensor:
-        """Run one token behind the cache, whose last rows may be drafts'. [1] -> logits [V]"""
+        """Run one token behind the cache and keep its row. [1] -> logits [V]"""
         positions = torch.full((1, 1), self.cache.length, device=token.device)
         states = self.target.subset(token[None], positions, None, self.cache, self.kept)
         self.cache.keep()
-        logits: Tensor = self.target.logits(states[0, -1])
-        return logits
+        return self.target.logits(states[0, -1])
 
 
 class SelfSpeculation(_Partial):
-    """The target without what a search found best left out.
+    """The target without the sublayers that a search chose.
 
-    Args:
-        searched: folder with the set that was found; None, or nothing there: every other layer is left out.
+    searched: folder of the search's result; None, or nothing there: every other layer is left out.
     """
 
     def __init__(self, name: Name, searched: Text | None = None, most: Count = 12, **options: Any):
@@ -208,17 +194,13 @@ class SelfSpeculation(_Partial):
         self.provenance = {}
         if self.searched is not None and (folder := storage.PROJECT / self.searched).joinpath(SKIP).is_file():
             skipped, self.provenance = weights.load_skip(folder, target.fingerprint(), target.layers)
-            self.contents = weights.skip_contents(folder)
+            self.contents = hashing.of_files([folder / SKIP])
             return skipped
         return alternate(target.layers)
 
 
 class EarlyExit(_Partial):
-    """The target's first layers, its final norm and its head.
-
-    Args:
-        layers: how many; None: half of the target's.
-    """
+    """The target's first `layers`, its final norm and its head. None: half of them."""
 
     def __init__(self, name: Name, layers: Count | None = None, most: Count = 6, **options: Any):
         super().__init__(name, most, **options)
@@ -234,6 +216,6 @@ class EarlyExit(_Partial):
 
 
 def alternate(layers: int) -> Sublayers:
-    """Every other layer, but not the first and the last: what is left out where nothing was searched."""
+    """Every other layer, except the first and the last."""
     every = frozenset(range(1, layers - 1, 2))
     return Sublayers(every, every)

@@ -1,6 +1,6 @@
 """Another engine's answers beside this one's: an OpenAI-compatible server, such as vLLM or SGLang with an exported drafter.
 
-It drafts nothing here: the loop is not run, and its seconds are those of its own machine, see `specbench.elsewhere`.
+It drafts nothing here: the loop is not run, and seconds are those of its own machine.
 """
 
 import hashlib
@@ -15,21 +15,19 @@ from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
 from specbench.remote.endpoint import Answer, Endpoint
 
-TOLD = ("id", "root", "owned_by", "max_model_len")  # of what a server says of its model
+MODEL_KEYS = ("id", "root", "owned_by", "max_model_len")  # of a server's description that are kept
 
 
 class Served(ServedEngine):
     """An endpoint as an arm.
 
     Args:
-        endpoint: its address.
-        model: as the server calls it; None: the only one that it has.
-        engine: what runs there, in your words; rows of another one are other rows.
-        prompts: sent as ids, or as text to servers that take no ids.
-        patience_s: see `Endpoint`.
+        endpoint: its address. model: its name on the server; None: the server has only one.
+        engine: what runs there, in free text, which is part of its rows' identity.
+        prompts: sent as ids, or as text to servers that accept no ids. patience_s: see `Endpoint`.
 
     Attributes:
-        contents: a digest of what the server says of its model, by which rows are known beside the options.
+        contents: a digest of the server's description of its model, part of its rows' identity.
     """
 
     taps = Taps(last=False)
@@ -50,20 +48,19 @@ class Served(ServedEngine):
         self.endpoint = Endpoint(endpoint, patience_s)
         self.found: dict[str, Any] = {}
 
-    def look(self) -> None:
-        """Ask the server for its models. Raises `SpecBenchError` if it has not the one that is meant."""
+    def find_model(self) -> None:
         served = {model["id"]: model for model in self.endpoint.models()}
         if self.model is None and len(served) != 1:
             raise SpecBenchError(f"endpoint={self.endpoint.url}: it serves {_listed(served)}; choose with drafter.model=")
         name = next(iter(served)) if self.model is None else self.model
         if name not in served:
             raise SpecBenchError(f"drafter.model={name}: {self.endpoint.url} serves {_listed(served)}")
-        self.found = {key: served[name][key] for key in TOLD if isinstance(served[name].get(key), (str, int))}
+        self.found = {key: served[name][key] for key in MODEL_KEYS if isinstance(served[name].get(key), (str, int))}
         digest = hashlib.sha256(json.dumps(self.found, sort_keys=True).encode()).hexdigest()
         self.contents = {"served": digest}
 
     def answer(self, prompt: list[int], text: str, limits: Limits, sampler: Sampler, seed: int | None) -> Answer:
-        """What the server says behind a prompt, by the target's own distribution: no default of the server's changes it."""
+        """The server's answer to a prompt, sampled as here: no default of the server's applies."""
         request: dict[str, Any] = {
             "model": self.found["id"],
             "prompt": prompt if self.prompts == "ids" else text,
@@ -79,12 +76,12 @@ class Served(ServedEngine):
             "return_token_ids": True,
         }
         if self.prompts == "text":
-            request["add_special_tokens"] = False  # they stand in it
+            request["add_special_tokens"] = False  # the text contains them
         return self.endpoint.complete(request if seed is None else {**request, "seed": seed})
 
     def bind(self, target: Any) -> None:
         if not self.found:
-            self.look()
+            self.find_model()
 
 
 def _listed(served: Any) -> str:

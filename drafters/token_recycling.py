@@ -1,16 +1,16 @@
-"""Token Recycling: what the target thought likely after a token before, is likely again (arXiv:2408.08696).
+"""Token Recycling: the target's likeliest followers of a token in earlier passes are likely again (arXiv:2408.08696).
 
-    adjacency[t] = the k ids that the target thought likeliest behind t when it was last asked     [V, k]
+    adjacency[t] = the k ids with the highest logits after t in the last pass that contained t     [V, k]
 
-A target pass computes logits behind every node of its tree, rejected ones included; all of them overwrite their token's
-row. The next tree spells a fixed template with it, level by level: child r of a node with token t is adjacency[t, r].
+A target pass computes logits after every node of its tree, rejected ones included; each overwrites its token's row. The
+next tree fills a fixed template with these rows, level by level: child r of a node with token t is adjacency[t, r].
 
-Deviations and choices: rows that nothing was said of yet hold ids 0 … k-1 and not k zeros, since siblings must not repeat
-a token. If several nodes of a pass carry one token the last one counts. The matrix outlives a prompt with `state=run`, as
-the authors have it; `none`, which is the default here, lets no generation profit from an earlier one. The template is not
-the authors' but follows from a guess: if each rank is right half as often as the one above it, and the first one half the
-time, a path of ranks r_1 … r_d is right in 2^-(r_1 + … + r_d + d) of the cases, and the 63 likeliest paths are exactly
-those with at least 2^-6. Any list of rank paths can be given instead (`tree._target_=specbench.engine.policies.Static`).
+Deviations and choices: initial rows hold ids 0 … k-1 instead of k zeros, since siblings must not repeat a token. If several
+nodes of a pass have the same token the last one counts. The matrix is kept from prompt to prompt with `state=run`, as by
+the authors; with `none`, the default here, no generation profits from an earlier one. The template is not the authors': if
+each rank is right half as often as the one above it, and the first one half the time, a path of ranks r_1 … r_d is right in
+2^-(r_1 + … + r_d + d) of the cases, and the 63 likeliest paths are those with at least 2^-6. Any list of rank paths can be
+given instead (`tree._target_=specbench.engine.policies.Static`).
 """
 
 from typing import Literal
@@ -30,9 +30,7 @@ class TokenRecycling(Retriever):
     """Drafts a static tree from a matrix of followers, which stays on the device.
 
     Args:
-        name: as tables show it.
-        growth: the template.
-        followers: k, or as many as the template's widest node has children. state: does the matrix outlive a prompt?
+        growth: the template. followers: k, at least the template's width. state: is the matrix kept between prompts?
     """
 
     growth: Static
@@ -45,7 +43,7 @@ class TokenRecycling(Retriever):
 
     @property
     def grower(self) -> None:
-        """Its template is no policy that could be fitted or replaced."""
+        """None: its template cannot be fitted or replaced."""
 
     def bind(self, target: Target) -> None:
         self.vocab_size = target.vocab_size
@@ -56,13 +54,13 @@ class TokenRecycling(Retriever):
         self.adjacency: Tensor = first.repeat(self.vocab_size, 1)  # [V, k]
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """Everything was seen in `observe_tree`."""
+        """`observe_tree` has read everything."""
 
     def observe_tree(self, tree: DraftTree, states: TargetStates) -> None:
         ids = top(states.logits, self.followers)[1]  # [N, k]
         node = torch.arange(len(tree), device=ids.device)
-        last = ((tree.tokens[:, None] == tree.tokens) * node).amax(-1)  # [N] the last node that has this one's token
+        last = ((tree.tokens[:, None] == tree.tokens) * node).amax(-1)  # [N] the last node with the same token
         self.adjacency[tree.tokens] = ids[last]
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        return self.growth.spell(root, lambda tokens: self.adjacency[tokens], self.device)
+        return self.growth.from_followers(root, lambda tokens: self.adjacency[tokens], self.device)

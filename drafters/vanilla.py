@@ -1,8 +1,8 @@
 """Vanilla speculative decoding: a small language model drafts a chain (Leviathan et al., arXiv:2211.17192).
 
-The draft model knows nothing of the target but its tokenizer. It is either any causal LM of the Hugging Face kind
-(`path`), or a small one trained here in the style of MoA's "Independent" drafter (arXiv:2410.03804, section 5.2): a few
-Llama layers between the target's frozen embedding and LM head, whose state at position i regresses f_i,
+The draft model shares nothing with the target but its tokenizer. It is any causal LM of the Hugging Face kind (`path`), or
+a small one trained here in the style of MoA's "Independent" drafter (arXiv:2410.03804, section 5.2): a few Llama layers
+between the target's frozen embedding and LM head, whose state at position i regresses f_i,
 
     L = regression * SmoothL1(f_i, f_hat_i) + classification * CE(softmax(LMHead(f_i)), softmax(LMHead(f_hat_i)))
 
@@ -13,11 +13,10 @@ The model trained here starts at random (`start_from=random`), or as the target 
 (`start_from=target`: the first half of its `layers` are the target's first ones, the rest its last ones, their MLPs cut to
 the neurons with the largest weights where they are to be narrower).
 
-Deviations and choices: the classification term leads, since no state is fed back into drafting (MoA's paper has no
-regression for this drafter at all, its code adds one; a tenth steadies the first steps); its final norm starts as the
-target's, since the target's head was made for states of that size, and cutting layers out of the target is ours. The draft
-model runs the accepted tokens again instead of keeping their rows, which costs it nothing where they are few (one pass
-either way) and keeps one rule for chains and trees.
+Deviations and choices: the classification term dominates, since no state is fed back into drafting (MoA's paper has no
+regression for this drafter, its code adds one; a weight of 0.1 stabilises the first steps); the final norm starts as the
+target's, whose head expects states of that size; starting from the target's layers is ours. The draft model runs accepted
+tokens again instead of keeping their rows: one pass either way, and one rule for chains and trees.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,9 +27,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from drafters.base import TrainedDrafter, argmax_at, llama_config
+from drafters.base import TrainedDrafter, argmax_at, level_inputs, llama_config, unread_tokens
 from drafters.distillation import DistillationLoss
-from drafters.layers import behind
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Text, Weight
 from specbench.engine.cache import KVCache
@@ -38,7 +36,14 @@ from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Outline
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import Chain, TreePolicy
-from specbench.engine.pretrained import contents_of, local, random_model, read_config, read_model, read_tokenizer
+from specbench.engine.pretrained import (
+    contents_of,
+    draft_model_folder,
+    random_model,
+    read_config,
+    read_model,
+    read_tokenizer,
+)
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint
 
@@ -47,15 +52,12 @@ class Vanilla(TrainedDrafter):
     """A draft language model with its own cache.
 
     Args:
-        name: as tables show it.
         growth: a chain as in the paper; any tree works.
         weights: folder of weights trained here. path: a causal LM to draft with instead.
         layers, intermediate_size: shape of the model trained here; None: as wide as the target's.
-        start_from: where its layers begin, at `random` or as layers of the `target`, of whose neurons the loudest stay
-            if `intermediate_size` is smaller.
-        norm_from: where its final norm begins, as the `target`'s or at `ones`.
+        start_from: initial layers: `random`, or layers of the `target`, with its largest neurons if these are narrower.
+        norm_from: initial final norm: the `target`'s, or `ones`.
         regression, classification: weights of its two loss terms.
-        vocabulary: see `TrainedDrafter`.
     """
 
     lm: CausalLM
@@ -82,17 +84,13 @@ class Vanilla(TrainedDrafter):
         self.regression, self.classification = regression, classification
 
     def outline(self, target: Target) -> Outline:
-        """A model of its own begins with an embedding and a head, which the target's replace."""
-        found = super().outline(target)
-        ends = 0 if self.path is not None else 2 * target.vocab_size * target.hidden_size
-        return found._replace(building=found.building + ends)
+        outline = super().outline(target)
+        ends = 0 if self.path is not None else 2 * target.vocab_size * target.hidden_size  # replaced by the target's
+        return outline._replace(building=outline.building + ends)
 
     def build(self, target: Target) -> None:
         self.vocab_size = target.vocab_size
-        if self.path is not None:
-            self.lm = CausalLM(self._pretrained(self.path, target))
-        else:
-            self.lm = CausalLM(self._own(target))
+        self.lm = CausalLM(self._own(target) if self.path is None else self._pretrained(self.path, target))
         self.network, self.embedding, self.head = self.lm.decoder, self.lm.embedding, self.lm.head
         self.target_logits = self._logits
         self.cache = KVCache(self.lm.layers, 0)
@@ -107,7 +105,7 @@ class Vanilla(TrainedDrafter):
         model.set_output_embeddings(target.head)
         if self.norm_from == "target":
             with torch.no_grad():
-                # What a norm makes of ones is what it multiplies by, whether it keeps that or, as Gemma's, that minus one.
+                # A norm maps ones to its factors, which Gemma's stores minus one.
                 norm = target.decoder.norm
                 model.model.norm.weight.copy_(norm(torch.ones_like(norm.weight)))
         if self.start_from == "target" and self.weights is None:
@@ -115,11 +113,7 @@ class Vanilla(TrainedDrafter):
         return model
 
     def _take_layers(self, layers: nn.ModuleList, target: Target) -> None:
-        """Fill layers with the target's first and last ones.
-
-        Raises:
-            SpecBenchError: the target's layers are not of this kind or width.
-        """
+        """Fill layers with the target's first and last ones; raises `SpecBenchError` if these do not fit."""
         late = len(layers) // 2
         layer: Any
         sources = [*target.decoder.layers[: len(layers) - late], *target.decoder.layers[target.layers - late :]]
@@ -136,17 +130,17 @@ class Vanilla(TrainedDrafter):
                     f"Llama's kind with drafter.intermediate_size={self.intermediate_size} (null is the target's)"
                 ) from error
 
-    def fit(self, checkpoint: Checkpoint) -> None:
-        """A whole language model: as `path` says. Its special tokens do not matter, the target's are used."""
+    def infer_shape(self, checkpoint: Checkpoint) -> None:
+        """The checkpoint is a whole language model, as with `path`."""
         self.path = checkpoint.folder
 
     def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         return {}, set(checkpoint.tensors)  # Transformers has loaded them
 
     def _pretrained(self, path: str, target: Target) -> nn.Module:
-        if target.device.type == "meta":  # of a model that is still to be fetched nothing is known
+        if target.device.type == "meta":  # the shape alone, of a folder that must be here
             return random_model(read_config(Path(path).expanduser()), target.dtype, target.device)
-        folder = local(path)
+        folder = draft_model_folder(path)
         model, ours = read_model(folder, target.dtype), read_tokenizer(folder).get_vocab()
         theirs = read_tokenizer(Path(target.path)).get_vocab() if target.path else ours
         self.contents = contents_of(folder)
@@ -160,7 +154,7 @@ class Vanilla(TrainedDrafter):
 
     @property
     def generation(self) -> dict[str, Any]:
-        """As the assistant of assisted generation, whose candidates are a chain."""
+        """The assistant of Transformers' assisted generation, which drafts chains."""
         return {"assistant_model": self.lm.model} if isinstance(self.growth, Chain) else {}
 
     def compile_network(self, backend: str = "inductor") -> None:
@@ -170,25 +164,16 @@ class Vanilla(TrainedDrafter):
 
     def reset(self, capacity: int) -> None:
         self.cache.begin(capacity + self.growth.rows)
-        self.stable = 0  # cache rows of tokens that are verified
+        self.stable = 0  # cache rows of verified tokens
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """Run what was verified and not seen yet, the bonus (the next root) last: its logits draft level 1."""
+        """Run the verified tokens that are not cached yet and the bonus, the next root, whose logits draft level 1."""
         self.cache.truncate(self.stable)
-        first = int(self.stable > 0)  # the old root was already run when it was the bonus
-        tokens = torch.cat([states.tokens[first:], states.tokens.new_full((1,), bonus)])
-        mask = behind(self.stable, len(tokens), tokens.device)
-        positions = torch.arange(self.stable, self.stable + len(tokens), device=tokens.device)
-        self.logits = self._extend(tokens, positions, mask, last_only=True)[-1]
+        self.logits = self._extend(*unread_tokens(states, bonus, self.stable), last_only=True)[-1]
         self.stable = self.cache.length
 
-    def root_logits(self) -> Tensor:
-        return self.logits
-
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        prefix = visible.new_ones(tokens.shape[0], self.stable)
-        positions = torch.full_like(tokens, self.stable + depth - 1)  # the root stands at stable - 1
-        return self._extend(tokens, positions, torch.cat([prefix, visible], 1))
+        return self._extend(tokens, *level_inputs(tokens, depth, visible, self.stable))
 
     def _extend(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> Tensor:
         """Run N tokens behind the cache and keep their rows; logits [N, V]."""
@@ -212,13 +197,12 @@ class Vanilla(TrainedDrafter):
         return DistillationLoss(batch, self.head).loss(self._states(batch), self.regression, self.classification)
 
     def _states(self, batch: Batch) -> Tensor:
-        """What the draft model makes of a batch's tokens, sequence by sequence. [B, T, D']"""
-        mask = None  # plainly causal
+        """The draft model's states of a batch's tokens. [B, T, D']"""
+        mask = None  # causal
         if batch.starts is not None:
             length = batch.tokens.shape[1]
-            mask = batch.restrict_mask(torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).tril())[
-                :, None
-            ]
+            causal = torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).tril()
+            mask = batch.restrict_mask(causal)[:, None]
         return self.lm.run(batch.tokens, batch.positions, mask, None)
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -227,12 +211,11 @@ class Vanilla(TrainedDrafter):
 
 
 def _narrower(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
-    """A layer's tensors with its MLP's `width` loudest neurons: by the norms of what reads, gates and writes each."""
+    """A layer's tensors with the `width` neurons of its MLP whose weights have the largest product of norms."""
     down, up, gate = (tensors.get(f"mlp.{name}_proj.weight") for name in ("down", "up", "gate"))
     if down is None or up is None or gate is None or width >= len(up):
         return tensors
-    loud = (down.norm(dim=0) * up.norm(dim=1) * gate.norm(dim=1)).topk(width).indices.sort().values
-    cut = {f"mlp.{name}_proj.{part}": 0 for name in ("up", "gate") for part in ("weight", "bias")} | {
-        "mlp.down_proj.weight": 1
-    }
-    return {name: t.index_select(cut[name], loud) if name in cut else t for name, t in tensors.items()}
+    neurons = (down.norm(dim=0) * up.norm(dim=1) * gate.norm(dim=1)).topk(width).indices.sort().values
+    dims = {f"mlp.{name}_proj.{part}": 0 for name in ("up", "gate") for part in ("weight", "bias")}
+    dims["mlp.down_proj.weight"] = 1
+    return {name: t.index_select(dims[name], neurons) if name in dims else t for name, t in tensors.items()}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, DRAFTERS, DRAFTING, TRAINED, make, tiny
 from scipy.stats import chi2
+from tree_checks import check
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Limits, Prefill, decode
@@ -14,7 +15,7 @@ from specbench.engine.interface import Step, Taps
 from specbench.engine.policies import Dynamic
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import check, root_only
+from specbench.engine.tree import root_only
 from specbench.engine.verify import Lossless, Typical
 from specbench.records import metrics
 from specbench.records.rows import Row

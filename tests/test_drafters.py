@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import DRAFTERS, TRAINED, make, tiny
 from test_decode import PROMPT, generate, plain
+from tree_checks import paths_of
 
 from drafters.vanilla import Vanilla
 from specbench.common.errors import SpecBenchError
@@ -17,7 +18,6 @@ from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import paths_of
 from specbench.training.features import Answer
 from specbench.training.replay import replay
 

@@ -27,7 +27,7 @@ from specbench.data.prompts import read_jsonl
 from specbench.engine import checkpoints, pretrained, weights
 from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import Chain
-from specbench.engine.pretrained import read_gguf, shaped
+from specbench.engine.pretrained import config_of, read_gguf
 from specbench.engine.target import Target
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.corpus_file import PACKED, PACKED_PROVENANCE, Text, unpack
@@ -268,7 +268,7 @@ def test_so_it_is_of_a_target_without_weights(values, model):
     said_in(model / "config.json", **values)
     refused(lambda: load(model, weights="random"), "config")
     shape = json.loads((model / "config.json").read_text())
-    refused(lambda: Target.random(shaped(shape, "model.shape"), torch.float32, CPU), "config")
+    refused(lambda: Target.random(config_of(shape, "model.shape"), torch.float32, CPU), "config")
 
 
 WORDS = {"cut off": b"{", "empty": b"", "list": b"[]", "not UTF-8": b'{"a": "\xff\xfe"}', "text": b"hello"}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import make, tiny
 from test_decode import PROMPT, generate, plain
+from tree_checks import check
 
 from drafters.lookahead import Lookahead
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import check
 
 SIZES = [(7, 5, 7), (3, 2, 2), (1, 3, 1), (4, 3, 2), (2, 6, 3), (1, 2, 1)]
 

@@ -19,9 +19,9 @@ from specbench.engine.backends import packed_linear
 from specbench.engine.checkpoints import Checkpoint
 from specbench.engine.decode import Limits, decode
 from specbench.engine.drafter import Outline
-from specbench.engine.memory import LEAST, Estimate, NoRoom, Shape, estimate
+from specbench.engine.memory import MIN_HEADROOM, Estimate, NoRoom, Shape, estimate
 from specbench.engine.policies import Dynamic
-from specbench.engine.pretrained import shaped
+from specbench.engine.pretrained import config_of
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import SPARE, Target
 from specbench.engine.verify import Lossless
@@ -61,7 +61,7 @@ def nothing_loaded(monkeypatch):
 
 def decoded(shape, dtype, folder, prompt):
     """A target, its products made fast, an EAGLE head; some tokens behind a prompt."""
-    target = Target.load(folder, dtype, CPU) if folder else Target.random(shaped(shape, "shape"), dtype, CPU)
+    target = Target.load(folder, dtype, CPU) if folder else Target.random(config_of(shape, "shape"), dtype, CPU)
     target.optimize_for_inference()
     made = Eagle("eagle2", Dynamic(3, 4, 12))
     made.bind(target)
@@ -73,7 +73,7 @@ def decoded(shape, dtype, folder, prompt):
 def peak(shape, dtype, folder):
     """Bytes that all of it takes at most in this process, in which a small one has run before."""
     torch.set_num_threads(1)
-    packed_linear._timed = lambda weights, packs: (True,) * len(packed_linear.ROWS)
+    packed_linear._time = lambda weights, packs: (True,) * len(packed_linear.ROWS)
     decoded(
         {**shape, "hidden_size": 80, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}, dtype, None, 30
     )
@@ -96,14 +96,14 @@ def took(found):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_of_a_process_is_within_a_fifth_of_what_was_said(dtype):
     """Of 100 MB of weights and more: the target at random, an EAGLE head, caches, a prompt that fills the context."""
-    found = estimate(shaped(SMALL, "shape"), getattr(torch, dtype), CPU, 512, [drafter("eagle2")], read=False)
+    found = estimate(config_of(SMALL, "shape"), getattr(torch, dtype), CPU, 512, [drafter("eagle2")], read=False)
     assert took(found) == pytest.approx(measured(SMALL, dtype), rel=0.2)
     assert bool(found.copies) == packed_linear.packable(torch.empty(0, dtype=getattr(torch, dtype)))
 
 
 def test_so_it_is_of_a_target_that_is_read_from_files(tmp_path):
     """Files are mapped: what is converted of them lies in memory twice, which the kernel takes back."""
-    config = shaped(SMALL, "shape")
+    config = config_of(SMALL, "shape")
     Target.random(config, torch.bfloat16, CPU).model.save_pretrained(tmp_path)
     files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     found = estimate(config, torch.float32, CPU, 512, [drafter("eagle2")])
@@ -125,7 +125,8 @@ def test_shapes_have_the_parameters_and_the_cache_of_the_target(architecture):
 def test_tied_weights_count_once_but_are_copied_for_the_head():
     sizes = {"model_type": "llama", **SIZES}
     tied, untied = (
-        estimate(shaped(sizes | {"tie_word_embeddings": tied}, "shape"), torch.float32, CPU, 100) for tied in (True, False)
+        estimate(config_of(sizes | {"tie_word_embeddings": tied}, "shape"), torch.float32, CPU, 100)
+        for tied in (True, False)
     )
     assert untied.weights - tied.weights == 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
     assert (
@@ -133,14 +134,16 @@ def test_tied_weights_count_once_but_are_copied_for_the_head():
         == tied.copies
         == 4 * sum(p.numel() for n, p in tiny().model.named_parameters() if p.ndim == 2 and "embed" not in n)
     )
-    lean = estimate(shaped(sizes, "shape"), torch.float32, CPU, 100, lean=False)
-    assert lean.copies == 0 and estimate(shaped(sizes, "shape"), torch.float16, CPU, 100).copies == 0
+    lean = estimate(config_of(sizes, "shape"), torch.float32, CPU, 100, fused=False)
+    assert lean.copies == 0 and estimate(config_of(sizes, "shape"), torch.float16, CPU, 100).copies == 0
 
 
 def test_a_mixture_of_experts_takes_no_memory_to_be_weighed():
-    found = estimate(shaped({"model_type": "mixtral"}, "shape"), torch.bfloat16, torch.device("cuda"), 4096)
+    found = estimate(config_of({"model_type": "mixtral"}, "shape"), torch.bfloat16, torch.device("cuda"), 4096)
     assert found.weights / 2e9 == pytest.approx(46.7, rel=0.01) and found.copies == found.loading == 0
-    spread = estimate(shaped({"model_type": "mixtral"}, "shape"), torch.bfloat16, torch.device("cuda"), 4096, processes=4)
+    spread = estimate(
+        config_of({"model_type": "mixtral"}, "shape"), torch.bfloat16, torch.device("cuda"), 4096, processes=4
+    )
     assert spread.weights == found.weights // 4
 
 
@@ -243,14 +246,14 @@ def test_the_default_target_fits_in_3_gb(free):
     """Its shape, and all that a study holds beside it."""
     llama = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
     llama |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
-    config = shaped(llama | {"tie_word_embeddings": True}, "shape")
+    config = config_of(llama | {"tie_word_embeddings": True}, "shape")
     found = estimate(config, torch.float32, CPU, 4096, [drafter("eagle2"), drafter("medusa"), drafter("vanilla")])
     assert found.weights == 4 * 134_515_008
     assert found.needed + found.copies < 3 * 10**9
 
 
 def test_a_folder_or_a_cached_folder_decides_whatever_billions_says(home, free, tmp_path, monkeypatch):
-    free(2 * LEAST)
+    free(2 * MIN_HEADROOM)
     asked = ("model.wheel=null", "model.dtype=float32", "+model.billions=900")
     target, _ = spec("smollm2-135m", f"model.path={home / 'model'}", *asked).load()
     assert target.layers == 3
@@ -258,7 +261,7 @@ def test_a_folder_or_a_cached_folder_decides_whatever_billions_says(home, free, 
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "smollm2-135m").symlink_to(home / "model")
     assert spec("smollm2-135m", "model.dtype=float32", "+model.billions=900").load()[0].layers == 3
-    free(LEAST)
+    free(MIN_HEADROOM)
     assert "needs about 0.5 GB" in refused(spec("smollm2-135m", f"model.path={home / 'model'}", *asked).load)
 
 
@@ -276,7 +279,7 @@ def test_a_configuration_that_had_to_be_fetched_is_weighed_before_its_weights_ar
 
 
 def test_a_drafter_with_which_a_target_does_not_fit_does_not_rule_out_the_next_one(home, free, monkeypatch):
-    free(LEAST + 10**6)
+    free(MIN_HEADROOM + 10**6)
     targets = Targets()
     run = SimpleNamespace(
         model=spec("smollm2-135m", f"model.path={home / 'model'}", "model.dtype=float32", "model.forward=plain"),
@@ -286,7 +289,7 @@ def test_a_drafter_with_which_a_target_does_not_fit_does_not_rule_out_the_next_o
     heavy = SimpleNamespace(name="heavy", outline=lambda target: Outline(10**9))
     said = refused(lambda: targets.load(run, [heavy]))
     assert "heavy 4.0" in said
-    free(LEAST + 10**7)
+    free(MIN_HEADROOM + 10**7)
     assert targets.load(run)[0].layers == 3
 
 
@@ -323,7 +326,7 @@ def test_a_run_that_cannot_fit_is_one_line_and_code_2(home):
 def test_an_estimate_names_its_largest_parts():
     found = Estimate(27 * 10**9, cache=2 * 10**9, passes=10**7, drafters={"eagle2": 10**9, "medusa": 3 * 10**7})
     assert str(found) == "weights 27.0, headroom 3.0, cache 2.0, eagle2 1.0"
-    assert Estimate(10**9).needed == 10**9 + LEAST
+    assert Estimate(10**9).needed == 10**9 + MIN_HEADROOM
     assert Estimate(10**9, loading=10**9, cache=10**8).needed == Estimate(10**9, cache=10**9).needed
 
 
@@ -331,7 +334,7 @@ def test_an_estimate_names_its_largest_parts():
 
 
 def test_copies_are_made_as_far_as_there_is_room(monkeypatch):
-    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: (True,) * len(packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "_time", lambda weights, packs: (True,) * len(packed_linear.ROWS))
     layers = [(torch.randn(8, 4), None)] * 3
     for room, kind in ((3 * 128, packed_linear.Packed), (3 * 128 - 1, type(lambda: 0))):
         packing = packed_linear.Packing(room=lambda room=room: room)
@@ -339,7 +342,7 @@ def test_copies_are_made_as_far_as_there_is_room(monkeypatch):
 
 
 def test_what_is_left_out_is_said(home, free, capsys):
-    free(2 * LEAST)
+    free(2 * MIN_HEADROOM)
     asked = ("model.dtype=float32", f"model.path={home / 'model'}")
     spec("smollm2-135m", *asked).load()
     assert "left out" not in capsys.readouterr().err
@@ -356,9 +359,9 @@ def test_bfloat16_is_packed_only_where_the_processor_can(monkeypatch):
     half = torch.zeros(2, 2, dtype=torch.bfloat16)
     assert packed_linear.packable(half) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if not packed_linear.packable(half):
-        target = Target.random(shaped({"model_type": "llama", **SIZES}, "shape"), torch.bfloat16, CPU)
+        target = Target.random(config_of({"model_type": "llama", **SIZES}, "shape"), torch.bfloat16, CPU)
         target.optimize_for_inference()
-        assert target.lean is not None
+        assert target.fused is not None
 
 
 # What is free ---------------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_a_cache_keeps_layers_where_they_are():
     assert cache.rows(2, 0, 3)[0].flatten().tolist() == [20, 22, 23]
     assert cache.rows(1, 0, 3)[0].device == meta
     with pytest.raises(SpecBenchError, match="one device"):
-        cache.whole()
+        cache.static_rows()
 
 
 @pytest.mark.parametrize(

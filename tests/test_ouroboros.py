@@ -9,9 +9,9 @@ from test_decode import PROMPT, generate, plain
 from test_drafters import save_tokenizer, trained
 from test_lookahead import Told, prefixes
 from test_vocabulary import listing
+from tree_checks import check
 
 from specbench.common.errors import SpecBenchError
-from specbench.engine.tree import check
 from specbench.evaluation import arms
 
 SIZES = [(8, 3, 6, 5, 6), (6, 3, 5, 4, 4), (4, 2, 3, 3, 2), (3, 1, 1, 2, 1), (5, 0, 2, 3, 2)]

@@ -34,7 +34,7 @@ OTHERS = {  # kinds that have a lean forward, in shapes that the default target 
 @pytest.fixture(autouse=True)
 def always_packed(monkeypatch):
     """What is timed on tiny layers says nothing: packed products are to be tested, not chosen."""
-    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: (True,) * len(packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "_time", lambda weights, packs: (True,) * len(packed_linear.ROWS))
 
 
 def loud(model) -> Target:
@@ -66,7 +66,7 @@ def test_a_packed_product_is_the_product(rows, biased):
 
 
 def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
-    monkeypatch.setattr(packed_linear, "_timed", lambda weights, packs: tuple(rows >= 4 for rows in packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "_time", lambda weights, packs: tuple(rows >= 4 for rows in packed_linear.ROWS))
     layer, seen = nn.Linear(48, 40), []
     packed_linear.Packing().optimize([layer])
     monkeypatch.setattr(
@@ -132,7 +132,7 @@ def test_a_kind_that_is_not_known_keeps_its_own_forward_with_fast_products(archi
     target = tiny(architecture)
     expected = answer(target, make("none", target))
     target.optimize_for_inference()
-    assert target.lean is None
+    assert target.fused is None
     assert isinstance(target.decoder.layers[0].mlp.up_proj.forward, packed_linear.Packed)
     assert answer(target, make("none", target)) == expected
 
@@ -142,7 +142,7 @@ def test_a_model_that_does_otherwise_than_its_kind_keeps_its_own_forward():
     model.model.layers[1].mlp.act_fn = nn.GELU()
     target = loud(model)
     target.optimize_for_inference()
-    assert target.lean is None
+    assert target.fused is None
 
 
 @pytest.mark.parametrize("drafter", ["eagle2", "vanilla", "moa", "medusa", "beagle", "coral_router"])

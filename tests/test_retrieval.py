@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from test_decode import PROMPT, generate, plain
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from tree_checks import check, paths_of
 
 from drafters.prompt_lookup import PromptLookup
 from drafters.retrieval import Retriever
@@ -28,7 +29,6 @@ from specbench.engine.decode import RunSettings
 from specbench.engine.interface import Taps
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import check, paths_of
 from specbench.engine.verify import Lossless
 from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.blocks import below, read_block

@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, make, tiny
 from test_decode import PROMPT, generate, plain
+from tree_checks import check
 
 from drafters.self_speculation import EarlyExit, SelfSpeculation, Threshold, alternate
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import check
 from specbench.training.features import Answer
 from specbench.tuning import layer_search
 
@@ -125,7 +125,7 @@ def test_chains_are_those_of_a_masked_copy_recomputed_token_by_token(way, skippe
     expected = slowly(target, skipped, 24, 5, 0.2)
     if way == "lean":
         target.optimize_for_inference()
-        assert target.lean is not None
+        assert target.fused is not None
     made = Watched("self_speculation", most=5, threshold=0.2)
     made.bind(target)
     made.keep(skipped.others(3))

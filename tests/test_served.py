@@ -262,12 +262,12 @@ def test_a_server_without_a_list_of_models(stub, url, models):
 def test_a_key_goes_to_the_server_and_nowhere_else(stub, url, monkeypatch):
     stub.stream = lambda _: iter([event("a", [3], "length"), DONE])
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    Served("served", url).look()
+    Served("served", url).find_model()
     assert stub.keys == [None]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
     stub.key = "sk-secret"
     drafter = Served("served", url)
-    drafter.look()
+    drafter.find_model()
     drafter.answer([3, 4], "x y", Limits(8), Sampler(), None)
     assert stub.keys[1:] == ["Bearer sk-secret"] * 2
     assert "secret" not in str(vars(drafter)) + str(vars(drafter.endpoint)) + json.dumps(stub.asked)
@@ -291,7 +291,7 @@ def test_a_wrong_key_ends_in_a_line_that_names_the_variable_alone(stub, url, mon
     if key is not None:
         monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(SpecBenchError, match=re.escape(said)) as caught:
-        Served("served", url).look()
+        Served("served", url).find_model()
     assert "sk" not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -300,29 +300,29 @@ def test_a_wrong_key_ends_in_a_line_that_names_the_variable_alone(stub, url, mon
 
 def test_the_one_model_is_taken_or_the_named_one(stub, url):
     drafter = Served("served", url)
-    drafter.look()
+    drafter.find_model()
     assert drafter.found == {"id": "tiny", "root": "/models/tiny", "owned_by": "vllm"}
     same = Served("served", url)
-    same.look()
+    same.find_model()
     assert same.contents == drafter.contents, "when it was loaded names no rows"
     with pytest.raises(SpecBenchError, match=r"drafter\.model=big: .* serves tiny"):
-        Served("served", url, model="big").look()
+        Served("served", url, model="big").find_model()
     stub.models = [{"id": "a"}, {"id": "b"}]
     with pytest.raises(SpecBenchError, match=r"it serves a, b; choose with drafter\.model="):
-        Served("served", url).look()
+        Served("served", url).find_model()
     other = Served("served", url, model="b")
-    other.look()
+    other.find_model()
     assert other.found == {"id": "b"} and other.contents != drafter.contents
     stub.models = []
     with pytest.raises(SpecBenchError, match="it serves no model"):
-        Served("served", url).look()
+        Served("served", url).find_model()
 
 
 def test_no_default_of_the_server_changes_the_distribution(stub, url):
     stub.stream = lambda _: iter([event("a", [3], "length"), DONE])
     for sampler, drawn in ((Sampler(), (0.0, 1.0, -1)), (Sampler(0.7, 0.9, 20), (0.7, 0.9, 20))):
         drafter = Served("served", url)
-        drafter.look()
+        drafter.find_model()
         drafter.answer([3, 4], "x y", Limits(8, (1,)), sampler, None if sampler.greedy else 7)
         asked = stub.asked[-1]
         assert (asked["temperature"], asked["top_p"], asked["top_k"]) == drawn
@@ -330,7 +330,7 @@ def test_no_default_of_the_server_changes_the_distribution(stub, url):
         assert asked["ignore_eos"] is False and asked["repetition_penalty"] == 1.0 and asked["return_token_ids"] is True
         assert asked.get("seed") == (None if sampler.greedy else 7)
     drafter = Served("served", url, prompts="text")
-    drafter.look()
+    drafter.find_model()
     drafter.answer([3, 4], "x y", Limits(8), Sampler(), None)
     assert stub.asked[-1]["prompt"] == "x y" and stub.asked[-1]["add_special_tokens"] is False
 

@@ -41,8 +41,8 @@ def defined(batch, head, predicted, regression, classification, topk, topk_weigh
 @pytest.mark.parametrize("topk_weight", [0.0, 0.7])
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(5, 70)])
 def test_it_is_the_definition_with_its_gradient(vocabulary, topk_weight, rows, monkeypatch):
-    monkeypatch.setattr(distillation, "ROWS", rows)
-    monkeypatch.setattr(distillation, "LOGITS", {"cpu": 1})  # so that ROWS decides
+    monkeypatch.setattr(distillation, "MIN_ROWS", rows)
+    monkeypatch.setattr(distillation, "CPU_LOGITS", 1)  # so that MIN_ROWS decides
     batch, head, predicted = setting(vocabulary)
     terms = 0.4, 0.3, 5, topk_weight
     found, expected = DistillationLoss(batch, head).loss(predicted, *terms), defined(batch, head, predicted, *terms)
@@ -81,8 +81,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_array_is_as_large_as_positions_times_vocabulary(monkeypatch):
-    monkeypatch.setattr(distillation, "ROWS", 4)
-    monkeypatch.setattr(distillation, "LOGITS", {"cpu": 1})
+    monkeypatch.setattr(distillation, "MIN_ROWS", 4)
+    monkeypatch.setattr(distillation, "CPU_LOGITS", 1)
     batch, head, predicted = setting()
     with Largest() as seen:
         DistillationLoss(batch, head).loss(predicted, 1.0, 0.1, 5, 0.5)["loss"].backward()

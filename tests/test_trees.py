@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verify import Tables
+from tree_checks import check, paths_of
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine import tree as trees
 from specbench.engine.cache import KVCache
 from specbench.engine.policies import Chain, Dynamic, Static
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import Trie, ancestor_mask, check, depths_of, parents_of_rank_paths, paths_of
+from specbench.engine.tree import Trie, ancestor_mask, depths_of, parents_of_rank_paths
 
 settings.register_profile("here", deadline=None, max_examples=60)
 settings.load_profile("here")

@@ -11,6 +11,7 @@ from hydra.errors import InstantiationException
 from test_decode import PROMPT, generate, plain
 from test_verify import GROWTHS, SAMPLED, Tables, V, emitted, joint, p_value
 from transformers import LlamaConfig, LlamaForCausalLM
+from tree_checks import check
 
 from drafters.medusa import Medusa
 from specbench import export, run, train
@@ -19,7 +20,6 @@ from specbench.engine import vocabulary
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
-from specbench.engine.tree import check
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.corpus_file import unpack
 from specbench.training.features import Answer

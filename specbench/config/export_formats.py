@@ -32,5 +32,5 @@ def exportable(server: str) -> list[str]:
 def _obstacle(options: Any, server: str) -> str | None:
     """Why a server cannot load a drafter of these options; None: it can."""
     kind: Any = get_class(options["_target_"])
-    reason: str | None = kind.unserved(server, options)
+    reason: str | None = kind.export_obstacle(server, options)
     return reason

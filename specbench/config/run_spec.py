@@ -172,7 +172,7 @@ class RunSpec(Common):
         ):
             if refused:
                 raise SpecBenchError(f"drafter={engine.name} with {reason}")
-        engine.look()
+        engine.find_model()
 
 
 # From a configuration -------------------------------------------------------------------------------------------------

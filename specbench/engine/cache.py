@@ -19,24 +19,28 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specbench.common.errors import SpecBenchError
 
 
-class _Layer(CacheLayerMixin):
-    """One layer's window onto the shared storage; the interface that unforked models talk to."""
+class CacheLayer(CacheLayerMixin):
+    """One layer of a cache, as unforked models ask for it.
+
+    Args:
+        cache: has `capacity`, `length` rows kept, `visible(n)` rows that a pass of n tokens attends to, mask permitting,
+            and `append(layer, keys, values)`, which writes new rows and returns those.
+    """
 
     is_sliding = False
 
-    def __init__(self, cache: "KVCache", index: int):
+    def __init__(self, cache: Any, index: int):
         super().__init__()
         self._cache, self._index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._cache.allocate(key_states, value_states)
-        self.is_initialized = True
+        self.is_initialized = True  # the cache allocates when it appends
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         return self._cache.append(self._index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.length + query_length, 0
+        return self._cache.visible(query_length), 0
 
     def get_seq_length(self) -> int:
         return self._cache.length
@@ -48,8 +52,7 @@ class _Layer(CacheLayerMixin):
 class KVCache(Cache):
     """Keys and values of `layers` layers, `capacity` rows each, for B sequences of equal length.
 
-    Storage is taken at the first append, with that pass's batch size, heads, head dimension, dtype and device. Layers of
-    one device share one tensor, so that keeping a path is one copy a device.
+    Storage is allocated at the first append, with that pass's batch size, heads, head dimension, dtype and device.
 
     Args:
         devices: of each layer, for a model spread over several; None: all on one.
@@ -78,19 +81,19 @@ class KVCache(Cache):
             self.index[layer] = self.stored.get(device, 0)
             self.stored[device] = self.index[layer] + 1
         self.storage: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        super().__init__(layers=[_Layer(self, i) for i in range(layers)])
+        super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
 
-    def allocate(self, key: Tensor, value: Tensor) -> None:
-        """Take a device's storage, shaped after one layer's [B, H, N, Dh] keys and values."""
-        batch, heads, _, dim = key.shape
+    def visible(self, new: int) -> int:
+        return self.length + new
+
+    def _allocate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A device's storage, shaped after one layer's [B, H, N, Dh] keys and values."""
         layers = self.stored[None if self.devices is None else key.device]
-        self.storage[key.device] = (
-            key.new_empty(layers, batch, heads, self.capacity, dim),
-            value.new_empty(layers, batch, heads, self.capacity, value.shape[-1]),
-        )
+        keys, values = (x.new_empty(layers, *x.shape[:2], self.capacity, x.shape[-1]) for x in (key, value))
+        return keys, values
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All rows of one layer, 2 x [B, H, S, Dh]; of use only up to `length`."""
+        """All rows of one layer, 2 x [B, H, S, Dh]; defined only up to `length`."""
         device = next(iter(self.storage)) if self.devices is None else self.devices[layer]
         keys, values = self.storage[device]
         return keys[self.index[layer]], values[self.index[layer]]
@@ -98,12 +101,12 @@ class KVCache(Cache):
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new rows [B, H, N, Dh] after the kept ones; returns views of kept + new rows."""
         if key.device not in self.storage:
-            self.allocate(key, value)
+            self.storage[key.device] = self._allocate(key, value)
         self.pending = key.shape[-2]
         end = self.length + self.pending
         if end > self.capacity:
             raise SpecBenchError(
-                f"the cache holds {self.capacity} rows but position {end - 1} was asked for; "
+                f"the cache holds {self.capacity} rows but position {end - 1} is needed; "
                 "shorten the prompt, lower max_new_tokens or raise model.max_context"
             )
         keys, values = self.layer(layer)
@@ -124,17 +127,15 @@ class KVCache(Cache):
         self.pending = 0
 
     def begin(self, capacity: int) -> None:
-        """Start a new sequence of at most `capacity` rows; storage that is large enough is used again.
-
-        Not storage of inference mode outside it: torch forbids to write there.
-        """
+        """Start a new sequence of at most `capacity` rows; storage that is large enough is reused."""
+        # Outside inference mode torch forbids writing to tensors that were made in it.
         frozen = any(keys.is_inference() for keys, _ in self.storage.values()) and not torch.is_inference_mode_enabled()
         if capacity > self.capacity or frozen:
             self.capacity, self.storage = max(capacity, self.capacity), {}
         self.truncate(0)
 
     def truncate(self, length: int) -> None:
-        """Forget every row from `length` on; the storage stays."""
+        """Drop every row from `length` on; the storage stays."""
         self.length, self.pending = min(length, self.length), 0
 
     def rows(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -142,62 +143,37 @@ class KVCache(Cache):
         keys, values = self.layer(layer)
         return keys[0, :, start:end], values[0, :, start:end]
 
-    def whole(self) -> "StaticRows":
-        """The storage as a compiled pass sees it; it must have been allocated, on one device."""
+    def static_rows(self) -> "StaticRows":
+        """The storage as a compiled pass sees it. Raises `SpecBenchError` unless it lies on one device."""
         if len(self.storage) != 1:
             raise SpecBenchError("backend=compile needs the whole target on one device; use backend=eager")
         ((keys, values),) = self.storage.values()
-        for part in (keys, values):  # masked rows weigh nothing, but nothing times NaN is NaN
+        for part in (keys, values):  # masked rows have weight 0, but 0 * NaN is NaN
             part[..., self.length :, :] = 0
         return StaticRows(keys, values)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage taken."""
+        """Bytes of storage."""
         return sum(k.nbytes + v.nbytes for k, v in self.storage.values())
 
 
-class SlotLayer(CacheLayerMixin):
-    """One layer of a cache whose passes see all of its slots, used or not: what counts is their mask's business alone.
-
-    Args:
-        owner: has a `capacity` and `append(layer, keys, values)`, which writes and returns all slots. index: the layer's.
-    """
-
-    is_sliding = False
-
-    def __init__(self, owner: Any, index: int):
-        super().__init__()
-        self._owner, self._index = owner, index
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        appended: tuple[Tensor, Tensor] = self._owner.append(self._index, key_states, value_states)
-        return appended
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.capacity, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return int(self._owner.capacity)
-
-
 class StaticRows(Cache):
-    """All rows of a cache at once, written in place at `slots`: shapes stay the same from pass to pass.
+    """All rows of a cache at once, written in place at `slots` [N], which each pass sets: shapes never change.
 
-    What a pass may see of them is its mask's business alone. Attributes: slots [N], set before each pass.
+    Its mask alone decides which rows a pass attends to.
     """
+
+    length = 0  # as far as the model needs to know
 
     def __init__(self, keys: Tensor, values: Tensor):
         self.keys, self.values = keys, values
         self.slots: Tensor = keys.new_empty(0)
         self.capacity: int = keys.shape[-2]
-        super().__init__(layers=[SlotLayer(self, i) for i in range(keys.shape[0])])
+        super().__init__(layers=[CacheLayer(self, i) for i in range(keys.shape[0])])
+
+    def visible(self, new: int) -> int:
+        return self.capacity
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's rows [1, H, N, Dh] at `slots`; returns all rows."""

@@ -1,10 +1,6 @@
-"""Any unforked Hugging Face causal LM as embedding, decoder and head, run with explicit positions, masks and our cache.
+"""Any unforked Hugging Face causal LM, run with explicit positions, 4-D masks and a cache of preallocated rows."""
 
-Knows Transformers' internals, as `backends.fused_llama` does: 4-D masks and explicit positions pass straight through sdpa,
-and a cache of preallocated rows stands in for the model's own.
-"""
-
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from specbench.common.errors import SpecBenchError
-from specbench.engine.backends.fused_llama import FusedLlama, fused_forward
+from specbench.engine.backends.fused_llama import Append, FusedLlama, fused_forward
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Sublayers
 from specbench.engine.language_model import LanguageModel
 
 
 class _Appender:
-    """What a decoder layer asks of a cache, answered by a function."""
+    """A function as the cache that a decoder layer updates."""
 
-    def __init__(self, append: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]):
+    def __init__(self, append: Append):
         self.append = append
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -31,7 +27,7 @@ class _Appender:
 
 @contextmanager
 def _skipping(layers: Iterable[Any], kept: Sublayers) -> Iterator[None]:
-    """Sublayers that are not kept add zeros to the residual stream meanwhile."""
+    """Inside, sublayers that are not kept add zeros to the residual stream."""
 
     def no_attention(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return torch.zeros_like(hidden_states), None
@@ -57,35 +53,32 @@ class CausalLM(LanguageModel):
         window = getattr(self.config, "sliding_window", None)
         self.kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         self.window: int | None = window if window and self.kinds != {"full_attention"} else None
-        self.lean: FusedLlama | None = None
+        self.fused: FusedLlama | None = None
 
     def optimize_for_inference(self) -> None:
-        """Make passes over few tokens fast, for decoding: a lean forward where one is known, fast products where they pay.
+        """Make passes over few tokens fast, for decoding, by fused forward and packed products where these are faster.
 
-        Once weights and device are final, and not for training. What is computed stays the same but for rounding.
+        Call it once weights and device are final; not for training. Results stay the same but for rounding.
         """
-        self.lean = self.lean or fused_forward(self)
-        self.packing.optimize([self.head] if self.lean else [self.decoder, self.head])
+        self.fused = self.fused or fused_forward(self)
+        self.packing.optimize([self.head] if self.fused else [self.decoder, self.head])
 
     def new_cache(self, capacity: int, only: Collection[int] | None = None) -> KVCache:
-        """An empty cache for this model, wherever its layers lie. only: layers whose attention runs; None: all."""
+        """An empty cache on the devices of this model's layers. only: layers whose attention runs; None: all."""
         devices = [next(layer.parameters()).device for layer in self.decoder.layers]
         return KVCache(self.layers, capacity, devices if len(set(devices)) > 1 else None, only)
 
     def run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        """The decoder alone, without the LM head.
+        """The decoder without the LM head: post-norm states [B, T, D].
 
         Args:
             tokens, positions: [B, T].
-            mask: bool [B, 1, T, S], True where a query may look; None for plainly causal from an empty cache, or for
-                one token a sequence that sees everything.
-            cache: rows are appended to it, not yet kept; None for a pass that stores nothing.
-
-        Returns:
-            [B, T, D] post-norm states.
+            mask: bool [B, 1, T, S], True where a query may attend; None: causal from an empty cache, or one token a
+                sequence that attends to everything.
+            cache: rows are appended to it, not yet kept; None: nothing is stored.
         """
-        if self.lean is not None and not torch.is_grad_enabled():
-            return self.lean(tokens, positions, mask, None if cache is None else cache.append)
+        if self.fused is not None and not torch.is_grad_enabled():
+            return self.fused(tokens, positions, mask, None if cache is None else cache.append)
         out = self.decoder(
             input_ids=tokens,
             position_ids=positions,
@@ -95,27 +88,17 @@ class CausalLM(LanguageModel):
         )
         return out.last_hidden_state
 
-    def tail(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        mask: Tensor,
-        count: int,
-        append: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """The last `count` layers and the final norm, on states that need not be the model's own.
+    def tail(self, hidden: Tensor, positions: Tensor, mask: Tensor, count: int, append: Append) -> Tensor:
+        """The last `count` layers and the final norm, on any states that enter them. -> [B, T, D]
 
         Args:
             hidden: [B, T, D] what enters those layers. positions: [B, T]. mask: bool [B, 1, T, S].
             append: called per layer with its index and the new keys and values [B, H, T, Dh]; returns all S of each.
-
-        Returns:
-            [B, T, D] post-norm.
         """
         if getattr(self.config, "sliding_window", None):
             raise SpecBenchError(f"{self.config.model_type}: target layers with a sliding window cannot be run alone")
-        if self.lean is not None and not torch.is_grad_enabled():
-            return self.decoder.norm(self.lean.layers(self.layers - count, hidden, positions, mask, append))
+        if self.fused is not None and not torch.is_grad_enabled():
+            return self.decoder.norm(self.fused.layers(self.layers - count, hidden, positions, mask, append))
         rotary = self.decoder.rotary_emb(hidden, positions)
         for layer in self.decoder.layers[-count:]:
             hidden = layer(
@@ -128,44 +111,36 @@ class CausalLM(LanguageModel):
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, kept: Sublayers
     ) -> Tensor:
         """As `run`, through the kept sublayers alone. cache: one that stores at least the kept attention's rows."""
-        if self.lean is not None and not torch.is_grad_enabled():
-            return self.lean(tokens, positions, mask, None if cache is None else cache.append, kept)
+        if self.fused is not None and not torch.is_grad_enabled():
+            return self.fused(tokens, positions, mask, None if cache is None else cache.append, kept)
         with _skipping(self.decoder.layers, kept):
             return self.run(tokens, positions, mask, cache)
 
     def sublayers(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Attention and MLP of every layer.
-
-        Raises:
-            SpecBenchError: layers that are not made of these two.
-        """
-        found: list[tuple[Any, Any]] = [
-            (getattr(layer, "self_attn", None), getattr(layer, "mlp", None)) for layer in self.decoder.layers
-        ]
-        if any(part is None for both in found for part in both):
+        """Attention and MLP of every layer. Raises `SpecBenchError` if a layer is not made of these two."""
+        if not all(hasattr(layer, name) for layer in self.decoder.layers for name in ("self_attn", "mlp")):
             raise SpecBenchError(
                 f"model type {self.config.model_type} has layers without `self_attn` and `mlp`; none of them can be skipped"
             )
-        return found
+        return [(layer.self_attn, layer.mlp) for layer in self.decoder.layers]
 
     def _masks(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor | dict[str, Tensor] | None:
-        """The mask each layer type needs, of a pass whose rows come behind a cache's."""
+        """The mask that each layer type needs, for a pass whose rows come behind the cache's."""
         if self.window is None:
             return mask
         start = cache.length if cache is not None else 0
         batch, t = tokens.shape
         if mask is None:
-            device = tokens.device
-            keys = torch.arange(start + t, device=device)
-            mask = (keys[None, :] <= start + torch.arange(t, device=device)[:, None]).expand(batch, 1, t, start + t)
+            causal = torch.ones(t, start + t, dtype=torch.bool, device=tokens.device).tril(start)
+            mask = causal.expand(batch, 1, t, start + t)
         past = torch.arange(start, device=tokens.device).expand(batch, start)  # slot = position
         return self.by_kind(mask, positions, torch.cat([past, positions], 1))
 
-    def by_kind(self, mask: Tensor, positions: Tensor, of_keys: Tensor) -> Tensor | dict[str, Tensor]:
-        """Sliding-window layers also lose the keys that lie a window behind. mask [B, 1, T, S], positions [B, T], [B, S]"""
+    def by_kind(self, mask: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """Masks by layer type: sliding-window layers also hide keys a window back. [B, 1, T, S], [B, T], [B, S]"""
         if self.window is None:
             return mask
-        near = mask & (positions[:, :, None] - of_keys[:, None, :] < self.window)[:, None]
+        near = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)[:, None]
         return near if len(self.kinds) == 1 else {"full_attention": mask, "sliding_attention": near}

@@ -1,7 +1,6 @@
-"""Drafters that others published, as they lie on disk or on the hub. Knows files and tensors, no drafter.
+"""Drafters that others published, on disk or on the hub. Knows files and tensors, no drafter.
 
-Only tensors are read: safetensors, or pickles with `weights_only=True`. What the names mean is each drafter's business
-(`TrainedDrafter.map_checkpoint`).
+Only tensors are read: safetensors, or pickles with `weights_only=True`; `TrainedDrafter.map_checkpoint` maps their names.
 """
 
 from pathlib import Path
@@ -17,16 +16,12 @@ from specbench.engine.weights import Checkpoint
 FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "*.pt", "*.bin")  # in this order of preference
 
 
-def read(place: str) -> Checkpoint:
-    """From a folder or a hub id.
-
-    Raises:
-        SpecBenchError: nothing there, no tensors in it, a file that is cut off, or a pickle that holds code.
-    """
-    folder = Path(place).expanduser() if Path(place).expanduser().exists() else _from_hub(place)
+def read(source: str) -> Checkpoint:
+    """From a folder or a hub id. Raises `SpecBenchError` for no tensors there, a damaged file, or a pickle with code."""
+    folder = Path(source).expanduser() if Path(source).expanduser().exists() else _from_hub(source)
     files = next((found for pattern in FILES if (found := sorted(folder.glob(pattern)))), [])
     if not files:
-        raise SpecBenchError(f"checkpoint={place} holds no weights ({', '.join(FILES)})")
+        raise SpecBenchError(f"checkpoint={source} holds no weights ({', '.join(FILES)})")
     tensors: dict[str, Tensor] = {}
     for path in files:
         read = read_tensors(path)
@@ -34,20 +29,20 @@ def read(place: str) -> Checkpoint:
             raise SpecBenchError(f"{path} holds {some(twice)} a second time; remove the file that does not belong there")
         tensors |= read
     config = folder / "config.json"
-    said = read_json(config) if config.is_file() else {}
-    return Checkpoint(place, str(folder), tensors, said, hashing.of_files(files))
+    settings = read_json(config) if config.is_file() else {}
+    return Checkpoint(source, str(folder), tensors, settings, hashing.of_files(files))
 
 
 def _from_hub(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["config.json", *FILES]
+    patterns = ["config.json", *FILES]
     try:
         try:
-            return Path(snapshot_download(hub_id, allow_patterns=wanted, local_files_only=True))
+            return Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))
         except LocalEntryNotFoundError:
-            return Path(snapshot_download(hub_id, allow_patterns=wanted))
+            return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise SpecBenchError(
             f"checkpoint={hub_id} is no folder here and cannot be fetched from the hub ({type(error).__name__}); connect "

@@ -1,4 +1,4 @@
-"""The loop. Follow one token from the prompt to its acceptance here. Knows no concrete drafter, dataset or config."""
+"""The loop: one token's way from the prompt to its acceptance. Knows no concrete drafter, dataset or config."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from specbench.common.types import Count, Natural, Seed
 from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Step, VerificationTarget
 from specbench.engine.sampling import Sampler
-from specbench.engine.verify import Rule, VerifyConfig
+from specbench.engine.verify import Rule, Verifier, VerifyConfig
 
 Clock = Callable[[], float]
 
@@ -21,7 +21,7 @@ class RunSettings:
     """How prompts are decoded.
 
     Attributes:
-        max_new_tokens: cap a turn. seed: of sampling; every generation starts from its own derived seed.
+        max_new_tokens: per turn. seed: of sampling; every generation derives its own from it.
         warmup: untimed generations before the first row, by baseline and drafter each.
     """
 
@@ -39,7 +39,7 @@ class Limits:
     max_context: int = 1 << 30
 
     def cut(self, tokens: list[int], already: int) -> tuple[list[int], bool]:
-        """The part of newly emitted tokens that counts, and whether the generation is over with it."""
+        """The part of newly emitted tokens that counts, and whether the generation ends with it."""
         kept = tokens[: self.max_new_tokens - already]
         for i, token in enumerate(kept):
             if token in self.stop_ids:
@@ -47,7 +47,7 @@ class Limits:
         return kept, already + len(kept) >= self.max_new_tokens
 
     def within(self, prompt: int, room: int) -> "Limits":
-        """The same for a prompt of so many tokens in a context. Raises `SpecBenchError` if it leaves no room there."""
+        """The same behind a prompt of `prompt` tokens in a context of `room`. Raises `SpecBenchError` if that is full."""
         room = min(room, self.max_context)
         if not prompt:
             raise SpecBenchError("the prompt is empty; give it at least one token")
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What happened before the first cycle: the first token, and the seconds to get there (drafter's share included)."""
+    """What precedes the first cycle: the first token, and the seconds it took, of which `draft_s` the drafter's."""
 
     token: int
     seconds: float
@@ -76,35 +76,20 @@ def decode(
     generator: torch.Generator | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Prefill | Step]:
-    """Decode one prompt speculatively: yields one `Prefill`, then one `Step` a cycle.
+    """Decode one prompt: yields one `Prefill`, then one `Step` a cycle; their tokens in turn are the answer.
 
-    The emitted ids are the prefill's token followed by every step's `tokens`. `clock` must wait for the device. The drafter
-    draws from the generator, verification from another that is seeded by it: see `VerifyConfig`.
-
-    Raises:
-        SpecBenchError: an empty prompt, one that leaves no room in the context, NaN in the target's logits, or a drafter
-            that asks what a known answer cannot tell.
+    `clock` must wait for the device. The drafter draws from the generator, verification from one seeded by it. Raises
+    `SpecBenchError` for a prompt that is empty or leaves no room, NaN in logits, or a drafter that cannot be replayed.
     """
     begin = clock()
     limits = limits.within(len(prompt), target.max_context)
-    if drafter.observes_trees and target.replayed:
-        raise SpecBenchError(
-            f"drafter={drafter.name} learns from what the target says of rejected drafts, which a known answer does not "
-            "tell; decode it"
-        )
-    capacity = len(prompt) + limits.max_new_tokens + drafter.nodes
-    target.reset(capacity, drafter.taps.observing() if drafter.observes_trees else drafter.taps)
-    drafter.reset(capacity)
-    seed = None if generator is None else int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
-    verifier = target.verifier(VerifyConfig(rule, sampler, seed))
-
+    verifier = _start(target, drafter, len(prompt) + limits.max_new_tokens + drafter.nodes, rule, sampler, generator)
     states = target.prefill(torch.tensor(prompt, device=target.device))
     root = verifier.first(states)
     before = clock()
     drafter.observe(states, root)
     now = clock()
     yield Prefill(root, seconds=now - begin, draft_s=now - before)
-
     emitted, over = 1, limits.cut([root], 0)[1]
     while not over:
         t0 = clock()
@@ -127,8 +112,7 @@ def decode(
         if not over:
             drafter.observe(seen, verdict.bonus)  # what the next draft may condition on
         t7 = clock()
-        accepted = len(tokens) - 1
-        whole = len(tokens) > len(verdict.path)
+        accepted, whole = len(tokens) - 1, len(tokens) > len(verdict.path)
         yield Step(
             tokens=tokens,
             nodes=len(tree) - 1,
@@ -142,3 +126,23 @@ def decode(
             rest_s=(t4 - t3) + (clock() - t7),
         )
         root = verdict.bonus
+
+
+def _start(
+    target: VerificationTarget,
+    drafter: Drafter,
+    capacity: int,
+    rule: Rule,
+    sampler: Sampler,
+    generator: torch.Generator | None,
+) -> Verifier:
+    """Make target and drafter ready for a sequence of at most `capacity` rows."""
+    if drafter.observes_trees and target.replayed:
+        raise SpecBenchError(
+            f"drafter={drafter.name} learns from the target's logits of rejected drafts, which a replay does not have; "
+            "decode it"
+        )
+    target.reset(capacity, drafter.taps.observing() if drafter.observes_trees else drafter.taps)
+    drafter.reset(capacity)
+    seed = None if generator is None else int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+    return target.verifier(VerifyConfig(rule, sampler, seed))

@@ -1,8 +1,7 @@
-"""What a drafter is: what every one must do, and what it may do, with what holds for one that does not.
+"""The base class of drafters: every member that the harness uses, with the defaults of its optional parts.
 
-The life of a drafter: `bind(target)` once; then per prompt `reset()`, `observe(prefill states, root)` and, each cycle,
-`propose(root)` followed by `observe(states of root + accepted path, bonus)`. Nothing outside asks a drafter whether it has
-a member: every part that the harness ever uses is declared here.
+`bind(target)` is called once; then per prompt `reset()`, `observe(prefill states, root)` and, each cycle, `propose(root)`
+followed by `observe(states of root + accepted path, bonus)`.
 """
 
 from __future__ import annotations
@@ -18,45 +17,41 @@ from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.vocabulary import DraftVocabulary
 
-# What a drafter's memory holds when a generation begins: nothing; its own prompt; also all that came before it in this run.
+# What a drafter's memory holds when a generation begins: nothing; its prompt; also everything before it in this run.
 State = Literal["none", "prompt", "run"]
-TimedFunction = tuple[Any, str, Literal["head", "network"]]  # whose function, its name, what its seconds count as
+TimedFunction = tuple[Any, str, Literal["head", "network"]]  # object, name of its function, what its seconds count as
 
 
 class Outline(NamedTuple):
-    """How many numbers a drafter holds of its own.
+    """How many numbers a drafter stores."""
 
-    Attributes:
-        own: parameters, in the target's dtype. row: that it caches of one position. building: in float32, for a moment.
-    """
-
-    own: int
-    row: int = 0
-    building: int = 0
+    own: int  # parameters of its own, in the target's dtype
+    row: int = 0  # cached per position
+    building: int = 0  # in float32, while it is built
 
 
 class Drafter:
-    """A method that drafts. A subclass fills in `propose`, and what else it needs; the rest may stay as it is here.
+    """A method that drafts. A subclass implements `propose`, and what else it needs.
 
     Attributes:
         name: as tables show it.
-        taps: what it reads from the target; after `bind` at the latest.
-        nodes: of a proposed tree at most, the root included.
-        passes: draft forwards a cycle at most; `Step.passes` says how many ran.
-        active_parameters: that one such forward multiplies, the shared LM head included, embeddings not.
+        taps: what it reads from the target; set by `bind` at the latest.
+        nodes: upper bound of a proposed tree's, the root included.
+        passes: upper bound of draft passes a cycle; `Step.passes` counts those that ran.
+        active_parameters: that one pass multiplies, the shared LM head included, embeddings not.
         state: what its memory holds when a generation begins, see `State` and `persist`.
         greedy_only: it is defined for greedy decoding alone.
-        observes_trees: it learns from rejected nodes as well, by `observe_tree`. Only those that do pay for it.
-        runs_layers: it runs layers of the target itself, which must then be here.
-        compresses_states: it makes something shorter of a token's states first of all, by `compress_states`.
-        growth: the policy by which its trees grow; None if it has none.
-        deepest: levels that its trees can have at most; None for as many as one likes.
-        vocabulary: it drafts from so many of the target's most frequent ids alone; None: from all. listed: those ids.
+        observes_trees: it also learns from rejected nodes, by `observe_tree`.
+        runs_layers: it runs layers of the target, which must then be in this process.
+        compresses_states: it reads a token's states only through `compress_states`.
+        growth: its tree policy; None if it has none.
+        deepest: upper bound of its trees' levels; None: no bound.
+        vocabulary: number of the target's most frequent ids that it drafts from; None: all ids. listed: those ids.
         weights: folder of its weights, relative to the project; None if it has none.
         takes_checkpoint: weights in their authors' layout may be set as `checkpoint` before `bind`.
-        phased: options of its objective that may change from phase to phase of a training.
+        phased: options of its objective that may change between phases of a training.
         provenance: where its weights come from. contents: SHA-256 of the files read for them, by name.
-        generation: what Transformers' `generate` is told so that it drafts alike; empty if it cannot.
+        generation: arguments with which Transformers' `generate` drafts alike; empty if it cannot.
     """
 
     name: str
@@ -95,35 +90,35 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__} proposes nothing")
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """Learn what was verified: states of N consecutive positions, and the (not yet processed) token after them."""
+        """Read what was verified: states of N consecutive positions, and the token after them, which has none yet."""
 
     # Some methods ---------------------------------------------------------------------------------------------------------
 
     def observe_tree(self, tree: DraftTree, states: TargetStates) -> None:
-        """See what the target said of every node, once a cycle: after verification, before states are selected and kept."""
+        """Read the target's states and logits of every node, after verification and before any is kept."""
 
     def persist(self, on: bool) -> None:
-        """Forget everything. on: from now on what is seen goes over from prompt to prompt, if `state` is `run`."""
+        """Empty the memory. on: from now on it is kept from prompt to prompt, if `state` is `run`."""
 
     def compress_states(self, states: TargetStates) -> tuple[Tensor, ...]:
-        """What is left of N tokens' states, each [N, …]. `observe` takes states either way.
+        """What drafting needs of N tokens' states, each [N, …]; `observe` takes states with or without it.
 
-        Where target and drafter are two machines the target's side can do this as well, and less has to travel.
+        A target on another machine can do this on its side and send less.
         """
-        raise NotImplementedError(f"{type(self).__name__} makes nothing shorter of states")
+        raise NotImplementedError(f"{type(self).__name__} compresses no states")
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
-        """Grow other trees from now on. Raises `SpecBenchError` if this drafter's trees grow by no policy."""
+        """Grow other trees from now on. Raises `SpecBenchError` if this drafter has no tree policy."""
         raise SpecBenchError(f"drafter={self.name} grows no trees that could be fitted; choose another drafter=")
 
     @property
     def grower(self) -> Drafter | None:
-        """The drafter whose trees a policy shapes: this one, one that it asks, or none."""
+        """The drafter with a tree policy: this one, one that it wraps, or none."""
         return None if self.growth is None else self
 
     @property
     def trained(self) -> Drafter:
-        """The drafter with the weights: this one, or one that it asks."""
+        """The drafter with the weights: this one, or one that it wraps."""
         return self
 
     @property
@@ -131,7 +126,7 @@ class Drafter:
         return {}
 
     def outline(self, target: Any) -> Outline:
-        """What it will hold, beside this target, which has shapes alone (`memory.Shape`); changes nothing."""
+        """What it will store beside this target, which is on the meta device (`memory.Shape`); changes nothing."""
         return Outline(0)
 
     def compile_network(self, backend: str = "inductor") -> None:
@@ -141,37 +136,33 @@ class Drafter:
         """Make drafting fast, once weights and device are final; not for training."""
 
     def timed_functions(self) -> list[TimedFunction]:
-        """What it multiplies: its LM head and the functions of its network, beside the target's own."""
+        """Its LM head and the functions of its network, besides the target's own, for timing."""
         return []
 
     @classmethod
-    def unserved(cls, server: str, options: Mapping[str, Any]) -> str | None:
-        """Why a server has no place for what these options make; None: it has one."""
+    def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:
+        """Why a server cannot run what these options make; None: it can."""
         return "it has no weights to export"
 
 
 class Delegating(Drafter):
-    """A drafter that asks another one, `base`, and does something beside it; what both are called on is passed on here.
+    """A drafter that wraps another one, `base`, and by default passes calls on to it.
 
     A subclass that is a `torch.nn.Module` initialises that part first, and sets `base` itself.
     """
 
-    base: Any  # a Drafter; Any, since a wrapper may need more of it than that
+    base: Any  # a Drafter; Any, since a wrapper may use more of it than that
 
     @property
     def taps(self) -> Taps:  # type: ignore[override]
-        """What the base reads, which it may know only once it is bound."""
-        taps: Taps = self.base.taps
-        return taps
+        return self.base.taps
 
     @property
     def runs_layers(self) -> bool:  # type: ignore[override]
-        runs: bool = self.base.runs_layers
-        return runs
+        return self.base.runs_layers
 
     def outline(self, target: Any) -> Outline:
-        outline: Outline = self.base.outline(target)
-        return outline
+        return self.base.outline(target)
 
     def bind(self, target: Any) -> None:
         self.base.bind(target)
@@ -179,7 +170,7 @@ class Delegating(Drafter):
         self.name_base()
 
     def name_base(self) -> None:
-        """Say of the bound base's weights, too, where they come from."""
+        """Add the provenance of the bound base's weights."""
         self.provenance |= {"base": self.base.provenance}
         self.contents |= {f"base/{name}": digest for name, digest in self.base.contents.items()}
 
@@ -190,8 +181,7 @@ class Delegating(Drafter):
         self.base.optimize_for_inference()
 
     def timed_functions(self) -> list[TimedFunction]:
-        timed: list[TimedFunction] = self.base.timed_functions()
-        return timed
+        return self.base.timed_functions()
 
     def reset(self, capacity: int) -> None:
         self.base.reset(capacity)
@@ -201,20 +191,16 @@ class Delegating(Drafter):
 
 
 class ServedEngine(Drafter):
-    """An engine that answers by itself, for comparison: the loop is not run, and nobody here sees its drafts.
+    """Another engine that decodes by itself, for comparison: the loop is not run, and its drafts are not seen."""
 
-    Attributes:
-        found: what it says of its model.
-    """
+    found: dict[str, Any]  # what it reports of its model
 
-    found: dict[str, Any]
-
-    def look(self) -> None:
-        """Is it there? Raises `SpecBenchError` if not."""
+    def find_model(self) -> None:
+        """Ask it for its model. Raises `SpecBenchError` if it or the model is not there."""
 
     def answer(self, prompt: list[int], text: str, limits: Any, sampler: Any, seed: int | None) -> Any:
-        """What it says behind a prompt, as ids and as text: an `endpoint.Answer`."""
-        raise NotImplementedError
+        """Its answer to a prompt, given as ids and as text: an `endpoint.Answer`."""
+        raise NotImplementedError(f"{type(self).__name__} does not answer")
 
     def propose(self, root: int, sampler: Any, generator: torch.Generator | None) -> DraftTree:
         raise SpecBenchError(f"drafter={self.name} is another engine, which drafts nothing here; use specbench.run")

@@ -1,6 +1,6 @@
-"""The words of the project: what a drafter is given, what it proposes, and what a cycle yields.
+"""What a drafter is given, what it proposes, and what a cycle yields. Knows nothing else in the project.
 
-Knows nothing else in the project. Dimension letters, used in every shape comment:
+Dimension letters, used in every shape comment:
 
     B  sequences in a batch            N  tokens fed in one pass (a tree: root + draft nodes)
     T  tokens of a sequence            F  frontier: nodes expanded together while a tree grows
@@ -24,16 +24,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Taps:
-    """What a drafter wants to read from the target. A target on another machine sends nothing else.
+    """What a drafter reads from the target. A target on another machine sends nothing else.
 
     Attributes:
+        hidden: decoder layers whose output (before the next layer) it reads, 0-based; negative counts from the end.
+        kv: decoder layers whose cached keys and values it reads, likewise; keys are as cached, after RoPE.
         last: the post-norm last hidden state.
-        hidden: decoder layers whose output (before the next layer) is wanted, 0-based; negative counts from the end.
-        kv: decoder layers whose cached keys and values are wanted, likewise; keys are as cached, after RoPE.
         observe_top_k: so many best ids of every node, rejected ones included, for `Drafter.observe_tree`; None: all logits.
-        condensed: names the network that condenses these states, where the drafter compresses states: the fingerprint
-            of its weights. A server that has the same one sends what comes out of it.
-        free_running: nothing is ever drafted, so a target on another machine may go on without being asked.
+        condensed: fingerprint of the weights that compress these states, for a drafter that does so. A server with the
+            same weights sends the compressed states.
+        free_running: nothing is ever drafted, so a target on another machine may decode without requests.
     """
 
     hidden: tuple[int, ...] = ()
@@ -45,11 +45,11 @@ class Taps:
 
     @property
     def reads_layers(self) -> bool:
-        """Does it read layers, beside the last state?"""
+        """Does it read layers, besides the last state?"""
         return bool(self.hidden or self.kv)
 
     def observing(self) -> Taps:
-        """The same for a drafter that observes trees: all logits, unless it says how many it looks at."""
+        """The same for a drafter that observes trees: all logits, unless it reads a given number of them."""
         return self if self.observe_top_k else replace(self, observe_top_k=None)
 
     def resolve(self, layers: int) -> Taps:
@@ -62,23 +62,20 @@ class Taps:
 
 @dataclass(frozen=True)
 class Sublayers:
-    """Those of a decoder's that a pass goes through, by layer; past the others the residual stream goes unchanged."""
+    """The layers whose attention, and those whose MLP, a pass runs; it leaves the residual stream unchanged elsewhere."""
 
     attention: frozenset[int]
     mlp: frozenset[int]
 
     def others(self, layers: int) -> Sublayers:
-        """All sublayers but these, of so many layers."""
-        everything = frozenset(range(layers))
-        return Sublayers(everything - self.attention, everything - self.mlp)
+        """All other sublayers of a decoder of so many layers."""
+        every = frozenset(range(layers))
+        return Sublayers(every - self.attention, every - self.mlp)
 
 
 @dataclass
 class TargetStates:
-    """What one target pass computed for each of its N tokens.
-
-    `kv` holds views of the target's cache, which `Target.keep` overwrites: `select`, which copies, comes before it.
-    """
+    """What one target pass computed for each of its N tokens. `kv` are views of the cache, valid until `Target.keep`."""
 
     tokens: Tensor  # [N] ids that were fed
     positions: Tensor  # [N] 0-based
@@ -89,7 +86,7 @@ class TargetStates:
     condensed: tuple[Tensor, ...] = ()  # [N, …] each: what `Drafter.compress_states` made of them at the target's
 
     def select(self, nodes: Tensor) -> TargetStates:
-        """The states of some nodes, in the given order; a prefill's single row of logits stays. nodes: [A] of N."""
+        """Copies of the states of some nodes, in the given order; a prefill's single row of logits stays. nodes: [A]"""
         return replace(
             self,
             tokens=self.tokens[nodes],
@@ -106,9 +103,8 @@ class TargetStates:
 class DraftTree:
     """Draft tokens below a root. Node 0 is the root; a parent's index is always smaller than its child's.
 
-    `q` is set only where children were *sampled*: row n is the distribution from which the children of node n were
-    drawn, in index order (= draw order). Without `q` the candidates are deterministic. Nodes that are not acceptable were
-    not drawn from `q`, and may repeat a sibling's token.
+    `q` is set only where children were *sampled*: row n is the distribution from which the children of node n were drawn,
+    in index order. Without `q` the candidates are deterministic. Nodes that are not acceptable may repeat siblings' tokens.
     """
 
     tokens: Tensor  # [N] ids, the root's first
@@ -116,13 +112,13 @@ class DraftTree:
     depths: Tensor  # [N] root 0
     ancestors: Tensor  # [N, N] bool: row n is True at n and at every ancestor of n
     ranks: Tensor  # [N] rank of a node among its siblings as proposed (0 = first choice); root 0
-    max_depth: int  # levels below the root that the growth may use; the deepest node can lie higher
-    width: int  # most siblings a node can have: ranks are below it
+    max_depth: int  # upper bound of depths
+    width: int  # upper bound of a node's children: ranks are below it
     q: Tensor | None = None  # [N, V] float32
     replacement: bool = False  # were siblings sampled with replacement?
-    acceptable: Tensor | None = None  # [N] bool, the root's True; None: all. Others, and what is below, are only computed
+    acceptable: Tensor | None = None  # [N] bool, the root's True; None: all. False: neither it nor descendants are accepted
     confidence: Callable[[], Tensor] | None = None  # [N - 1] drafter's probability of the path to each node but the root
-    passes: int = 0  # forwards of the drafter's network that it was drafted from, see `Step`
+    passes: int = 0  # draft passes, see `Step`
 
     def __len__(self) -> int:
         """Nodes of the target pass, the root included."""
@@ -130,21 +126,21 @@ class DraftTree:
 
 
 class NoShortcut(Exception):
-    """A drafter whose held-out acceptance must be replayed cycle by cycle."""
+    """Raised by a drafter whose held-out acceptance must be replayed cycle by cycle."""
 
 
 @dataclass
 class Batch:
-    """What a drafter is trained on: text as the frozen target saw it, in B rows of T tokens.
+    """What a drafter is trained on: tokens and the frozen target's states, in B rows of T tokens.
 
-    A row holds one sequence and padding behind it, or several sequences end to end (*packed*): then nothing may look from
-    one into another, every sequence counts its positions from 0, and no state is scored on another sequence's token.
+    A row holds one sequence and padding, or several sequences end to end (*packed*): then nothing may attend from one to
+    another, positions count from 0 in every sequence, and no state is scored on another sequence's token.
     """
 
     tokens: Tensor  # [B, T]
     states: Tensor  # [B, T, D] post-norm; state i predicts token i + 1
     valid: Tensor  # [B, T] bool: not padding
-    scored: Tensor  # [B, T] bool: states whose prediction counts (valid, and leading to an answer token if so asked)
+    scored: Tensor  # [B, T] bool: states whose prediction counts (valid, and if so configured before an answer's token)
     vocabulary: Tensor | None = None  # [K] ids to which the classification loss is confined; None for all V
     progress: float = 1.0  # share of the training that is done
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [B, T, D], as tapped
@@ -158,7 +154,7 @@ class Batch:
         return row if self.starts is None else row - self.starts
 
     def restrict_mask(self, mask: Tensor) -> Tensor:
-        """A mask over places of a row, confined to each one's own sequence. [T, S] or [B, T, S] -> [B or 1, T, S]
+        """A mask over positions of a row, confined to each one's own sequence. [T, S] or [B, T, S] -> [B or 1, T, S]
 
         S is T, or a multiple of it where keys of several passes lie end to end.
         """
@@ -169,7 +165,7 @@ class Batch:
         return mask & same.repeat(1, 1, mask.shape[-1] // same.shape[-1])
 
     def same_sequence(self, ahead: int) -> Tensor:
-        """[B, T - ahead] bool: is the token `ahead` places on of the same sequence (padding counts as another)?"""
+        """[B, T - ahead] bool: is the token `ahead` positions on of the same sequence, and not padding?"""
         length = self.tokens.shape[1]
         same = self.valid[:, ahead:] & self.valid[:, : length - ahead]
         return same if self.starts is None else same & (self.starts[:, ahead:] == self.starts[:, : length - ahead])
@@ -177,11 +173,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target made of a tree: the accepted nodes in order, their ranks, and the token that follows them."""
+    """What verification made of a tree: the accepted nodes in order, and the token that follows them."""
 
     path: list[int]  # [A] node indices, without the root
     tokens: list[int]  # [A] their ids
-    ranks: list[int]  # [A] which of its parent's children each one was
+    ranks: list[int]  # [A] each one's rank among its siblings
     bonus: int
 
 
@@ -189,15 +185,13 @@ class Verdict:
 class Step:
     """One cycle of the loop, as counted and timed.
 
-    A cycle emits `accepted + 1` tokens, also where a stop token or the cap cuts it: `accepted` is then what was
-    emitted minus one, and `drafted` is no deeper than that, since what lay below was never put to the test.
+    A cycle emits `accepted + 1` tokens. Where a stop token or the cap cuts it, `accepted` is what was emitted minus one,
+    and `drafted` no deeper, since nodes below were not verified.
 
-    `passes` counts the forwards of the drafter's network whose output this cycle's draft was made from, whatever their
-    width: one per level that was really computed, one in all where heads draft every level together, none for what was
-    copied from text. Where `observe` computes the first level (the forward over the verified tokens also gives the logits
-    below the root), that forward counts in the cycle that drafts from it, in the first cycle the one behind the prompt; so
-    a chain of gamma tokens takes gamma passes. A forward of `observe` that no draft reads (before a cycle that copies) is
-    not counted, nor is one that only fills a cache.
+    `passes` counts the forwards of the drafter's network that this cycle's draft was made from, whatever their width: one
+    per level, one in all where heads draft every level together, none for what was copied from text. The forward of
+    `observe` that gives the logits below the root counts in the cycle that drafts from it, so that a chain of gamma tokens
+    takes gamma passes; forwards that only fill a cache, and those that no draft reads, do not count.
     """
 
     tokens: list[int]  # emitted ids: accepted draft tokens and the bonus
@@ -206,29 +200,29 @@ class Step:
     accepted: int  # depth accepted
     ranks: list[int]  # [accepted] child ranks along the path
     passes: int  # draft passes that really ran, see above
-    draft_s: float  # drafter: propose, observe_tree and observe, and taking out the states that it observes
+    draft_s: float  # drafter: propose, observe_tree, observe, and selecting the states that it observes
     target_s: float  # target pass and keeping its rows
     verify_s: float  # acceptance
     rest_s: float  # everything else in the cycle
 
 
 class Sampler(Protocol):
-    """How the target is sampled (`specbench.engine.sampling`): a drafter that samples must process q the same way."""
+    """How the target is sampled (`specbench.engine.sampling`); a drafter that samples processes q the same way."""
 
     @property
     def greedy(self) -> bool:
         """Temperature 0."""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., V] logits -> the distribution really sampled, float32."""
+        """The processed distribution. [..., V] logits -> [..., V] float32"""
 
 
 class VerificationTarget(Protocol):
-    """What the loop asks of a target: one here (`Target`), a known answer (`ReplayTarget`), a server's (`RemoteTarget`).
+    """A target as the loop uses it: local (`Target`), a known answer (`ReplayTarget`), a server's (`RemoteTarget`).
 
     Attributes:
         max_context: positions that a prompt and its answer may take.
-        replayed: it says what an answer is known to be, and nothing of other tokens.
+        replayed: its logits are those of a known answer, and mean nothing for other tokens.
     """
 
     max_context: int
@@ -236,19 +230,19 @@ class VerificationTarget(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where what it takes and gives lies."""
+        """The device of all tensors that it takes and returns."""
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
-        """Start a new sequence. capacity: cache rows that it can need at most. taps: what the drafter reads."""
+        """Start a new sequence. capacity: upper bound of its cache rows. taps: what the drafter reads."""
 
     def verifier(self, config: Any) -> Any:
-        """Who says what is accepted of the coming generation's trees: a `VerifyConfig` -> a `Verifier`."""
+        """A `Verifier` of the coming generation's trees. config: a `VerifyConfig`."""
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N]; logits of its last position alone."""
 
     def forward(self, tree: DraftTree) -> TargetStates:
-        """One pass over the root and the draft nodes, of which nothing is kept yet."""
+        """One pass over the root and the draft nodes, whose cache rows are not kept yet."""
 
     def keep(self, nodes: Tensor) -> None:
-        """Keep the root and the accepted path, [1 + A] nodes of the last pass; drop the others."""
+        """Keep the cache rows of the root and the accepted path, [1 + A] nodes of the last pass; drop the others."""

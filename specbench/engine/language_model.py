@@ -1,4 +1,4 @@
-"""What drafters share with a target wherever its layers run: embedding, LM head, sizes, stop tokens and its identity."""
+"""What drafters share with a target, local or remote: embedding, LM head, sizes, stop tokens and identity."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ class LanguageModel:
 
     Attributes:
         decoder: its layers and final norm; the layers may be on the meta device.
-        embedding, head: the model's input embedding and LM head, shared by drafters.
-        layers: how many the decoder has.
-        stop_ids: every stop token of the generation config.
+        layers: number of the decoder's layers.
         max_context: positions the model was made for.
-        path: the folder it was loaded from, where its tokenizer lies too.
-        packing: which products, its drafters' too, use weights in another layout.
-        listing: where the list of its most frequent ids should lie, see `vocabulary`.
+        path: the folder of its files and its tokenizer.
+        packing: decides which products, its drafters' too, use packed weights.
+        listing: the file that lists its most frequent ids, see `vocabulary`.
     """
 
     def __init__(self, model: Any, path: Path | str | None = None):  # a PreTrainedModel, whose attributes its stubs lack
@@ -60,10 +58,7 @@ class LanguageModel:
         return logits if not cap else torch.tanh(logits / cap) * cap
 
     def fingerprint(self) -> str:
-        """Which model this is, by all its tensors, alike in float32 and bfloat16.
-
-        Of a folder's model it is read off the files, so it does not matter where the tensors lie now and in how many parts.
-        """
+        """Which model this is, see `pretrained.fingerprint`; read off its files, if there are any."""
         return fingerprint_in_memory(self.model) if self.path is None else fingerprint_of(Path(self.path))
 
     def contents(self) -> dict[str, str]:
@@ -75,9 +70,9 @@ def stop_ids(generation: GenerationConfig | None, config: PreTrainedConfig) -> t
     """All end-of-sequence ids of the generation config, or of the model config where it has none."""
     eos = getattr(generation, "eos_token_id", None)
     eos = getattr(config, "eos_token_id", None) if eos is None else eos
-    found = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-    if not all(isinstance(i, int) for i in found):
+    ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(isinstance(i, int) for i in ids):
         raise SpecBenchError(
             f"eos_token_id in generation_config.json or config.json is no id or list of ids: {eos!r}; mend it"
         )
-    return found
+    return ids

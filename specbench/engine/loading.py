@@ -20,12 +20,14 @@ from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_
 from specbench.engine import memory, vocabulary
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
-from specbench.engine.pretrained import CONFIG, read_config, read_gguf, read_tokenizer, shaped
+from specbench.engine.pretrained import CONFIG, config_of, read_config, read_gguf, read_tokenizer
 from specbench.engine.target import Target
+
+Source = tuple[str, str | None, str | None, str | None, Wheel | Wheels | None]  # the arguments of `model_folder`
 
 
 class Connectable(Protocol):
-    """A way to a server that holds the target, see `specbench.remote.link`."""
+    """A link to a server that holds the target, see `specbench.remote.link`."""
 
     def connect(self, path: Path, dtype: torch.dtype, device: torch.device) -> LanguageModel: ...
 
@@ -37,18 +39,17 @@ class ModelSpec:
     Attributes:
         name: also the folder of its results and weights.
         path, hub, revision, wheel: where it comes from; see `model_folder`.
-        device: auto, cpu, cuda, cuda:1 … dtype: auto, float32, bfloat16, float16.
         device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
-        forward: how decoding runs it: `lean`, written for few tokens where its kind is known, with fast products; or
-            `plain`, Transformers' own.
-        max_context: rows the cache may take, at most what the model was made for.
+        forward: `lean` decodes by the fused forward, where it knows the model, and packed products; `plain` by
+            Transformers' own.
+        max_context: rows of the cache, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
-        template: a Jinja chat template for tokenizers that bring none (the papers' prompt formats).
-        billions: of parameters, so that what cannot fit says so before its configuration is here; then that decides.
-        weights: `trained`, or `random`: only the shape, for time and memory of a target that is not here.
-        shape: the model's configuration, so that `random` needs nothing fetched; None takes that of its folder.
-        published: by drafter, the checkpoint (hub id or folder) to take where no weights were trained here.
-        notice: terms that come with the weights, said before they are fetched.
+        template: a Jinja chat template for tokenizers without one (the papers' prompt formats).
+        billions: of parameters; says whether the target fits until its configuration is here.
+        weights: `trained`, or `random`: its shape alone, for time and memory.
+        shape: the model's configuration, so that `random` needs no download; None: that in its folder.
+        published: by drafter, the checkpoint (hub id or folder) to use where no weights were trained here.
+        notice: licence terms, printed before weights are fetched.
     """
 
     name: Name
@@ -70,21 +71,21 @@ class ModelSpec:
     shape: dict[str, Any] | None = None
 
     def load(self, processes: int = 1, link: Connectable | None = None, beside: Sequence[Any] = ()) -> tuple[Any, Chat]:
-        """The model, over some processes, and its chat format: a `Target`, or what stands for the one behind a link.
+        """The model, spread over some processes, and its chat format: a `Target`, or the remote one of a link.
 
         Args:
             link: to the server that holds the target, with its address; None: it is loaded here.
-            beside: drafters that will be bound to it at the same time, for which there must be room, too.
+            beside: drafters that will be bound to it at the same time, which need memory, too.
 
         Raises:
             SpecBenchError: anything missing or unusable. `NoRoom`: it cannot fit.
         """
         if link is not None and self.weights == "random":
-            raise SpecBenchError("model.weights=random: there is nothing that a server could verify; set link=local")
+            raise SpecBenchError("model.weights=random: a server has no weights to verify with; set link=local")
         device = pick_device(self.device)
         room = Room(self, device, pick_dtype(self.dtype, device), processes, beside)
         if link is None:
-            room.require(self._known())
+            room.require(self._config_here())
         transformers_logging.disable_progress_bar()
         target, chat = self._random(room) if self.weights == "random" else self._trained(room, link)
         target.max_context = min(target.max_context, self.max_context)
@@ -94,7 +95,7 @@ class ModelSpec:
     def _trained(self, room: "Room", link: Connectable | None) -> tuple[LanguageModel, Chat]:
         if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
             print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
-        folder: Path = model_folder(self.name, self.path, self.hub, self.revision, self.wheel)
+        folder = model_folder(*self._source)
         if link is None:
             room.require(read_config(folder))
             target: LanguageModel = Target.load(folder, room.dtype, room.device, room.processes, self.device_map)
@@ -117,86 +118,85 @@ class ModelSpec:
 
     def _random(self, room: "Room") -> tuple[Target, Chat]:
         if self.shape is not None:
-            config = shaped(self.shape, "model.shape")
+            config = config_of(self.shape, "model.shape")
         else:
-            config = read_config(model_folder(self.name, self.path, self.hub, self.revision, self.wheel))
+            config = read_config(model_folder(*self._source))
         room.require(config)
         target = Target.random(config, room.dtype, room.device)
         return target, Chat(Pieces(target.vocab_size), self.system)
 
-    def _known(self) -> PreTrainedConfig | None:
-        """The model's configuration, if nothing need be fetched for it."""
-        if self.shape is not None and self.weights == "random":
-            return shaped(self.shape, "model.shape")
-        folder = _folder_here(self.name, self.path, self.hub, self.revision, self.wheel)
-        if folder is not None and (folder / CONFIG).is_file():
-            return read_config(folder)
-        return None if self.shape is None or self.path is not None else shaped(self.shape, "model.shape")
+    @property
+    def _source(self) -> Source:
+        return self.name, self.path, self.hub, self.revision, self.wheel
+
+    def _config_here(self) -> PreTrainedConfig | None:
+        """The model's configuration, unless it must be fetched."""
+        if self.shape is None or self.weights != "random":
+            folder = _folder_here(*self._source)
+            if folder is not None and (folder / CONFIG).is_file():
+                return read_config(folder)
+            if self.path is not None:
+                return None
+        return None if self.shape is None else config_of(self.shape, "model.shape")
 
 
 @dataclass
 class Room:
-    """What a target asks of a device's memory, with the drafters `beside` it.
-
-    Attributes:
-        wanted: what it takes, once its configuration was known.
-    """
+    """Memory on a device for a target and the drafters `beside` it."""
 
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
     processes: int
     beside: Sequence[Any]
-    wanted: memory.Estimate | None = None
+    estimate: memory.Estimate | None = None  # once the target's configuration is known
 
     def require(self, config: PreTrainedConfig | None) -> None:
         """Refuse what cannot fit, before it is fetched or loaded; without a configuration, by `billions` alone."""
-        if self.wanted is not None:
+        if self.estimate is not None:
             return
-        wanted, free = self._estimate(config), self._free()
-        if wanted is None:
+        estimate, free = self._estimate(config), self._free()
+        if estimate is None:
             return
-        if wanted.needed > free:
-            raise memory.NoRoom(self._refusal(wanted, free))
-        if wanted.needed + wanted.copies > free:
+        if estimate.needed > free:
+            raise memory.NoRoom(self._refusal(estimate, free))
+        if estimate.needed + estimate.copies > free:
             print(
-                f"{self.spec.name}: {self.device} has no room for all {wanted.copies / 1e9:.1f} GB of copies that make "
+                f"{self.spec.name}: {self.device} has no room for all {estimate.copies / 1e9:.1f} GB of copies that make "
                 "products fast; some are left out",
                 file=sys.stderr,
             )
-        self.wanted = None if config is None else wanted
+        self.estimate = None if config is None else estimate
 
     def spare(self) -> float:
         """Bytes that are left for copies of weights."""
-        return float("inf") if self.wanted is None else self._free() - self.wanted.later
+        return float("inf") if self.estimate is None else self._free() - self.estimate.later
 
     def _estimate(self, config: PreTrainedConfig | None) -> memory.Estimate | None:
-        spec = self.spec
-        found = None
+        spec, estimate = self.spec, None
         if config is not None:
             how = spec.forward == "lean", self.processes, spec.weights == "trained"
-            found = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how)
-        if found is None and spec.billions is not None:
+            estimate = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how)
+        if estimate is None and spec.billions is not None:
             return memory.Estimate(int(spec.billions * 1e9 * self.dtype.itemsize / self.processes))
-        return found
+        return estimate
 
     def _free(self) -> int:
         return environment.free_memory(self.device, everywhere=self.spec.device_map is not None)
 
-    def _refusal(self, wanted: memory.Estimate, free: int) -> str:
-        smaller = ["model.dtype=bfloat16"] * (self.dtype.itemsize > 2) + [
-            f"model.max_context below {self.spec.max_context}"
-        ]
-        spread = ["model.device_map=auto over several GPUs"] * (self.device.type == "cuda" and self.spec.device_map is None)
+    def _refusal(self, estimate: memory.Estimate, free: int) -> str:
+        options = ["a smaller model="] + ["model.dtype=bfloat16"] * (self.dtype.itemsize > 2)
+        options.append(f"model.max_context below {self.spec.max_context}")
+        if self.device.type == "cuda" and self.spec.device_map is None:
+            options.append("model.device_map=auto over several GPUs")
         return (
-            f"{self.spec.name} needs about {wanted.needed / 1e9:.1f} GB in {str(self.dtype).removeprefix('torch.')} "
-            f"({wanted}) and {self.device} has {free / 1e9:.1f} GB free; choose a smaller model=, "
-            f"{', '.join([*smaller, *spread])}, or a larger machine"
+            f"{self.spec.name} needs about {estimate.needed / 1e9:.1f} GB in {str(self.dtype).removeprefix('torch.')} "
+            f"({estimate}) and {self.device} has {free / 1e9:.1f} GB free; choose {', '.join(options)}, or a larger machine"
         )
 
 
 def _folder_here(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Any) -> Path | None:
-    """Where `model_folder` would find the model, if nothing need be fetched."""
+    """Where `model_folder` finds the model, unless it must be fetched."""
     if path is not None:
         return Path(path).expanduser()
     if wheel is not None and (cache_root() / "models" / name).exists():
@@ -206,13 +206,10 @@ def _folder_here(name: str, path: str | None, hub: str | None, revision: str | N
 
 def model_folder(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Wheel | Wheels | None) -> Path:
     """A folder that `from_pretrained` reads: local path, cache, hub, wheel, in this order."""
-    if path is not None:
-        folder = Path(path).expanduser()
-        if not (folder / "config.json").is_file():
+    if (here := _folder_here(name, path, None, None, wheel)) is not None:
+        if not (here / CONFIG).is_file() and path is not None:
             raise SpecBenchError(f"model.path={path} holds no config.json; pass the folder of a Hugging Face model")
-        return folder
-    if wheel is not None and (cache_root() / "models" / name).exists():
-        return cache_root() / "models" / name
+        return here
     if hub is not None:
         try:
             return folder_from_hub(hub, revision)
@@ -225,13 +222,10 @@ def model_folder(name: str, path: str | None, hub: str | None, revision: str | N
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
-    """Rewrite a GGUF file as bfloat16 safetensors, once: Transformers takes 20 s to read the former.
-
-    A model loaded from GGUF is marked as quantized and refuses to be saved, though its weights are plain by then; a
-    fresh model from the same configuration without that mark takes the weights over.
-    """
+    """Rewrite a GGUF file as bfloat16 safetensors, once: Transformers takes 20 s to read the former."""
     print(f"converting {gguf.name} to safetensors, once", file=sys.stderr)
     loaded, tokenizer = read_gguf(gguf)
+    # The model read is marked as quantized and cannot be saved; one of the same configuration without that mark can.
     settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
     fresh = type(loaded)(type(loaded.config).from_dict(settings))
     fresh.to(torch.bfloat16)

@@ -1,35 +1,35 @@
-"""What a target and the drafters beside it take, from shapes alone: nothing is fetched, read or allocated for it.
+"""Memory of a target and its drafters, from shapes alone: nothing is fetched, read or allocated for it.
 
-Model and drafters are built on the meta device, where tensors have shapes and no storage. What decoding takes beside their
-parameters follows from the shape: the cache, the widest pass (a prompt of `max_context` tokens goes through in one), and
-what exists for a moment while a target is loaded and a drafter built. Checked against a process's peak in
-`tests/test_memory.py`. Knows no drafter, and no machine: what is free there is the caller's business.
+Model and drafters are built on the meta device, where tensors have shapes and no storage. The rest follows from the shape:
+the cache, the widest pass (a prompt of `max_context` tokens), and what loading the target and building a drafter take for a
+moment. Checked against a process's peak in `tests/test_memory.py`. Knows no drafter, and no machine's free memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.engine.backends.packed_linear import packable
-from specbench.engine.drafter import Outline
 from specbench.engine.pretrained import random_model
 from specbench.engine.target import SPARE, Target
 
-HEADROOM, LEAST = 0.1, 500_000_000  # of all of it, and at least so many bytes: Python, torch, prompts, rows
+HEADROOM, MIN_HEADROOM = 0.1, 500_000_000  # share of the rest, bytes: Python, torch, prompts, rows
 FLOAT = 4  # bytes of a float32
-SHOWN = 5  # parts that a message names
+T = TypeVar("T")
+SHOWN = 5  # parts in a message
 
 
 class NoRoom(SpecBenchError):
-    """A target that does not fit, alone or with its drafters: with others it may."""
+    """A target that does not fit, alone or with its drafters: with other drafters it may."""
 
 
 class Shape(Target):
-    """A target on the meta device: everything but numbers."""
+    """A target on the meta device, whose tensors have no values."""
 
     def __init__(self, config: Any, dtype: torch.dtype):
         super().__init__(random_model(config, dtype, torch.device("meta")))
@@ -43,10 +43,10 @@ class Estimate:
     """Bytes on the target's device.
 
     Attributes:
-        weights: each parameter once. loading: beside them while they are read, and while a drafter is built.
+        weights: each parameter once. loading: besides them while they are read, and while a drafter is built.
         cache: keys and values of `max_context` rows and a tree. passes: states within a prompt's pass, logits of a tree's.
         drafters: by name, parameters of their own and caches.
-        copies: of weights laid out for fast products. They are made as far as there is room, so none is needed.
+        copies: packed weights, made only as far as memory suffices, so not `needed`.
     """
 
     weights: int
@@ -58,7 +58,7 @@ class Estimate:
 
     @property
     def later(self) -> int:
-        """What is taken once the weights are there, the headroom included."""
+        """What is allocated once the weights are there, the headroom included."""
         return self.needed - self.weights
 
     @property
@@ -72,16 +72,16 @@ class Estimate:
         decoding = {"cache": self.cache, "activations": self.passes, **self.drafters}
         if self.loading > sum(decoding.values()):
             decoding = {"loading": self.loading}
-        found = {"weights": self.weights, **decoding}
-        return found | {"headroom": max(int(HEADROOM * sum(found.values())), LEAST)}
+        parts = {"weights": self.weights, **decoding}
+        return parts | {"headroom": max(int(HEADROOM * sum(parts.values())), MIN_HEADROOM)}
 
     def __str__(self) -> str:
         """The largest parts."""
         largest = sorted(self.parts.items(), key=lambda part: -part[1])
         shown = {name: size for name, size in largest[:SHOWN] if size >= 5e7}
         rest = self.needed - sum(shown.values())
-        said = [f"{name} {size / 1e9:.1f}" for name, size in shown.items()]
-        return ", ".join(said + [f"other {rest / 1e9:.1f}"] * (rest >= 5e7))
+        named = [f"{name} {size / 1e9:.1f}" for name, size in shown.items()]
+        return ", ".join(named + [f"other {rest / 1e9:.1f}"] * (rest >= 5e7))
 
 
 def estimate(
@@ -90,24 +90,19 @@ def estimate(
     device: torch.device,
     max_context: int,
     beside: Sequence[Any] = (),
-    lean: bool = True,
+    fused: bool = True,
     processes: int = 1,
     read: bool = True,
 ) -> Estimate | None:
-    """What a target of this configuration takes, with the drafters `beside` it, not yet bound, and with their caches.
+    """Memory of a target of this configuration and of unbound drafters `beside` it; None if it cannot be built.
 
-    lean: its products may be made fast. processes: among which its weights are spread. read: from files, not at random.
-
-    Returns:
-        None if no target can be made of the configuration, which says why when it is loaded.
+    fused: products may be packed. processes: among which its weights are spread. read: weights come from files, not random.
     """
-    try:
-        with refusing("no target can be made of this configuration"):
-            shape = Shape(config, dtype)
-    except SpecBenchError:
+    if (shape := _unless_refused(lambda: Shape(config, dtype))) is None:
         return None
     rows = min(shape.max_context, max_context) + SPARE
-    outlines = [(d.name, outline) for d in beside if (outline := _outline(d, shape)) is not None]
+    outlined = [(d.name, _unless_refused(partial(d.outline, shape))) for d in beside]
+    outlines = [(name, outline) for name, outline in outlined if outline is not None]
     drafters: dict[str, int] = {}
     for name, outline in outlines:
         drafters[name] = drafters.get(name, 0) + (outline.own + outline.row * rows) * dtype.itemsize
@@ -120,29 +115,28 @@ def estimate(
         cache=cached_numbers(shape) * rows * dtype.itemsize,
         passes=_passes(shape, rows, dtype),
         drafters=drafters,
-        copies=_packed(shape) * dtype.itemsize if lean and here and packable(torch.empty(0, dtype=dtype)) else 0,
+        copies=_packed(shape) * dtype.itemsize if fused and here and packable(torch.empty(0, dtype=dtype)) else 0,
     )
 
 
 def cached_numbers(target: Target) -> int:
-    """Keys and values that a target's cache holds of one position."""
+    """Numbers that a target's cache stores per position."""
     c: Any = target.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return 2 * target.layers * (getattr(c, "num_key_value_heads", None) or c.num_attention_heads) * int(head_dim)
 
 
-def _outline(drafter: Any, shape: Shape) -> Outline | None:
-    """None of a drafter that cannot be made for this target: binding it says why."""
+def _unless_refused(make: Callable[[], T]) -> T | None:
+    """What is made; None of what cannot be: loading or binding it raises the reason."""
     try:
-        with refusing("this drafter cannot be made for this target"):
-            found: Outline = drafter.outline(shape)
-            return found
+        with refusing("it cannot be made"):
+            return make()
     except SpecBenchError:
         return None
 
 
 def _passes(shape: Shape, rows: int, dtype: torch.dtype) -> int:
-    """States within one layer, of all rows, and a tree's logits, several times as float32. An order of magnitude."""
+    """Bytes of all rows' states within one layer, and of a tree's logits, several times as float32; a rough estimate."""
     c: Any = shape.config
     width = (getattr(c, "intermediate_size", None) or 4 * shape.hidden_size) * getattr(c, "num_experts_per_tok", 1)
     states = rows * (4 * width + 6 * shape.hidden_size) * dtype.itemsize
@@ -151,6 +145,6 @@ def _passes(shape: Shape, rows: int, dtype: torch.dtype) -> int:
 
 
 def _packed(shape: Shape) -> int:
-    """Weights of which `optimize_for_inference` may make copies, the head's also where it is tied to the embedding."""
+    """Numbers of which `optimize_for_inference` may make copies, the head's also where it is tied to the embedding."""
     linears = {id(m): m for part in (shape.decoder, shape.head) for m in part.modules() if type(m) is nn.Linear}
     return sum(m.weight.numel() for m in linears.values())

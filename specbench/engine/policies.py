@@ -1,9 +1,8 @@
-"""Tree growth, written once for every drafter that drafts token by token. Does not know which drafter it grows for.
+"""Tree policies: which nodes a drafter that drafts token by token expands, and which candidates form its tree.
 
-A growth asks an `Expandable` for the logits below the root and below every node it wants to go on from, and picks the
-candidates. How many levels it asked for stands in the tree's `passes`. Expanded nodes get *rows* 0, 1, 2 … in the order
-of expansion; `visible` says which rows a new one may see: its ancestors and itself. Nothing here reads a value back to
-the host.
+A policy asks an `Expandable` for the logits below the root and below every node that it expands, and picks candidates.
+The tree's `passes` counts the levels it asked for. Expanded nodes get *rows* 0, 1, 2 … in the order of expansion; `visible`
+says which rows a new one attends to: its ancestors and itself. Nothing here reads a value back to the host.
 
     Chain(gamma)      one candidate a level (Leviathan et al.)
     Static(paths)     a fixed set of rank paths (EAGLE-1)
@@ -13,7 +12,7 @@ the host.
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -32,58 +31,44 @@ Nodes = Annotated[int, Field(ge=2)]
 
 
 class Expandable(Protocol):
-    """The part of an autoregressive drafter that growth talks to.
+    """The part of an autoregressive drafter that tree policies use."""
 
-    Attributes:
-        listed: of which ids its logits are, [F, v] instead of [F, V]; None: of all.
-    """
-
-    listed: Any
+    listed: Any  # its draft vocabulary, if its logits are [F, v] instead of [F, V]
 
     def root_logits(self) -> Tensor:
         """Logits of the tokens that may follow the root, [V]."""
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        """Go on from F nodes of one level.
+        """Logits [F, V] of what may follow F nodes of one level.
 
         Args:
             tokens: [F] their ids.
             parents: [F] the row of each one's parent, -1 for the root.
             depth: their level, 1 just below the root.
             visible: [F, R + F] bool over this cycle's rows, these F being the last.
-
-        Returns:
-            [F, V] logits of what may follow each.
         """
 
 
 class TreePolicy:
-    """How a tree is grown. A subclass fills in `grow` and the four numbers.
+    """How a tree is grown. A subclass implements `grow` and sets the upper bounds of its trees."""
 
-    Attributes:
-        depth: levels below the root. nodes: at most, the root included. rows: nodes expanded at most. width: siblings at
-            most. top_k: candidates of a node that it may look at, if these are more.
-        fitted: it must be fitted to acceptance and costs before it grows a tree, see `fit`.
-        chosen: what was chosen in fitting, and what came second.
-    """
-
-    depth: int
-    nodes: int
-    rows: int
-    width: int
-    top_k: int = 0
-    fitted: bool = False
-    chosen: dict[str, dict[str, float]]
+    depth: int  # levels below the root
+    nodes: int  # the root included
+    rows: int  # expanded nodes
+    width: int  # siblings
+    top_k: int = 0  # candidates of a node that it considers, if more than `width`
+    fitted: bool = False  # it must be fitted to acceptance and costs before it grows a tree, see `fit`
+    chosen: dict[str, dict[str, float]]  # the tree that fitting chose, and the runner-up
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        """A tree below the root; its `passes` are the levels that the drafter was asked for."""
+        """A tree below the root; its `passes` are the levels of logits that it asked for."""
         raise NotImplementedError(f"{type(self).__name__} grows nothing")
 
     def limit_depth(self, levels: int) -> None:
-        """The drafter has no more levels than these."""
+        """Grow no more levels than the drafter has."""
 
     def fit(self, acceptance: Any, costs: Any) -> None:
-        """Choose a tree by what a drafter's nodes turn out to be worth, and by what cycles cost on this machine."""
+        """Choose a tree by the measured acceptance of a drafter's nodes and the costs of cycles on this machine."""
         raise NotImplementedError(f"{type(self).__name__} is not fitted")
 
 
@@ -95,14 +80,14 @@ class _Level:
     rows: Tensor  # [F] the row of each one's parent, -1 for the root
     visible: Tensor  # [F, R + F] bool, see `Expandable.expand`
     below: Tensor  # [M] nodes
-    places: Tensor  # [M] which of the F is each one's parent
+    parents: Tensor  # [M] index of each one's parent among the F
     ranks: Tensor  # [M]
-    wanted: int  # candidates below a node, at most
+    count: int  # candidates needed below a node
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A static tree without its tokens, on a device. Tensors as in `DraftTree`; levels from the root's down."""
+    """A static tree without its tokens, on a device. Tensors as in `DraftTree`; levels from the root's on."""
 
     parents: Tensor
     depths: Tensor
@@ -128,9 +113,9 @@ class _Shape:
                     rows=put([rows.get(parents[n], -1) for n in level]),
                     visible=ancestors[put(level)][:, put([*rows])] if depth else ancestors[:1, :0],
                     below=put(below),
-                    places=put([level.index(parents[n]) for n in below]),
+                    parents=put([level.index(parents[n]) for n in below]),
                     ranks=put([ranks[n] for n in below]),
-                    wanted=max(ranks[n] for n in below) + 1,
+                    count=max(ranks[n] for n in below) + 1,
                 )
             )
         return cls(put(parents), put(depths), put(ranks), ancestors, levels)
@@ -139,11 +124,10 @@ class _Shape:
 class Static(TreePolicy):
     """The same shape every cycle, given as rank paths: [[0], [1], [0, 0]] is two children and one grandchild.
 
-    Where the target is sampled, `candidates` decides what stands at the ranks:
+    Where the target is sampled, `candidates` decides which ids get the ranks; greedy decoding always takes the best ones.
         top: the drafter's best ids, verified as deterministic candidates (Algorithm D);
         sample: drawn without replacement, rank = draw order, with the drafter's distribution kept for Algorithm S;
         sample_with_replacement: likewise, where siblings may repeat.
-    Greedy decoding always takes the best ids.
     """
 
     def __init__(self, paths: Annotated[Paths, Field(min_length=1)], candidates: Candidates = "top"):
@@ -166,31 +150,34 @@ class Static(TreePolicy):
         for depth, level in enumerate(shape.levels):
             if depth:
                 logits = drafter.expand(tokens[level.expanded], level.rows, depth, level.visible)
-            choice, distribution = self._choose(logits, level.wanted, sampled, sampler, generator)  # [F, wanted]
-            tokens[level.below] = named(drafter, choice[level.places, level.ranks])
+            choice, distribution = self._choose(logits, level.count, sampled, sampler, generator)  # [F, count]
+            tokens[level.below] = to_target_ids(drafter, choice[level.parents, level.ranks])
             if q is not None and distribution is not None:
                 q[level.expanded] = distribution
         if q is not None and drafter.listed is not None:
             q = drafter.listed.spread(q)
-        with_replacement = self.candidates == "sample_with_replacement"
-        fixed = shape.parents, shape.depths, shape.ancestors, shape.ranks
-        return DraftTree(tokens, *fixed, self.depth, self.width, q, with_replacement, passes=len(shape.levels))
+        made = self._tree(tokens, shape, passes=len(shape.levels))
+        return replace(made, q=q, replacement=self.candidates == "sample_with_replacement")
 
-    def spell(self, root: int, followers: Callable[[Tensor], Tensor], device: torch.device) -> DraftTree:
-        """The tree in which child r of a node is the r-th of the followers of its token, whatever stands above it.
+    def from_followers(self, root: int, followers: Callable[[Tensor], Tensor], device: torch.device) -> DraftTree:
+        """The tree in which child r of a node is the r-th of the followers of its token.
 
         followers: tokens [F] -> [F, k] ids, k at least the tree's width.
         """
         shape = self._shape(device)
         tokens = torch.full((self.nodes,), root, dtype=torch.long, device=device)
         for level in shape.levels:
-            tokens[level.below] = followers(tokens[level.expanded])[level.places, level.ranks]
-        return DraftTree(tokens, shape.parents, shape.depths, shape.ancestors, shape.ranks, self.depth, self.width)
+            tokens[level.below] = followers(tokens[level.expanded])[level.parents, level.ranks]
+        return self._tree(tokens, shape)
 
-    def _shape(self, device: torch.device) -> "_Shape":
-        """What every tree has in common, put on a device once: copies from the host make it wait for the device."""
+    def _tree(self, tokens: Tensor, shape: _Shape, passes: int = 0) -> DraftTree:
+        fixed = shape.parents, shape.depths, shape.ancestors, shape.ranks
+        return DraftTree(tokens, *fixed, self.depth, self.width, passes=passes)
+
+    def _shape(self, device: torch.device) -> _Shape:
+        """What all trees have in common, put on a device once: each copy from the host waits for the device."""
         if device not in self._shapes:
-            with torch.inference_mode(False):  # of use outside of it too
+            with torch.inference_mode(False):  # so that it can be used outside of it, too
                 self._shapes[device] = _Shape.of(self.parents, self.depths, self.ranks, device)
         return self._shapes[device]
 
@@ -214,10 +201,9 @@ class Chain(Static):
 
 
 class AccuracyTree(Static):
-    """Medusa's sparse tree: the paths that are likeliest to be accepted, judged by measured accuracies.
+    """Medusa's sparse tree: the `nodes - 1` paths with the highest estimated probability of acceptance.
 
-    A path's worth is the product over its levels of the share of cases in which that level's candidate of that rank was
-    right. The `nodes - 1` worthiest paths are taken one after the other, each behind its parent.
+    That of a path is the product over its levels of the measured accuracy of that level's candidate of that rank.
 
     Args:
         nodes: of the target pass, root included. levels, top_k: of the guess that serves until `calibrate` is called.
@@ -225,11 +211,11 @@ class AccuracyTree(Static):
     """
 
     def __init__(self, nodes: Nodes, levels: Count = 5, top_k: Count = 10, unmeasured: Paths = ()):
-        self.wanted, self.top_k, self.unmeasured = nodes, top_k, unmeasured
+        self.max_nodes, self.top_k, self.unmeasured = nodes, top_k, unmeasured
         self.guess(levels)
 
     def guess(self, levels: int) -> None:
-        """What to go on before any accuracy is measured: `unmeasured`, or each rank worth half of the one above it."""
+        """The tree before any accuracy is measured: `unmeasured`, or from an accuracy of 2^-(rank + 1) at every level."""
         if self.unmeasured:
             super().__init__([path for path in self.unmeasured if len(path) <= levels])
         else:
@@ -240,21 +226,21 @@ class AccuracyTree(Static):
         paths: list[list[int]] = []
         heap = [(-a, [rank]) for rank, a in enumerate(accuracy[0])]
         heapq.heapify(heap)
-        while heap and len(paths) < self.wanted - 1:
-            worth, path = heapq.heappop(heap)
+        while heap and len(paths) < self.max_nodes - 1:
+            probability, path = heapq.heappop(heap)  # negative: the heap gives its smallest item
             paths.append(path)
             if len(path) < len(accuracy):
                 for rank, a in enumerate(accuracy[len(path)]):
-                    heapq.heappush(heap, (worth * a, [*path, rank]))
+                    heapq.heappush(heap, (probability * a, [*path, rank]))
         super().__init__(paths)
 
 
 class Pool(NamedTuple):
-    """Everything that was drafted in a cycle, level by level; parents are places in the pool, -1 for the root. All [N]."""
+    """Everything that was drafted in a cycle, level by level, without the root. All [N]."""
 
     tokens: Tensor
     values: Tensor  # log-probability of the path
-    parents: Tensor
+    parents: Tensor  # indices in the pool, -1 for the root
     ranks: Tensor
     depths: Tensor
 
@@ -262,10 +248,10 @@ class Pool(NamedTuple):
 class Dynamic(TreePolicy):
     """EAGLE-2's context-dependent tree.
 
-    A node's value is the product of the drafter's (temperature 1) probabilities down to it. Each level expands the
-    `top_k` most valuable nodes of the level above, each into its `top_k` likeliest children; all children enter a pool
-    of which the `nodes - 1` most valuable are verified. A child is never worth more than its parent and stands behind
-    it in the pool, so a stable sort keeps the choice ancestor-closed, also where rounding makes them equal.
+    A node's value is the product of the drafter's (temperature 1) probabilities on its path. Each level expands the `top_k`
+    nodes of highest value of the level above, each into its `top_k` likeliest children; all children enter a pool, of which
+    the `nodes - 1` of highest value are verified. A child's value is never above its parent's, and it comes later in the
+    pool, so a stable sort keeps the choice ancestor-closed, also where rounding makes values equal.
 
     Args:
         depth: levels below the root. top_k: frontier size and branching. nodes: of the target pass, root included.
@@ -279,73 +265,67 @@ class Dynamic(TreePolicy):
         return self.rerank(root, self.draft(drafter), self.nodes - 1, passes=self.depth)
 
     def draft(self, drafter: Expandable) -> Pool:
-        """All levels' candidates."""
+        """The candidates of all levels."""
         k = self.top_k
-        places, value = best_children(drafter.root_logits()[None], k)  # [1, K]
-        frontier_tokens, frontier_value = named(drafter, places[0]), value[0]
-        device = places.device
-        k_range = torch.arange(k, device=device)
-        pool_tokens, pool_values = [frontier_tokens], [frontier_value]
-        pool_parents, pool_ranks = [torch.full_like(k_range, -1)], [k_range]  # parents as pool indices
-        frontier = k_range  # pool indices of the frontier
-        rows = torch.full_like(k_range, -1)  # row of each frontier node's parent
-        visible = torch.eye(k, dtype=torch.bool, device=device)
+        indices, values = best_children(drafter.root_logits()[None], k)  # [1, K]
+        ranks = torch.arange(k, device=indices.device)
+        below_root, itself = torch.full_like(ranks, -1), torch.eye(k, dtype=torch.bool, device=indices.device)
+        level = Pool(to_target_ids(drafter, indices[0]), values[0], below_root, ranks, torch.ones_like(ranks))
+        levels = [level]
+        best = frontier = ranks  # the frontier's indices in the level, and in the pool
+        rows, visible = below_root, itself  # row of each frontier node's parent; rows that each attends to
         for depth in range(1, self.depth):
-            logits = drafter.expand(frontier_tokens, rows, depth, visible)
-            places, value = best_children(logits, k)
-            tokens = named(drafter, places)
-            value = frontier_value[:, None] + value  # [K, K] log-probability of the path
-            pool_tokens.append(tokens.flatten())
-            pool_values.append(value.flatten())
-            pool_parents.append(frontier.repeat_interleave(k))
-            pool_ranks.append(k_range.repeat(k))
+            logits = drafter.expand(level.tokens[best], rows, depth, visible)
+            indices, values = best_children(logits, k)
+            level = Pool(
+                tokens=to_target_ids(drafter, indices).flatten(),
+                values=(level.values[best][:, None] + values).flatten(),
+                parents=frontier.repeat_interleave(k),
+                ranks=ranks.repeat(k),
+                depths=torch.full((k * k,), depth + 1, device=indices.device),
+            )
+            levels.append(level)
             if depth + 1 == self.depth:
                 break
-            best = value.flatten().topk(k).indices  # next frontier, by place among the K * K
-            frontier_tokens, frontier_value = tokens.flatten()[best], value.flatten()[best]
+            best = level.values.topk(k).indices
             frontier = k + (depth - 1) * k * k + best
             rows = (depth - 1) * k + best // k
-            visible = torch.cat([visible[best // k], torch.eye(k, dtype=torch.bool, device=device)], 1)
-        place = torch.arange(k + (self.depth - 1) * k * k, device=device)
-        depths = torch.where(place < k, 1, 2 + (place - k).div(k * k, rounding_mode="floor"))
-        return Pool(torch.cat(pool_tokens), torch.cat(pool_values), torch.cat(pool_parents), torch.cat(pool_ranks), depths)
+            visible = torch.cat([visible[best // k], itself], 1)
+        return Pool(*(torch.cat(parts) for parts in zip(*levels, strict=True)))
 
     def rerank(self, root: int, pool: Pool, count: int, passes: int) -> DraftTree:
-        """The `count` most valuable nodes of the pool, in pool order (levels ascending), behind the root.
-
-        passes: forwards that made the pool.
-        """
-        device = pool.tokens.device
-        count = min(count, pool.tokens.shape[0])
+        """The tree of the pool's `count` nodes of highest value, in pool order. passes: draft passes that made the pool."""
+        device, size = pool.tokens.device, pool.tokens.shape[0]
+        count = min(count, size)
         if not count:
             return tree.root_only(root, device, passes)
         chosen = pool.values.sort(descending=True, stable=True).indices[:count].sort().values
-        node = torch.zeros(pool.tokens.shape[0] + 1, dtype=torch.long, device=device)  # pool index -> node
-        node[chosen] = torch.arange(1, count + 1, device=device)  # the last slot serves parent -1: the root
+        node = torch.zeros(size + 1, dtype=torch.long, device=device)  # pool index -> node; the last is for -1, the root
+        node[chosen] = torch.arange(1, count + 1, device=device)
 
-        def behind_root(first: int, rest: Tensor) -> Tensor:
+        def with_root(first: int, rest: Tensor) -> Tensor:
             return torch.cat([rest.new_full((1,), first), rest])
 
         return tree.build(
-            tokens=behind_root(root, pool.tokens[chosen]),
-            parents=behind_root(-1, node[pool.parents[chosen]]),
-            depths=behind_root(0, pool.depths[chosen]),
-            ranks=behind_root(0, pool.ranks[chosen]),
+            tokens=with_root(root, pool.tokens[chosen]),
+            parents=with_root(-1, node[pool.parents[chosen]]),
+            depths=with_root(0, pool.depths[chosen]),
+            ranks=with_root(0, pool.ranks[chosen]),
             max_depth=self.depth,
             width=self.top_k,
-            confidence=lambda: pool.values[chosen].exp(),  # only a trace asks
+            confidence=lambda: pool.values[chosen].exp(),  # computed for traces only
             passes=passes,
         )
 
 
-def named(drafter: Any, places: Tensor) -> Tensor:
-    """The ids that stand at some places of a drafter's logits: the same numbers, unless it drafts from a list."""
-    return places if drafter.listed is None else drafter.listed.ids[places]
+def to_target_ids(drafter: Any, indices: Tensor) -> Tensor:
+    """Indices of a drafter's logits as ids of the target: the same, unless it has a draft vocabulary."""
+    return indices if drafter.listed is None else drafter.listed.ids[indices]
 
 
 def best_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k likeliest ids of each row and their log-probabilities in float32. [F, V] -> [F, k], [F, k]"""
     logits = logits.float()
     values, ids = top(logits, k)
-    # Never above 0: a child worth more than its parent would tear the tree apart.
+    # Rounding may give values above 0, which would make a child worth more than its parent.
     return ids, (values - logits.logsumexp(-1, keepdim=True)).clamp(max=0)

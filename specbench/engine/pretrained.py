@@ -1,8 +1,7 @@
 """Models, tokenizers and configurations of others, read from a folder: the only file that calls `from_pretrained`.
 
-Of what lies in a folder only data is read: never code, though Transformers would ask whether to run it; tensors from
-safetensors, or from pickles that hold nothing else. A model is taken whole or not at all: Transformers fills what a file
-lacks with random numbers and drops what it does not know, which is refused here. Knows no drafter.
+Only data is read: never code, which Transformers would offer to run; tensors from safetensors, or from pickles that hold
+nothing else. Transformers fills missing tensors with random numbers and drops unknown ones; both are refused here.
 """
 
 import hashlib
@@ -31,16 +30,16 @@ from specbench.engine.tensors import finite, open_tensors, some
 MODELS: Any = AutoModelForCausalLM  # whose stubs know half of its options
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WHOLE = ("model.safetensors", "pytorch_model.bin")  # one file, else an index of several; safetensors first
-SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # what decides beside the weights, down to the chat format
+SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # what decides besides the weights, down to the chat format
 OBJECTS = {f"{n}.json" for n in ("config", "generation_config", "tokenizer", "tokenizer_config", "vocab")}
 OBJECTS |= {f"{n}.json" for n in ("special_tokens_map", "added_tokens", "chat_template")}
-SMALL = 1 << 20  # bytes; larger files of text are looked at only when a library has stumbled over the folder
+SMALL = 1 << 20  # bytes; larger files of text are checked only after a library failed to read the folder
 # Constants that older tools wrote into a file and newer ones compute.
 COMPUTED = re.compile(r"rotary_emb\.(inv_freq|(cos|sin)_cached)$|\.masked_bias$|\.attn\.bias$")
 
 
 class Index(TypedDict):
-    """Which file each tensor lies in; beside it stands what does not matter here."""
+    """The key of an index that is read: the file of each tensor."""
 
     __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
     weight_map: dict[str, str]
@@ -51,18 +50,17 @@ class Index(TypedDict):
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """The configuration in a folder. Raises `SpecBenchError` for values that no model can have."""
-    with _stumbling(folder, f"{folder / CONFIG} is no configuration of a causal language model; mend it"):
+    with _refusing_folder(folder, f"{folder / CONFIG} is no configuration of a causal language model; mend it"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def read_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
-    """The causal language model in a folder, every tensor of it as its file says.
+    """The causal language model in a folder.
 
-    Raises:
-        SpecBenchError: no such model, damaged files, tensors that are missing, left over, of another shape, or not finite.
+    Raises `SpecBenchError` for no such model, damaged files, and tensors missing, left over, misshapen, or not finite.
     """
     config = read_config(folder)
-    with _stumbling(folder, f"no causal language model can be read from {folder} by its {CONFIG}"):
+    with _refusing_folder(folder, f"no causal language model can be read from {folder} by its {CONFIG}"):
         model, found = MODELS.from_pretrained(
             folder,
             config=config,
@@ -79,15 +77,14 @@ def read_model(folder: Path, dtype: torch.dtype, device_map: str | None = None) 
 
 
 def read_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model in a folder without its layers, which take no memory: embedding, final norm and LM head alone are read.
+    """The model in a folder with layers on the meta device: only embedding, final norm and LM head are read.
 
-    Raises:
-        SpecBenchError: as `read_model`, for what is read.
+    Raises as `read_model`, for what is read.
     """
     config = read_config(folder)
     bare = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 0, "layer_types": []})
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": False}
-    with _stumbling(folder, f"no causal language model can be read from {folder} by its {CONFIG}"):
+    with _refusing_folder(folder, f"no causal language model can be read from {folder} by its {CONFIG}"):
         with torch.device("meta"):
             model = MODELS.from_config(config, **settings)
         with device:
@@ -95,7 +92,11 @@ def read_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
         if (folder / GENERATION).is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     own = ends.state_dict()
-    found = {name: tensor for name, tensor in _some_tensors(folder, set(own)).items() if tensor.shape == own[name].shape}
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with open_tensors(path) as opened:
+            read = {name: tensor() for name, tensor in opened.items() if name in own}
+        found |= {name: tensor for name, tensor in read.items() if tensor.shape == own[name].shape}
     tied = {name for name in own if ends.get_output_embeddings().weight is ends.get_input_embeddings().weight}
     ends.load_state_dict(found, strict=False)
     if missing := sorted(own.keys() - found.keys() - (tied & {"lm_head.weight"})):
@@ -106,110 +107,102 @@ def read_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return model.requires_grad_(False)
 
 
-def _some_tensors(folder: Path, names: set[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        with open_tensors(path) as opened:
-            found |= {name: read() for name, read in opened.items() if name in names}
-    return found
-
-
 def read_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder. Raises `SpecBenchError`."""
-    with _stumbling(folder, f"no tokenizer can be read from {folder}; pass a complete folder"):
+    with _refusing_folder(folder, f"no tokenizer can be read from {folder}; pass a complete folder"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def read_gguf(file: Path) -> tuple[Any, Any]:
     """Model, in float32, and tokenizer of a GGUF file."""
-    said: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     with refusing(f"{file} cannot be read as GGUF; remove it, and it is fetched again"), quiet(), _barless_logs():
-        model, found = MODELS.from_pretrained(file.parent, dtype=torch.float32, output_loading_info=True, **said)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **said)
+        model, found = MODELS.from_pretrained(file.parent, dtype=torch.float32, output_loading_info=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
     _require_whole(model, found, file)
     return model, tokenizer
 
 
 @contextmanager
 def _barless_logs() -> Iterator[None]:
-    """The bar of Transformers' reader of GGUF, which it draws itself whatever `quiet` says, on terminals alone."""
-    drawn: Any = gguf_reader.tqdm
-    gguf_reader.tqdm = partial(drawn, disable=None)  # None: where nobody watches
+    """The progress bar of Transformers' GGUF reader, which ignores `quiet`, is shown on terminals alone."""
+    original: Any = gguf_reader.tqdm
+    gguf_reader.tqdm = partial(original, disable=None)  # None: unless the output is a terminal
     try:
         yield
     finally:
-        gguf_reader.tqdm = drawn
+        gguf_reader.tqdm = original
 
 
-def shaped(said: Mapping[str, Any], where: str) -> PreTrainedConfig:
-    """A configuration written out. where: the option that holds it."""
-    plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in said.items()}
-    with refusing(f"{where} is no configuration of a causal language model; mend it"), quiet():
+def config_of(values: Mapping[str, Any], option: str) -> PreTrainedConfig:
+    """A configuration from its values. option: its name, for messages."""
+    plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    with refusing(f"{option} is no configuration of a causal language model; mend it"), quiet():
         return AutoConfig.for_model(**plain)
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """A model of this shape at its initial weights."""
-    what = f"no causal language model can be built from this configuration of type {config.model_type}"
-    with refusing(what), quiet(), device:
+    refusal = f"no causal language model can be built from this configuration of type {config.model_type}"
+    with refusing(refusal), quiet(), device:
         return MODELS.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
 
 
-def local(place: str) -> Path:
-    """The folder of a draft model, itself or by its hub id. Raises `SpecBenchError` if neither is to be had."""
-    folder = Path(place).expanduser()
+def draft_model_folder(source: str) -> Path:
+    """The folder of a draft model, given itself or by its hub id. Raises `SpecBenchError` if it cannot be found."""
+    folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     try:
-        return folder_from_hub(place)
+        return folder_from_hub(source)
     except SpecBenchError as error:
         raise SpecBenchError(
-            f"no draft model at drafter.path={place}: no folder here, and not to be had from the hub; pass a folder"
+            f"no draft model at drafter.path={source}: no folder here, and not to be had from the hub; pass a folder"
         ) from error
 
 
-# What is whole -------------------------------------------------------------------------------------------------------
+# Checks --------------------------------------------------------------------------------------------------------------
 
 
-def _require_whole(model: Any, found: Mapping[str, Any], place: Path) -> None:
-    """Refuse a model that is not what its files hold. found: Transformers' report. place: the folder, or the one file."""
-    file = place / _main_file(place) if place.is_dir() else place
-    wrong = [f"{name} is {list(shape)}, not {list(asked)}" for name, shape, asked in sorted(found["mismatched_keys"])]
+def _require_whole(model: Any, info: Mapping[str, Any], path: Path) -> None:
+    """Refuse a model that is not what its files hold. info: Transformers' loading info. path: the folder, or the file."""
+    file = path / _main_file(path) if path.is_dir() else path
+    wrong = [f"{name} is {list(shape)}, not {list(asked)}" for name, shape, asked in sorted(info["mismatched_keys"])]
     if wrong:
         raise SpecBenchError(f"{file} does not fit the {CONFIG} beside it: {some(wrong)}; fetch the model again")
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise SpecBenchError(f"{file} lacks tensors that the {CONFIG} beside it asks for: {some(missing)}; fetch it again")
-    if left := sorted(n for n in found["unexpected_keys"] if not COMPUTED.search(n)):
+    if left := sorted(n for n in info["unexpected_keys"] if not COMPUTED.search(n)):
         raise SpecBenchError(
             f"{file} holds tensors that the {CONFIG} beside it has no place for: {some(left)}; fetch the model again"
         )
-    if found["error_msgs"]:
-        raise SpecBenchError(f"{file} was not read whole: {some(' '.join(e.split()) for e in found['error_msgs'])}")
+    if info["error_msgs"]:
+        raise SpecBenchError(f"{file} was not read whole: {some(' '.join(e.split()) for e in info['error_msgs'])}")
     named = model.state_dict(keep_vars=True).items()
     if bad := [name for name, tensor in named if not tensor.is_meta and not finite(tensor)]:
-        said = str(model.dtype).removeprefix("torch.")
-        raise SpecBenchError(f"{file}, read as {said}, holds NaN or infinity in {some(bad)}; fetch it again")
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise SpecBenchError(f"{file}, read as {dtype}, holds NaN or infinity in {some(bad)}; fetch it again")
 
 
 @contextmanager
-def _stumbling(folder: Path, what: str) -> Iterator[None]:
-    """`refusing` around a call that reads a folder, which names the damaged file if it is one that stands behind it."""
+def _refusing_folder(folder: Path, refusal: str) -> Iterator[None]:
+    """`refusing` around a call that reads a folder; names the damaged file if there is one."""
     if not folder.is_dir():
-        raise SpecBenchError(f"{what} (there is no such folder)")
-    _look(path for path in _settings(folder) if path.stat().st_size <= SMALL)  # some are passed over in silence
+        raise SpecBenchError(f"{refusal} (there is no such folder)")
+    _check_text(path for path in _settings(folder) if path.stat().st_size <= SMALL)  # Transformers ignores some damage
     try:
-        with refusing(what), quiet():
+        with refusing(refusal), quiet():
             yield
     except SpecBenchError:
-        _look(_settings(folder))
+        _check_text(_settings(folder))
         for path in weight_files(folder):
             with open_tensors(path):
                 pass
         raise
 
 
-def _look(paths: Iterable[Path]) -> None:
-    """Refuse text that is not UTF-8, and JSON that is no object where Transformers takes it for one."""
+def _check_text(paths: Iterable[Path]) -> None:
+    """Refuse text that is not UTF-8, and JSON that is no object where Transformers expects one."""
     for path in paths:
         if path.name in OBJECTS:
             read_json(path)
@@ -219,7 +212,7 @@ def _look(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Transformers' warnings: what they say is refused, or no matter."""
+    """Without Transformers' warnings: what matters of them is refused here."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -257,7 +250,7 @@ def _settings(folder: Path) -> list[Path]:
 
 
 def contents_of(folder: Path) -> dict[str, str]:
-    """SHA-256, by name, of everything in a folder that decides what a model and its tokenizer do."""
+    """SHA-256, by name, of every file in a folder that decides what a model and its tokenizer do."""
     return hashing.of_files([*_settings(folder), *weight_files(folder)])
 
 
@@ -275,14 +268,14 @@ def fingerprint_of(folder: Path) -> str:
 
 
 def fingerprint_in_memory(model: Any) -> str:
-    """`fingerprint` of a model that no folder stands behind, by the names that its files would have."""
+    """`fingerprint` of a model without files, by the names that its files would have."""
     return fingerprint(revert_weight_conversion(model, model.state_dict()).items())
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Which model this is: names, shapes and values of all its tensors, 16 hexadecimal digits.
+    """16 hexadecimal digits of names, shapes and values of all a model's tensors.
 
-    Alike in float32 and bfloat16, in one file or several, with or without the decoder's prefix, constants that could be
+    The same in float32 and bfloat16, in one file or several, with or without the decoder's prefix, constants that can be
     computed, or a second copy of tied embeddings.
     """
     found: dict[str, tuple[list[int], str]] = {}

@@ -1,10 +1,10 @@
-"""A target whose greedy answer is known: it stands where `Target` stands in the loop, and runs no pass over trees.
+"""A target whose greedy answer is known: it takes the place of `Target` in the loop, and runs no pass over trees.
 
-Greedy decoding accepts exactly what the target would have said. Once the baseline has written an answer, one prefill of
-prompt and answer yields the states that every later tree pass would compute for the tokens it keeps; what a tree's other
-nodes would say can never matter. So real drafting against known states accepts, cycle by cycle, what decoding accepts.
-Only where two passes of different shapes round differently can a draft differ: in float32 at a tie. A drafter that learns
-from the other nodes (`Drafter.observe_tree`) cannot be replayed: the loop refuses it here, and a cell decodes it instead.
+Greedy decoding accepts exactly the target's own tokens. Once the baseline has generated an answer, one prefill of prompt
+and answer yields the states that every later tree pass would compute for the tokens it keeps; the logits of other nodes
+never matter. So drafting against known states accepts, cycle by cycle, what decoding accepts. Drafts can differ only where
+passes of different shapes round differently: in float32 at a tie. A drafter that learns from rejected nodes
+(`Drafter.observe_tree`) cannot be replayed: `decode` refuses it.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,7 @@ class ReplayTarget:
     """Greedy decoding of one prompt, replayed for any number of drafters in turn.
 
     Args:
-        target: whose answer it is; its cache holds the whole text from here on, so nothing else may run on it meanwhile,
-            or see `detach`.
+        target: its cache holds the whole text from here on, so nothing else may run on it unless `detach` was called.
         prompt, answer: ids; the answer as the baseline emitted it.
         taps: everything that any of the drafters reads.
     """
@@ -36,54 +35,50 @@ class ReplayTarget:
         self.states = target.prefill(torch.tensor(self.text[:-1], device=self.device))  # nothing follows the last token
 
     def detach(self) -> "ReplayTarget":
-        """The same with states of its own: from here on the target may run again."""
+        """Copy the states out of the target's cache: from here on the target may run again."""
         self.states = self.states.select(torch.arange(len(self.states.tokens), device=self.device))
         return self
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
-        """Begin again. taps: of the drafter that comes now."""
         self.taps = (taps or Taps()).resolve(self.target.layers)
-        self.root = self.begin  # where in the text the root stands
+        self.root = self.begin  # position of the root in the text
 
-    def verifier(self, terms: VerifyConfig) -> Verifier:
-        return self.target.verifier(terms)
+    def verifier(self, config: VerifyConfig) -> Verifier:
+        return self.target.verifier(config)
 
     def prefill(self, tokens: Tensor) -> TargetStates:
-        """The prompt's states [N, …], and logits [1, V] that say the answer's first token."""
-        places = torch.arange(len(tokens), device=self.device)
-        return self._states(tokens, places, self.one_hot_logits([self.text[self.begin]]))
+        """The prompt's states [N, …], and one-hot logits [1, V] of the answer's first token."""
+        positions = torch.arange(len(tokens), device=self.device)
+        return self._states(tokens, positions, self.one_hot_logits([self.text[self.begin]]))
 
     def forward(self, tree: DraftTree) -> TargetStates:
-        """What a pass over the tree would say at the nodes that spell the answer; at the others anything."""
+        """States and next tokens of a pass at the nodes on the answer; at the others an id that no draft has."""
         tokens, parents, depths = tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
-        nothing = next(i for i in range(len(tokens) + 1) if i not in tokens)  # behind the answer no draft is right
-        spells = [True]
-        said = []
+        no_draft = next(i for i in range(len(tokens) + 1) if i not in tokens)
+        on_answer: list[bool] = []
+        next_tokens = []
         for node, (token, parent, depth) in enumerate(zip(tokens, parents, depths, strict=True)):
-            place = self.root + depth
-            if node:
-                spells.append(spells[parent] and place < len(self.text) and token == self.text[place])
-            said.append(self.text[place + 1] if spells[node] and place + 1 < len(self.text) else nothing)
-        places = (self.root + tree.depths).clamp(max=len(self.text) - 2)
-        return self._states(tree.tokens, places, self.one_hot_logits(said))
+            rest = self.text[self.root + depth : self.root + depth + 2]  # the answer's token at this depth, and the next
+            on_answer.append(node == 0 or (on_answer[parent] and rest[:1] == [token]))
+            next_tokens.append(rest[1] if on_answer[node] and len(rest) > 1 else no_draft)
+        positions = (self.root + tree.depths).clamp(max=len(self.text) - 2)
+        return self._states(tree.tokens, positions, self.one_hot_logits(next_tokens))
 
     def keep(self, nodes: Tensor) -> None:
-        """The root and the accepted path are behind us."""
         self.root += len(nodes)
 
     def one_hot_logits(self, tokens: list[int]) -> Tensor:
         """Logits [N, V] whose argmax is these ids."""
-        logits = torch.zeros(len(tokens), self.target.vocab_size, device=self.device)
-        logits[torch.arange(len(tokens), device=self.device), torch.tensor(tokens, device=self.device)] = 1.0
-        return logits
+        ids = torch.tensor(tokens, device=self.device)
+        return torch.zeros(len(tokens), self.target.vocab_size, device=self.device).scatter_(1, ids[:, None], 1.0)
 
-    def _states(self, tokens: Tensor, places: Tensor, logits: Tensor) -> TargetStates:
+    def _states(self, tokens: Tensor, positions: Tensor, logits: Tensor) -> TargetStates:
         known = self.states
         return TargetStates(
             tokens=tokens,
-            positions=places,
-            last=known.last[places],
+            positions=positions,
+            last=known.last[positions],
             logits=logits,
-            hidden={i: known.hidden[i][places] for i in self.taps.hidden},
-            kv={i: (known.kv[i][0][:, places], known.kv[i][1][:, places]) for i in self.taps.kv},
+            hidden={i: known.hidden[i][positions] for i in self.taps.hidden},
+            kv={i: (known.kv[i][0][:, positions], known.kv[i][1][:, positions]) for i in self.taps.kv},
         )

@@ -1,8 +1,8 @@
 """Many sequences at once, each at its own length: a pass feeds one token to every row. Knows no drafter and no corpus.
 
-Slot = position in each row, as in `cache.KVCache`, so that nothing is ever padded or realigned: a row takes its next token
-while its neighbour starts anew. What short rows beside long ones would cost is attention over slots that they do not
-have; so rows stand in *groups*, longest first, and attention runs group by group over as many slots as the group needs.
+Slot = position in each row, as in `cache.KVCache`, so that nothing is ever padded or realigned, and rows may start new
+sequences at any time. To spare short rows attention over the slots of long ones, rows stand in *groups*, longest first, and
+attention runs group by group over as many slots as the group needs.
 
     group 0   row 0  ########################
               row 1  ######################        a row that ends is filled from the group below it,
@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specbench.engine.cache import SlotLayer
+from specbench.engine.cache import CacheLayer
 from specbench.engine.causal_lm import CausalLM
 
 ATTENTION = "specbench_rows"
@@ -31,28 +31,32 @@ Group = tuple[int, int, int]  # first row, behind the last row, slots
 class RowCache(Cache):
     """Keys and values of B rows of different lengths. Attributes: slots [B], where the next pass writes."""
 
+    length = 0  # slots are told apart by the mask alone
+
     def __init__(self, layers: int, rows: int, capacity: int, dtype: torch.dtype):
         self.rows, self.capacity, self.dtype = rows, capacity, dtype
-        self.storage: list[tuple[Tensor, Tensor] | None] = [None] * layers  # a layer's, on that layer's device
+        self.storage: dict[int, tuple[Tensor, ...]] = {}  # layer -> keys and values [B, H, S, Dh], on that layer's device
         self.slots = torch.zeros(rows, dtype=torch.long)
-        super().__init__(layers=[SlotLayer(self, i) for i in range(layers)])
+        super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
+
+    def visible(self, new: int) -> int:
+        return self.capacity
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one layer's new rows [B, H, 1, Dh]; returns all slots [B, H, S, Dh], of which a mask hides the unused."""
-        if (own := self.storage[layer]) is None:
-            # zeros: hidden slots weigh nothing, but nothing times NaN is NaN
+        """Write one layer's new rows [B, H, 1, Dh]; returns all slots [B, H, S, Dh], the unused masked."""
+        if layer not in self.storage:  # zeros: masked slots have weight 0, but 0 * NaN is NaN
             shapes = ((*x.shape[:2], self.capacity, x.shape[-1]) for x in (key, value))
-            own = self.storage[layer] = tuple(key.new_zeros(s, dtype=self.dtype) for s in shapes)  # type: ignore[assignment]
-        assert own is not None
+            self.storage[layer] = tuple(key.new_zeros(s, dtype=self.dtype) for s in shapes)
+        keys, values = self.storage[layer]
         row, slot = torch.arange(self.rows, device=key.device), self.slots.to(key.device)
-        own[0][row, :, slot] = key[:, :, 0].to(self.dtype)
-        own[1][row, :, slot] = value[:, :, 0].to(self.dtype)
-        return own
+        keys[row, :, slot] = key[:, :, 0].to(self.dtype)
+        values[row, :, slot] = value[:, :, 0].to(self.dtype)
+        return keys, values
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a row's first slots over another row's."""
-        for own in self.storage:
-            for part in own or ():
+        for layer in self.storage.values():
+            for part in layer:
                 part[target, :, :length] = part[source, :, :length]
 
 
@@ -60,9 +64,9 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, groups: list[Group] | None = None, **options: Any
 ) -> tuple[Tensor, Any]:
     """Transformers' sdpa, a group of rows at a time. query [B, Hq, 1, Dh], key, value [B, H, S, Dh], mask [B, 1, 1, S]"""
-    if groups is None:  # a pass that has nothing to do with rows
+    if groups is None:  # not a pass of `Rows`
         return sdpa_attention_forward(module, query, key, value, mask, **options)
-    # The query heads of one key head stand as queries beside each other, so that its keys are read once.
+    # The query heads of one key head become queries of one head, so that its keys are read once.
     batch, heads = query.shape[0], key.shape[1]
     folded = query.to(key.dtype).view(batch, heads, -1, query.shape[-1])  # [B, H, Hq / H, Dh]
     scale = options.get("scaling")
@@ -94,7 +98,7 @@ class Rows:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The model's attention goes by groups inside, as it was outside."""
+        """Inside, the model's attention runs group by group."""
         config = self.model.config
         before = config._attn_implementation
         config._attn_implementation = ATTENTION
@@ -109,12 +113,12 @@ class Rows:
         lengths = torch.tensor(self.lengths, device=self.device)
         self.cache.slots = lengths
         slots = max(self.lengths) + 1
-        of_keys = torch.arange(slots, device=self.device).expand(len(tokens), slots)
-        mask = (of_keys <= lengths[:, None])[:, None, None]  # [B, 1, 1, S]
+        key_positions = torch.arange(slots, device=self.device).expand(len(tokens), slots)
+        mask = (key_positions <= lengths[:, None])[:, None, None]  # [B, 1, 1, S]
         out = self.model.decoder(
             input_ids=torch.tensor([t or 0 for t in tokens], device=self.device)[:, None],
             position_ids=lengths[:, None],
-            attention_mask=self.model.by_kind(mask, lengths[:, None], of_keys),
+            attention_mask=self.model.by_kind(mask, lengths[:, None], key_positions),
             past_key_values=self.cache,
             use_cache=True,
             groups=self._groups(),

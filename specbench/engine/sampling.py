@@ -57,7 +57,7 @@ _CHUNK = 128  # ids; divides the vocabularies of this field
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first best id of each row, [..., V] -> [...]. On a CPU in two stages, which take a quarter of torch's time."""
+    """The first best id of each row, [..., V] -> [...]. On a CPU in two stages, in a quarter of `torch.argmax`'s time."""
     if logits.device.type != "cpu" or logits.shape[-1] % _CHUNK:
         return logits.argmax(-1)
     chunks = logits.unflatten(-1, (-1, _CHUNK))
@@ -66,30 +66,27 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and ids of the k best of each row, best first, [F, V] -> 2 x [F, k]: they lie in the k best chunks."""
+    """Values and ids of the k best of each row, best first, [F, V] -> 2 x [F, k]. On a CPU only k chunks are searched."""
     count = logits.shape[-1] // _CHUNK
     if logits.device.type != "cpu" or logits.shape[-1] % _CHUNK or count < k:
         return tuple(logits.topk(k, dim=-1))  # type: ignore[return-value]
     chunks = logits.unflatten(-1, (count, _CHUNK))
     best = chunks.amax(-1).topk(k, dim=-1).indices  # [F, k]
-    values, place = chunks.take_along_dim(best[..., None], -2).flatten(-2).topk(k, dim=-1)
-    return values, best.gather(-1, place // _CHUNK) * _CHUNK + place % _CHUNK
+    values, index = chunks.take_along_dim(best[..., None], -2).flatten(-2).topk(k, dim=-1)
+    return values, best.gather(-1, index // _CHUNK) * _CHUNK + index % _CHUNK
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One id per row of [..., V], without a host synchronisation: the exponential race, in float64-safe float32.
-
-    With E ~ Exp(1) independent, argmax p / E is distributed as p. Ids of probability 0 never win.
-    """
+    """One id per row of [..., V], without a host synchronisation: argmax p / E is distributed as p, see `race`."""
     return race(probabilities, generator).argmax(-1)
 
 
 def draw_without_replacement(probabilities: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """`count` distinct ids per row in draw order, [..., V] -> [..., count]. Rows with fewer possible ids end in others."""
+    """`count` distinct ids per row in draw order, [..., V] -> [..., count]; ids of probability 0 come last."""
     return race(probabilities, generator).topk(count).indices
 
 
 def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """p / E with fresh E ~ Exp(1); descending order is the order of draws without replacement (Gumbel top-k)."""
+    """p / E with independent E ~ Exp(1): descending order is the order of draws without replacement (Gumbel top-k)."""
     noise = torch.empty_like(probabilities, dtype=torch.float32).exponential_(generator=generator)
     return probabilities / noise.clamp_min(torch.finfo(torch.float32).tiny)

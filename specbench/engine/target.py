@@ -1,7 +1,4 @@
-"""The frozen target: a causal LM run over trees with tapped states. Knows no drafter.
-
-Forward hooks read the layers that a drafter taps.
-"""
+"""The frozen target: a causal LM run over trees; forward hooks read the layers that a drafter taps. Knows no drafter."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,16 +20,20 @@ from specbench.engine.pretrained import random_model, read_model
 from specbench.engine.tensors import finite
 from specbench.engine.verify import LocalVerifier, Verifier, VerifyConfig
 
-UNDECIDING = ("dtype", "transformers_version", "_name_or_path")  # of a configuration: not which model it is
-SPARE = 128  # rows behind the context that a tree may take in a compiled pass
+NON_IDENTITY = (
+    "dtype",
+    "transformers_version",
+    "_name_or_path",
+)  # keys of a configuration that do not say which model it is
+SPARE = 128  # cache rows behind the context for the tree of a compiled pass
 
 
 class Target(CausalLM):
-    """The frozen model that is sped up, with its cache and the layers that a drafter taps.
+    """The frozen model that is sped up.
 
     Attributes:
         cache: keys and values of what is kept. taps: what the drafter of the current sequence reads.
-        made_from: the configuration of a target without weights.
+        made_from: the configuration of a target with random weights.
     """
 
     replayed = False
@@ -51,14 +52,11 @@ class Target(CausalLM):
     def load(
         cls, path: Path | str, dtype: torch.dtype, device: torch.device, processes: int = 1, device_map: str | None = None
     ) -> "Target":
-        """From a local folder of safetensors, or of pickled tensors without code.
+        """From a local folder of safetensors, or of pickled tensors without code; raises as `pretrained.read_model`.
 
         Args:
             device_map: `auto` spreads the layers over all GPUs instead of putting them on `device`.
-            processes: of several each holds its part of every decoder layer and gathers a layer when it runs (FSDP).
-
-        Raises:
-            SpecBenchError: no causal language model is there, or not a whole one; see `pretrained.read_model`.
+            processes: if several, each holds its part of every decoder layer and gathers a layer when it runs (FSDP).
         """
         model = read_model(Path(path), dtype, device_map)
         if processes > 1:
@@ -71,32 +69,30 @@ class Target(CausalLM):
 
     @classmethod
     def random(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> "Target":
-        """A target of this shape without its weights, for time and memory alone. It never stops by itself."""
+        """A target of this shape with random weights, for time and memory alone. It has no stop tokens."""
         target = cls(random_model(config, dtype, device))
         target.stop_ids, target.made_from = (), config
         return target
 
     def fingerprint(self) -> str:
-        """As of any model; of a random one by its shape."""
+        """As of any model; a random one's is that of its configuration."""
         if self.made_from is None:
             return super().fingerprint()
-        return hashing.of({k: v for k, v in self.made_from.to_dict().items() if k not in UNDECIDING})[:16]
+        return hashing.of({k: v for k, v in self.made_from.to_dict().items() if k not in NON_IDENTITY})[:16]
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
-        """Start a new sequence. capacity: the most rows it can need (prompt + new tokens + one tree)."""
         self.taps = (taps or Taps()).resolve(self.layers)
         if self._compiled is not None:  # one size for all prompts, or each would be compiled anew
             capacity = max(capacity, self.max_context + SPARE)
         self.cache.begin(capacity)
 
-    def verifier(self, terms: VerifyConfig) -> Verifier:
-        """Who says what is accepted of the coming generation's trees."""
-        return LocalVerifier(terms, self.device)
+    def verifier(self, config: VerifyConfig) -> Verifier:
+        return LocalVerifier(config, self.device)
 
     def compile(self, backend: str = "inductor") -> None:
         """From now on run trees through one compiled pass of static shapes; prompts stay eager.
 
-        A pass sees all rows that the cache can hold, most of them masked, so `max_context` should not be larger than
+        A pass attends to all rows that the cache can hold, most of them masked, so `max_context` should not be larger than
         needed. Source: gpt-fast, as in EAGLE, Table 4.
         """
         mode = "reduce-overhead" if self.device.type == "cuda" and backend == "inductor" else None  # CUDA graphs
@@ -105,45 +101,38 @@ class Target(CausalLM):
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
         positions = torch.arange(tokens.shape[0], device=self.device)
-        states = self._states(tokens, positions, mask=None, last_only=True)
+        states = self._pass(tokens, positions, mask=None, last_only=True)
         self.cache.keep()
         return states
 
     def forward(self, tree: DraftTree) -> TargetStates:
-        """One pass over root + draft nodes; every node sees the prefix, its ancestors and itself. Keeps nothing yet."""
+        """One pass over root + draft nodes; every node attends to prefix, ancestors and itself. Keeps nothing yet."""
         start = self.cache.length
         if self._compiled is not None and not self.taps.hidden:  # hooks are not compiled
             return self._forward_static(tree, start)
-        # A lone root sees everything, a chain is causal, but only an explicit mask knows what the cache already holds.
-        mask = None
+        mask = None  # a lone root attends to everything
         if len(tree) > 1:
             mask = torch.ones(len(tree), start + len(tree), dtype=torch.bool, device=self.device)
             mask[:, start:] = tree.ancestors
-        return self._states(tree.tokens, start + tree.depths, mask)
+        return self._pass(tree.tokens, start + tree.depths, mask)
 
     def _forward_static(self, tree: DraftTree, start: int) -> TargetStates:
         """The same in shapes that do not depend on how much the cache holds."""
         assert self._compiled is not None
-        n, end = len(tree), start + len(tree)
-        positions, of_keys = start + tree.depths, torch.arange(self.cache.capacity, device=self.device)
-        of_keys[start:end] = positions
-        mask = torch.zeros(n, self.cache.capacity, dtype=torch.bool, device=self.device)
+        end, capacity = start + len(tree), self.cache.capacity
+        positions, key_positions = start + tree.depths, torch.arange(capacity, device=self.device)
+        key_positions[start:end] = positions
+        mask = torch.zeros(len(tree), capacity, dtype=torch.bool, device=self.device)
         mask[:, :start] = True
         mask[:, start:end] = tree.ancestors
         if self._rows is None or not self._rows.of(self.cache):
-            self._rows = self.cache.whole()
-        masks = self.by_kind(mask[None, None], positions[None], of_keys[None])
+            self._rows = self.cache.static_rows()
+        masks = self.by_kind(mask[None, None], positions[None], key_positions[None])
         slots = torch.arange(start, end, device=self.device)
         last, logits = self._compiled(tree.tokens[None], positions[None], masks, slots)
-        self.cache.pending = n
-        return TargetStates(
-            tokens=tree.tokens,
-            positions=positions,
-            last=last[0].clone(),  # the next replay of a graph would overwrite it
-            logits=logits[0].clone(),
-            hidden={},
-            kv={i: self.cache.rows(i, start, end) for i in self.taps.kv},
-        )
+        self.cache.pending = len(tree)
+        # Copies: the next replay of a CUDA graph overwrites its outputs.
+        return self._states(tree.tokens, positions, last[0].clone(), logits[0].clone())
 
     def _static_pass(
         self, tokens: Tensor, positions: Tensor, masks: Tensor | dict[str, Tensor], slots: Tensor
@@ -158,26 +147,30 @@ class Target(CausalLM):
     def keep(self, nodes: Tensor) -> None:
         """Keep the cache rows of these nodes [1 + A] (root and accepted path), drop the others.
 
-        Rows move: the keys and values in the states of this pass are void afterwards, what was selected of them is not.
+        Rows move: keys and values in the states of this pass are invalid afterwards, what was selected of them is not.
         """
         self.cache.keep(nodes)
 
-    def _states(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> TargetStates:
-        start = self.cache.length
+    def _pass(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> TargetStates:
+        """Run N tokens behind the cache. mask [N, S]."""
         with self._reading(self.taps.hidden):
             last = self.run(tokens[None], positions[None], None if mask is None else mask[None, None], self.cache)[0]
-        last = last.to(self.device)  # of a model spread over several devices, the head's
-        end = start + tokens.shape[0]
+        last = last.to(self.device)  # the head's device, where a model is spread over several
+        return self._states(tokens, positions, last, self.logits(last[-1:] if last_only else last))
+
+    def _states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor) -> TargetStates:
+        """What the pass computed for its N tokens, whose rows are not kept yet."""
+        start = self.cache.length
         return TargetStates(
             tokens=tokens,
             positions=positions,
             last=last,
-            logits=self.logits(last[-1:] if last_only else last),
+            logits=logits,
             hidden={i: self._tapped[i][0].to(self.device) for i in self.taps.hidden},
-            kv={i: self._at_home(self.cache.rows(i, start, end)) for i in self.taps.kv},
+            kv={i: self._to_device(self.cache.rows(i, start, start + len(tokens))) for i in self.taps.kv},
         )
 
-    def _at_home(self, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _to_device(self, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return kv[0].to(self.device), kv[1].to(self.device)
 
     @torch.no_grad()  # not inference mode: what is returned takes part in training
@@ -199,14 +192,12 @@ class Target(CausalLM):
         with self._reading(taps.hidden):
             states = self.run(tokens, positions, mask, cache)
         hidden = {i: self._tapped[i].clone() for i in taps.hidden}
-        kv = {}
-        if cache is not None:
-            kv = {i: self._at_home(cache.layer(i)) for i in taps.kv}
+        kv = {} if cache is None else {i: self._to_device(cache.layer(i)) for i in taps.kv}
         return states.clone(), hidden, kv
 
     @torch.no_grad()
     def greedy(self, start: tuple[int, ...], count: int) -> Tensor:
-        """[1, len(start) + count]: a little text of the model's own, without the cache; for checks, not for decoding."""
+        """[1, len(start) + count]: greedy text of the model's own, without a cache; for checks, not for decoding."""
         tokens = torch.tensor([start], device=self.device)
         for _ in range(count):
             positions = torch.arange(tokens.shape[1], device=self.device)[None]
@@ -217,8 +208,8 @@ class Target(CausalLM):
     @contextmanager
     def _reading(self, layers: tuple[int, ...]) -> Iterator[None]:
         """The output of these layers goes into `_tapped` during one pass."""
-        if self.lean is not None:
-            self.lean.read, self.lean.seen = layers, self._tapped
+        if self.fused is not None:
+            self.fused.read, self.fused.outputs = layers, self._tapped
 
         def reader(index: int):
             def hook(_module, _inputs, output):
@@ -234,22 +225,20 @@ class Target(CausalLM):
                 handle.remove()
 
     def _check(self) -> None:
-        """Refuse a model that cannot be run, or whose logits are not head(post-norm state): all drafters build on that."""
+        """Refuse a model that cannot be run, or whose logits are not head(post-norm state), as all drafters assume."""
         kind, layers, positions = self.config.model_type, self.layers, self.max_context
         if layers < 1 or positions < 1:
             raise SpecBenchError(
                 f"a model of type {kind} with {layers} layers for {positions} positions cannot be run; mend its config.json"
             )
         angles = [n for n, b in self.model.named_buffers() if n.endswith("inv_freq") and not finite(b)]
-        if angles:  # attention would hide it: it takes what is no number for nothing
+        if angles:  # attention would hide it: NaN scores weigh nothing
             raise SpecBenchError(
                 f"the rope parameters in a config.json of type {kind} make {angles[0]} no number; mend them"
             )
         probe = torch.arange(4, device=self.device)[None].clamp(max=self.vocab_size - 1)
-        with (
-            torch.no_grad(),
-            refusing(f"a model of type {kind} cannot be run with the values in its config.json; mend them"),
-        ):
+        refusal = f"a model of type {kind} cannot be run with the values in its config.json; mend them"
+        with torch.no_grad(), refusing(refusal):
             ours, theirs = self.logits(self.decoder(probe).last_hidden_state), self.model(probe).logits
         if not theirs.isfinite().all():
             raise SpecBenchError(

@@ -1,17 +1,17 @@
 """Which draft tokens the target accepts. Pure functions of tensors and one generator; knows no model.
 
-Every rule answers two questions for all nodes at once: would the edge to this node be taken, if its parent is reached
-(`taken`), and what does the target say after this node, if the path ends here (`bonus`). The walk is then the same for
-all: the deepest node whose edges are all taken.
+Every rule answers two questions for all nodes at once: is this node accepted if its parent is (`accepted`), and which token
+does the target emit after this node if the path ends here (`bonus`)? The path is then the same for all rules: it ends at
+the deepest node that is accepted with all its ancestors.
 
-    greedy        a child is taken if it is the argmax after its parent
-    Algorithm D   deterministic candidates: draw y from p after every node; a child is taken if it is y
+    greedy        a child is accepted if it is the argmax after its parent
+    Algorithm D   deterministic candidates: draw y from p after every node; a child is accepted if it is y
     Algorithm S   sampled candidates: rejection with residuals, sibling by sibling in draw order
     typical       Medusa's threshold; NOT lossless
-    simulated     a coin, for targets without weights; says nothing of acceptance
+    simulated     Bernoulli draws, for targets without weights; measures no acceptance
 
-Why D is lossless: y is drawn from p whatever the candidates are. Whether a draft branch happens to spell y decides
-only how much work is saved. Draws at nodes off the path are independent of those on it.
+Why D is lossless: y is drawn from p whatever the candidates are. Whether a draft branch contains y decides only how much
+work is saved. Draws at nodes off the path are independent of those on it.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,17 @@ from specbench.engine.interface import DraftTree, TargetStates, Verdict
 from specbench.engine.sampling import Sampler, draw
 
 Alphas = Annotated[Sequence[Share], Field(min_length=1)]  # probability of acceptance by depth
+Decisions = tuple[Tensor, Tensor]  # accepted [N] bool (the root's is True), bonus [N] ids
 
 
 class Rule(Protocol):
-    """A verification rule. lossy: it does not preserve the target's distribution. simulated: it does not even ask it."""
+    """A verification rule. lossy: it does not preserve the target's distribution. simulated: it does not even read it."""
 
     lossy: bool
     simulated: bool
 
-    def __call__(
-        self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        """logits [N, V] after every node -> taken [N] bool (the root's is True), bonus [N] ids."""
+    def __call__(self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
+        """Decide for every node. logits: [N, V] after every node."""
 
 
 class Lossless:
@@ -47,19 +46,16 @@ class Lossless:
 
     lossy, simulated = False, False
 
-    def __call__(
-        self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
         if tree.q is not None and not sampler.greedy:
             return algorithm_s(tree, sampler.probabilities(logits), generator)
         return algorithm_d(tree, sampler.choose(logits, generator))
 
 
 class Typical:
-    """Medusa's typical acceptance: take a token if p > min(epsilon, delta * exp(-entropy)). Lossy for temperature > 0.
+    """Medusa's typical acceptance: a token is accepted if p > min(epsilon, delta * exp(-entropy)). Lossy.
 
-    Greedy decoding falls back to exact matching, as in the paper. Source: Medusa, section on typical acceptance;
-    delta = sqrt(epsilon) there.
+    Greedy decoding falls back to exact matching, as in the paper, where delta = sqrt(epsilon).
     """
 
     lossy, simulated = True, False
@@ -67,26 +63,23 @@ class Typical:
     def __init__(self, epsilon: Share = 0.09, delta: Weight = 0.3):
         self.epsilon, self.delta = epsilon, delta
 
-    def __call__(
-        self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
         if sampler.greedy:
             return algorithm_d(tree, logits.argmax(-1))
         p = sampler.probabilities(logits)
         entropy = -(p * (p + 1e-5).log()).sum(-1)
         threshold = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         parents = tree.parents.clamp(min=0)
-        taken = p[parents, tree.tokens] > threshold[parents]
-        taken[0] = True
-        return taken, draw(p, generator)
+        accepted = p[parents, tree.tokens] > threshold[parents]
+        accepted[0] = True
+        return accepted, draw(p, generator)
 
 
 class Simulated:
-    """Acceptance by a coin: at depth d the best candidate below the path is taken with probability alpha[d - 1].
+    """Assumed acceptance: at depth d the first child below the path is accepted with probability alpha[d - 1].
 
-    For targets with random weights, where time and memory are real and acceptance can only be assumed. Deeper levels
-    than alpha has go on with its last value. The coins come from the generator of the generation, also at temperature 0,
-    so they depend on nothing that was decoded before.
+    For targets with random weights, where time and memory are real and acceptance can only be assumed. The last alpha
+    serves all deeper levels. Draws come from the generator, also at temperature 0, and do not depend on earlier prompts.
     """
 
     lossy, simulated = True, True
@@ -94,34 +87,32 @@ class Simulated:
     def __init__(self, alpha: Alphas):
         self.alpha = list(alpha)
 
-    def __call__(
-        self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
         n, device = len(tree), logits.device
         depths = torch.arange(tree.max_depth + 1, device=device)
         alpha = torch.tensor(self.alpha, device=device)[(depths - 1).clamp(0, len(self.alpha) - 1)]
-        heads = torch.rand(len(depths), device=device, generator=generator) < alpha  # [1 + depth] one coin a level
+        passes = torch.rand(len(depths), device=device, generator=generator) < alpha  # [1 + depth] one draw a level
         nodes = torch.arange(n, device=device)
         first = torch.full((n,), n, device=device).scatter_reduce(0, tree.parents[1:], nodes[1:], "amin")  # best child
-        taken = heads[tree.depths] & (first[tree.parents.clamp(min=0)] == nodes)
-        taken[0] = True
-        return taken, logits.argmax(-1)
+        accepted = passes[tree.depths] & (first[tree.parents.clamp(min=0)] == nodes)
+        accepted[0] = True
+        return accepted, logits.argmax(-1)
 
 
-def algorithm_d(tree: DraftTree, said: Tensor) -> tuple[Tensor, Tensor]:
-    """said [N]: the target's own next token after every node, argmax or draw. A child is taken if it is that token."""
-    taken = tree.tokens == said[tree.parents.clamp(min=0)]
-    taken[0] = True
-    return taken, said
+def algorithm_d(tree: DraftTree, next_tokens: Tensor) -> Decisions:
+    """A child is accepted if it is the target's own token after its parent. next_tokens [N]: argmax or draw."""
+    accepted = tree.tokens == next_tokens[tree.parents.clamp(min=0)]
+    accepted[0] = True
+    return accepted, next_tokens
 
 
-def algorithm_s(tree: DraftTree, p: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def algorithm_s(tree: DraftTree, p: Tensor, generator: torch.Generator | None) -> Decisions:
     """Rejection sampling over siblings in draw order; its chain case is Leviathan's rule.
 
-    For the first child x: take it with probability min(1, p(x) / q(x)). If it is rejected, go on with the residual
-    p <- norm(max(0, p - q)), and with q as it was (with replacement) or without x, renormalised. If none is taken, the
-    token after the node is drawn from the last residual. Each round emits exactly p (methods: Leviathan's lemma), so
-    by induction the whole does. All nodes are treated at once; a node's outcome matters only if the walk gets there.
+    The first child x is accepted with probability min(1, p(x) / q(x)). If it is rejected, the next one is tried with the
+    residual p <- norm(max(0, p - q)), and with q as it was (with replacement) or without x, renormalised. If none is
+    accepted, the token after the node is drawn from the last residual. Each round emits exactly p (Leviathan's lemma), so
+    by induction the whole does. All nodes are treated at once; a node's outcome matters only if the path reaches it.
 
     p: [N, V] float32, the processed target distribution after every node.
     """
@@ -130,8 +121,8 @@ def algorithm_s(tree: DraftTree, p: Tensor, generator: torch.Generator | None) -
     children = torch.full((n, tree.width), n, device=p.device)  # [N, width] node n's child by rank; n stands for none
     children[tree.parents[1:], tree.ranks[1:]] = torch.arange(1, n, device=p.device)
     tokens = torch.cat([tree.tokens, tree.tokens[:1]])  # one slot more, where missing children write
-    taken = torch.zeros(n + 1, dtype=torch.bool, device=p.device)
-    undecided = torch.ones(n, dtype=torch.bool, device=p.device)  # nodes with no child taken yet
+    accepted = torch.zeros(n + 1, dtype=torch.bool, device=p.device)
+    undecided = torch.ones(n, dtype=torch.bool, device=p.device)  # nodes with no accepted child yet
     q = tree.q
     for rank in range(tree.width):
         child = children[:, rank]
@@ -140,19 +131,19 @@ def algorithm_s(tree: DraftTree, p: Tensor, generator: torch.Generator | None) -
         coin = torch.rand(n, device=p.device, generator=generator)
         drawn = undecided & (child < n) & (q_x > 0)  # what q could not have drawn is no candidate
         accept, reject = drawn & (coin * q_x < p_x), drawn & (coin * q_x >= p_x)
-        taken[child] = accept
+        accepted[child] = accept
         undecided = undecided & ~accept
         p = torch.where(reject[:, None], _residual(p, q), p)
         if not tree.replacement:
             without = q.scatter(1, token, 0.0)
             without = without / without.sum(-1, keepdim=True).clamp_min(tiny)
             q = torch.where(reject[:, None], without, q)
-    taken[0] = True
-    return taken[:n], draw(p, generator)
+    accepted[0] = True
+    return accepted[:n], draw(p, generator)
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)); p itself where nothing is left, which rounding alone can bring about."""
+    """norm(max(0, p - q)); p itself where nothing is left, which only rounding can cause."""
     left = (p - q).clamp(min=0)
     mass = left.sum(-1, keepdim=True)
     return torch.where(mass > 0, left / mass.clamp_min(torch.finfo(p.dtype).tiny), p)
@@ -163,20 +154,16 @@ def verify(
 ) -> tuple[Verdict, int]:
     """The accepted path and the bonus, in one transfer to the host; also the drafted depth, of acceptable nodes.
 
-    Args:
-        logits: [N, V] of the target after every node, unprocessed.
-
-    Raises:
-        SpecBenchError: the target computed NaN or infinite logits.
+    logits: [N, V] of the target after every node, unprocessed. Raises `SpecBenchError` if they are NaN or infinite.
     """
     finite = torch.isfinite(logits.amax(-1)).all()  # a row's maximum is NaN if anything in it is
-    numbered = None  # of the nodes that are left, where not all may be accepted
+    original = None  # the remaining nodes' indices in the whole tree, where not all nodes are acceptable
     if tree.acceptable is not None:
-        tree, logits, numbered = _acceptable(tree, logits)
-    taken, bonus = rule(tree, logits, sampler, generator)
-    reached = ~(tree.ancestors & ~taken).any(-1)  # [N] every edge from the root down is taken
+        tree, logits, original = _acceptable(tree, logits)
+    accepted, bonus = rule(tree, logits, sampler, generator)
+    reached = ~(tree.ancestors & ~accepted).any(-1)  # [N] accepted with all ancestors
     # Among nodes reached the deepest wins; of equals (typical acceptance, repeated siblings) the first, i.e. likeliest.
-    last = (reached * (tree.depths + 1)).argmax(0, keepdim=True)  # [1]: a single number would be read to index by it
+    last = (reached * (tree.depths + 1)).argmax(0, keepdim=True)  # [1]: indexing by a scalar would synchronise
     on_path = tree.ancestors[last][0]
     summary = torch.stack([on_path.long(), tree.tokens, tree.ranks])
     scalars = torch.stack([bonus[last][0], finite.long(), tree.depths.max()])
@@ -184,20 +171,19 @@ def verify(
 
     n = len(tree)
     path = [node for node in range(1, n) if table[node]]
-    numbers = path if numbered is None else [numbered[node] for node in path]
-    ids, ranks, (said, is_finite, drafted) = table[n : 2 * n], table[2 * n : 3 * n], table[3 * n :]
+    ids, ranks, (bonus_id, is_finite, drafted) = table[n : 2 * n], table[2 * n : 3 * n], table[3 * n :]
     if not is_finite:
         raise SpecBenchError("the target computed NaN or infinite logits; use another dtype (model.dtype=float32)")
-    return Verdict(numbers, [ids[node] for node in path], [ranks[node] for node in path], said), drafted
+    nodes = path if original is None else [original[node] for node in path]
+    return Verdict(nodes, [ids[node] for node in path], [ranks[node] for node in path], bonus_id), drafted
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """How one generation is judged.
+    """How one generation is verified.
 
-    Attributes:
-        seed: of a generator for verification alone, so that who drafts and who verifies can be two machines and draw as
-            one would; None: torch's own.
+    seed: of a generator for verification alone, so that drafting and verifying draw alike on one machine and on two;
+    None: torch's default generator.
     """
 
     rule: Rule
@@ -206,7 +192,7 @@ class VerifyConfig:
 
 
 class Verifier(Protocol):
-    """What decides after each pass of one generation: here, or where the target is."""
+    """Verifies the passes of one generation: in this process, or on the target's server."""
 
     def first(self, states: TargetStates) -> int:
         """The token that follows a prompt."""
@@ -216,34 +202,32 @@ class Verifier(Protocol):
 
 
 class LocalVerifier:
-    """The judge of a target in this process."""
+    """Verification for a target in this process."""
 
-    def __init__(self, terms: VerifyConfig, device: torch.device):
-        self.terms = terms
-        self.generator = None if terms.seed is None else torch.Generator(device).manual_seed(terms.seed)
+    def __init__(self, config: VerifyConfig, device: torch.device):
+        self.config = config
+        self.generator = None if config.seed is None else torch.Generator(device).manual_seed(config.seed)
 
     def first(self, states: TargetStates) -> int:
-        return int(self.terms.sampler.choose(states.logits[-1], self.generator))
+        return int(self.config.sampler.choose(states.logits[-1], self.generator))
 
     def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
-        return verify(tree, states.logits, self.terms.rule, self.terms.sampler, self.generator)
+        return verify(tree, states.logits, self.config.rule, self.config.sampler, self.generator)
 
 
 def _acceptable(tree: DraftTree, logits: Tensor) -> tuple[DraftTree, Tensor, list[int]]:
-    """The tree without nodes that may not be accepted and what is below them: to a rule they are not there.
+    """The tree without nodes that may not be accepted and their descendants.
 
-    Returns:
-        Tree and logits of the nodes that stay, and their numbers in the whole tree. The device is waited for twice.
+    Returns tree and logits of the remaining nodes, and their indices in the whole tree. Synchronises twice.
     """
     assert tree.acceptable is not None
     nodes = (~(tree.ancestors & ~tree.acceptable).any(-1)).nonzero()[:, 0]
-    place = torch.zeros_like(tree.parents)
-    place[nodes] = torch.arange(nodes.shape[0], device=nodes.device)
-    parents = torch.where(nodes > 0, place[tree.parents[nodes].clamp(min=0)], -1)
+    index = torch.zeros_like(tree.parents)
+    index[nodes] = torch.arange(nodes.shape[0], device=nodes.device)
     part = replace(
         tree,
         tokens=tree.tokens[nodes],
-        parents=parents,
+        parents=torch.where(nodes > 0, index[tree.parents[nodes].clamp(min=0)], -1),
         depths=tree.depths[nodes],
         ancestors=tree.ancestors[nodes][:, nodes],
         ranks=tree.ranks[nodes],

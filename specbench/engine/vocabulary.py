@@ -1,12 +1,11 @@
 """A draft vocabulary: drafters multiply only the LM head's rows of the target's most frequent ids. Knows no drafter.
 
-While drafting, logits are [F, v] over listed ids instead of [F, V]; growth picks among these *places* and maps them back
-(`DraftVocabulary`). The target still judges over all V ids: what is not listed cannot be drafted, and everything can be
-emitted.
+While drafting, logits are [F, v] over listed ids instead of [F, V]; tree policies pick indices in that list and map them
+to the target's ids (`DraftVocabulary`). The target still verifies over all V ids, so every id can be emitted.
 Source: FR-Spec (arXiv:2502.14856); EAGLE-3 maps draft ids alike (`d2t`).
 
     vocabulary.safetensors    ids [n] int32, the most frequent first
-    vocabulary.json           whose they are, in what they were counted, their SHA-256
+    vocabulary.json           their target, the text they were counted in, their SHA-256
 """
 
 import hashlib
@@ -27,14 +26,15 @@ from specbench.common.storage import atomic_path
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.target import Target
 from specbench.engine.tensors import read_tensors
+from specbench.engine.weights import require_target
 
 FILE, PROVENANCE = "vocabulary.safetensors", "vocabulary.json"
-MOST = 32768  # ids of a list
+MAX_IDS = 32768  # of a list
 MAKE = "python -m specbench.train train.until=vocabulary and the same model"
 
 
 class Provenance(TypedDict):
-    """What is read of `vocabulary.json`; beside it stands more for people."""
+    """The keys of `vocabulary.json` that are read; others are for people."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
     target: str
@@ -56,7 +56,7 @@ class DraftVocabulary:
 
 
 def save(path: Path, ids: Tensor, provenance: dict[str, Any]) -> None:
-    """Write a list [n], and beside it whose it is: `provenance` says target and target_fingerprint at least."""
+    """Write a list [n] and its provenance, which names target and target_fingerprint at least."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         save_file({"ids": ids.to("cpu", torch.int32)}, temporary)
@@ -69,20 +69,18 @@ def digest_of(ids: Tensor) -> str:
 
 
 def listed(target: Target, count: int) -> DraftVocabulary:
-    """The target's `count` most frequent ids, on its device; of a random target, which says nothing, any.
+    """The target's `count` most frequent ids, on its device; of a target with random weights, the first ones.
 
-    Raises:
-        SpecBenchError: no list, another target's, a damaged one, or fewer ids in it.
+    Raises `SpecBenchError` if its list is missing, damaged, another target's, or too short.
     """
     if target.made_from is not None:
-        ids = torch.arange(target.vocab_size)
-        place = "the target"
+        ids, source = torch.arange(target.vocab_size), "the target"
+    elif target.listing is None:
+        raise SpecBenchError("drafter.vocabulary: this target came from no configuration, so no list of ids is its own")
     else:
-        if target.listing is None:
-            raise SpecBenchError("drafter.vocabulary: this target came from no configuration, so no list of ids is its own")
-        ids, place = _read(target.listing, target), str(target.listing)
+        ids, source = _read(target.listing, target), str(target.listing)
     if count > len(ids):
-        raise SpecBenchError(f"drafter.vocabulary={count}: {place} has {len(ids)} ids; ask for no more, or for null, all")
+        raise SpecBenchError(f"drafter.vocabulary={count}: {source} has {len(ids)} ids; ask for no more, or for null, all")
     return DraftVocabulary(ids[:count].to(target.device), target.vocab_size, digest_of(ids))
 
 
@@ -90,14 +88,10 @@ def _read(path: Path, target: Target) -> Tensor:
     """The ids of a list. [n]"""
     if not path.is_file() or not (path.parent / PROVENANCE).is_file():
         raise SpecBenchError(f"drafter.vocabulary: no list of frequent ids at {path}; make it with {MAKE}")
-    said: Provenance = read_json(path.parent / PROVENANCE, Provenance)
-    if said["target_fingerprint"] != target.fingerprint():
-        raise SpecBenchError(
-            f"{path} was made for another target, {said['target']} ({said['target_fingerprint']}), not for this one "
-            f"({target.fingerprint()}); make one with {MAKE}"
-        )
+    provenance: Provenance = read_json(path.parent / PROVENANCE, Provenance)
+    require_target(f"{path} was made for another target,", provenance, target.fingerprint(), f"make one with {MAKE}")
     ids = read_tensors(path, f"make it again with {MAKE}").get("ids", torch.empty(0))
-    if ids.dtype != torch.int32 or digest_of(ids) != said["sha256"]:
+    if ids.dtype != torch.int32 or digest_of(ids) != provenance["sha256"]:
         raise SpecBenchError(f"{path} has not the ids whose SHA-256 {PROVENANCE} names; make it again with {MAKE}")
     return ids.long()
 
@@ -113,7 +107,7 @@ def slice_head(layer: nn.Linear, ids: Tensor) -> nn.Linear:
 class Head:
     """A language model's logits of some ids. [..., D] -> [..., v]
 
-    Models of a family pad their vocabularies differently: an id behind the model's last one is never drafted.
+    Models of a family pad their vocabularies differently: ids that the model lacks are never drafted.
     """
 
     def __init__(self, model: CausalLM, ids: Tensor):

@@ -138,7 +138,7 @@ class Workspace:
         path = self.job.packed / vocabulary.FILE
         if tracked(path) and not self.job.overwrite:
             return f"{path} is under version control and stays as it is (train.overwrite=true counts its ids anew)"
-        vocabulary.save(path, *self.text.frequent(vocabulary.MOST, self.job.model.name))
+        vocabulary.save(path, *self.text.frequent(vocabulary.MAX_IDS, self.job.model.name))
         return f"frequent ids in {path}"
 
     def pack(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from specbench.engine.decode import Limits, decode
 from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Batch, NoShortcut, Step
-from specbench.engine.policies import Chain, named
+from specbench.engine.policies import Chain, to_target_ids
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
@@ -104,7 +104,7 @@ def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, max_
             drafted = step + 1
             passed = torch.zeros_like(reached)
             if reached.any():
-                passed[reached] = named(drafter, pick(reached)) == batch.tokens.roll(-1, 1)[reached]
+                passed[reached] = to_target_ids(drafter, pick(reached)) == batch.tokens.roll(-1, 1)[reached]
             accepted += passed.roll(-step, 1)  # a chain's step stands `step` positions behind its root
             reached = passed.roll(1, 1) & asked
             reached[:, 0] = False

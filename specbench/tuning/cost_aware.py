@@ -34,7 +34,7 @@ from specbench.engine.policies import (
     Static,
     TreePolicy,
     best_children,
-    named,
+    to_target_ids,
 )
 from specbench.engine.sampling import Sampler
 
@@ -263,7 +263,7 @@ class CostAwareTree(Fitted):
         places, values = best_children(drafter.root_logits()[None], k)  # [1, K]
         device = places.device
         ranks = torch.arange(k, device=device)
-        pool = Pool(named(drafter, places[0]), values[0], torch.full_like(ranks, -1), ranks, torch.ones_like(ranks))
+        pool = Pool(to_target_ids(drafter, places[0]), values[0], torch.full_like(ranks, -1), ranks, torch.ones_like(ranks))
         begin = 0  # of the newest level in the pool
         of_parents = torch.full_like(ranks, -1)  # [M] rows of the newest level's parents
         seen = torch.zeros(k, 0, dtype=torch.bool, device=device)  # [M, R] what each one's parent sees
@@ -280,7 +280,7 @@ class CostAwareTree(Fitted):
             places, values = best_children(logits, k)  # [F, K]
             values = pool.values[begin + best][:, None] + values
             level = Pool(
-                named(drafter, places).flatten(),
+                to_target_ids(drafter, places).flatten(),
                 values.flatten(),
                 (begin + best).repeat_interleave(k),
                 ranks.repeat(width),

@@ -154,7 +154,7 @@ def made_for(target: Target, said: Mapping[str, Any]) -> dict[str, Any]:
         "timing": identity.TIMING,
         "target": target.fingerprint(),
         "dtype": str(target.dtype),
-        "lean": target.lean is not None,
+        "lean": target.fused is not None,
         **said,
     }
 

@@ -1,9 +1,9 @@
 """The forward of Llama-like decoders, written for few tokens: one product for q, k and v, one for gate and up, one-kernel
 norms, the mask made once. Transformers' own forward spends a fifth of a small model's pass between its kernels.
 
-The weights are the model's own: what is multiplied together is laid end to end, and the model's parameters become views
-of it. Whether it does what the model does is tested when it is made; a model that it does not know, or does otherwise,
-keeps its own forward.
+The weights are the model's own: those multiplied together are concatenated, and the model's parameters become views of the
+result. The forward is checked against the model's when it is made; unknown models, and those it does not reproduce, keep
+their own.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class FusedLlama:
     """A decoder's layers and final norm. `fused_forward` makes one where it can.
 
     Attributes:
-        read: layers whose output is wanted; `seen` holds it after a pass, [B, T, D] by layer.
+        read: layers whose output `outputs` holds after a pass, layer -> [B, T, D].
     """
 
     def __init__(self, decoder: Any, packing: Packing):
@@ -40,24 +40,16 @@ class FusedLlama:
         self.activation: nn.Module = layers[0].mlp.act_fn
         self.norms = [(n.input_layernorm, n.post_attention_layernorm) for n in layers]
         attention, mlp = [n.self_attn for n in layers], [n.mlp for n in layers]
-        self.qkv = packing.products([fused(a.q_proj, a.k_proj, a.v_proj) for a in attention])
-        self.out = packing.products([fused(a.o_proj) for a in attention])
-        self.gate_up = packing.products([fused(m.gate_proj, m.up_proj) for m in mlp])
-        self.down = packing.products([fused(m.down_proj) for m in mlp])
+        self.qkv = packing.products([fuse(a.q_proj, a.k_proj, a.v_proj) for a in attention])
+        self.out = packing.products([fuse(a.o_proj) for a in attention])
+        self.gate_up = packing.products([fuse(m.gate_proj, m.up_proj) for m in mlp])
+        self.down = packing.products([fuse(m.down_proj) for m in mlp])
         self.read: tuple[int, ...] = ()
-        self.seen: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        append: Append | None,
-        kept: Sublayers | None = None,
-    ) -> Tensor:
-        """As `CausalLM.run`, or `subset`. tokens, positions [B, T], mask bool [B or 1, 1, T, S] -> [B, T, D] post-norm."""
-        hidden = self.decoder.embed_tokens(tokens)
-        return self.decoder.norm(self.layers(0, hidden, positions, mask, append, kept))
+    def __call__(self, tokens: Tensor, *args: Any) -> Tensor:
+        """As `CausalLM.run`, or `subset`: embedding, all layers, final norm. args: as of `layers`, from `positions` on."""
+        return self.decoder.norm(self.layers(0, self.decoder.embed_tokens(tokens), *args))
 
     def layers(
         self,
@@ -68,107 +60,100 @@ class FusedLlama:
         append: Append | None,
         kept: Sublayers | None = None,
     ) -> Tensor:
-        """The layers from `first` on, or what is kept of them.
+        """The layers from `first` on, or what is kept of them. hidden [B, T, D], mask bool [B or 1, 1, T, S] -> [B, T, D]
 
-        append: takes a layer's new keys and values, returns all; None: the new are all.
+        append: takes a layer's index and new keys and values, returns all of that layer; None: there are no others.
         """
         cos, sin = self.decoder.rotary_emb(hidden, positions)
         half = sin.shape[-1] // 2
-        turn = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        rotary = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
         bias = None if mask is None else self._bias(mask, hidden.dtype)
         for layer in range(first, len(self.norms)):
             before, between = self.norms[layer]
             if kept is None or layer in kept.attention:
-                x = self._attend(layer, norm(hidden, before), turn, bias, append)
+                x = self._attend(layer, norm(hidden, before), rotary, bias, append)
                 hidden = hidden + self.out[layer](x)
             if kept is None or layer in kept.mlp:
                 gate, up = self.gate_up[layer](norm(hidden, between)).chunk(2, -1)
                 hidden = hidden + self.down[layer](self.activation(gate) * up)
             if layer in self.read:
-                self.seen[layer] = hidden
+                self.outputs[layer] = hidden
         return hidden
 
     def _bias(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is added to scores, for the queries of a key's group one after the other. -> [B or 1, 1, G * T, S]"""
+        """The mask as a bias on scores, repeated for the G queries that share a key. -> [B or 1, 1, G * T, S]"""
         bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
         return bias.repeat(1, 1, self.queries // self.keys, 1)
 
     def _attend(
-        self, layer: int, x: Tensor, turn: tuple[Tensor, Tensor], bias: Tensor | None, append: Append | None
+        self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], bias: Tensor | None, append: Append | None
     ) -> Tensor:
         """Self-attention up to its output product. [B, T, D] -> [B, T, Hq * Dh]"""
         batch, length, _ = x.shape
         heads = self.qkv[layer](x).view(batch, length, -1, self.head_dim)
-        turning, value = heads.split([self.queries + self.keys, self.keys], 2)
-        cos, sin = turn
-        turned = torch.addcmul(turning * cos, turning.roll(self.head_dim // 2, -1), sin)
-        query, key = (part.transpose(1, 2) for part in turned.split([self.queries, self.keys], 2))
+        query_key, value = heads.split([self.queries + self.keys, self.keys], 2)
+        cos, sin = rotary
+        rotated = torch.addcmul(query_key * cos, query_key.roll(self.head_dim // 2, -1), sin)
+        query, key = (part.transpose(1, 2) for part in rotated.split([self.queries, self.keys], 2))
         value = value.transpose(1, 2)
         if append is not None:
             key, value = append(layer, key, value)
         if bias is None and length > 1:
-            found = F.scaled_dot_product_attention(
+            y = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self.scale, enable_gqa=self.queries != self.keys
             )
-        else:  # queries that share a key stand in one row of heads: nothing is copied for them
+        else:  # queries that share a key become one head, so that keys need not be repeated for them
             query = query.reshape(batch, self.keys, -1, self.head_dim)
-            found = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
-            found = found.view(batch, self.queries, length, self.head_dim)
-        return found.transpose(1, 2).reshape(batch, length, -1)
+            y = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
+            y = y.view(batch, self.queries, length, self.head_dim)
+        return y.transpose(1, 2).reshape(batch, length, -1)
 
 
-def norm(x: Tensor, of: Any) -> Tensor:
+def norm(x: Tensor, module: Any) -> Tensor:
     """Llama's RMSNorm in one kernel."""
-    return F.rms_norm(x, of.weight.shape, of.weight, of.variance_epsilon)
+    return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 @torch.no_grad()
-def fused(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases end to end; the layers' own parameters become views of them, so that nothing is held twice."""
-    if len(linears) == 1:
-        return linears[0].weight, linears[0].bias
-    together: list[Tensor | None] = []
-    for name in ("weight", "bias"):
+def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases concatenated; the layers' own parameters become views of them, so that nothing is stored twice."""
+
+    def concatenate(name: str) -> Any:
         parts = [getattr(linear, name) for linear in linears]
         if any(part is None for part in parts):
-            together.append(None)
-            continue
-        whole = torch.cat([part.detach() for part in parts])
-        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            return None
+        if len(parts) == 1:
+            return parts[0]
+        joined = torch.cat([part.detach() for part in parts])
+        for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             part.data = rows
-        together.append(whole)
-    weight, bias = together
-    assert weight is not None
-    return weight, bias
+        return joined
+
+    return concatenate("weight"), concatenate("bias")
 
 
 @torch.no_grad()
 def fused_forward(model: Any) -> FusedLlama | None:
-    """A lean forward for a `CausalLM`, if there is one for its kind and it does what the model's own does.
-
-    Either way the model computes what it did before.
-    """
+    """A fused forward for a `CausalLM`, if there is one for its layers and it reproduces the model's own."""
     if model.window is not None or not _like_llama(model.decoder):
         return None
-    expected, lean = _probed(model), FusedLlama(model.decoder, model.packing)
-    model.lean = lean
-    found = _probed(model)
-    model.lean = None
-    rounding = torch.finfo(expected.dtype).eps ** 0.5 * float(
-        expected.abs().max()
-    )  # sums in another order, layer upon layer
-    return lean if float((found - expected).abs().max()) <= rounding else None
+    expected, fused = _probe(model), FusedLlama(model.decoder, model.packing)
+    model.fused = fused
+    states = _probe(model)
+    model.fused = None
+    rounding = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())  # sums in another order, in all layers
+    return fused if float((states - expected).abs().max()) <= rounding else None
 
 
 def _like_llama(decoder: Any) -> bool:
-    """Only layers of a known kind, whose q, k and v all have a bias or none, and all of it on one device."""
+    """Are all layers of a known kind, on one device, and have q, k and v all a bias or none?"""
     if not {type(layer) for layer in decoder.layers} <= set(LIKE_LLAMA):
         return False
     biased = {tuple(getattr(n.self_attn, p).bias is None for p in ("q_proj", "k_proj", "v_proj")) for n in decoder.layers}
     return all(len(set(one)) == 1 for one in biased) and len({p.device for p in decoder.parameters()}) == 1
 
 
-def _probed(model: Any) -> Tensor:
+def _probe(model: Any) -> Tensor:
     """States of a prompt and of a small tree behind it. [1, 12, D]"""
     device = model.embedding.weight.device
     tokens = (torch.arange(12, device=device) * 7 % model.embedding.num_embeddings)[None]

@@ -1,9 +1,9 @@
 """Products of few rows with frozen weights on a CPU: oneDNN, with the weights laid out for it once.
 
-`F.linear` in float32 is MKL's, which reads weights as they lie and is slow for the 2 to 64 rows of a tree. What is
-faster, and for how many rows, depends on processor, threads and shape: it is timed for every shape (`Packing`).
-A product is exact to float32 rounding either way. Where autograd, autocast or another device is at work, and on
-processors that oneDNN does not serve, everything stays as it was; so it does where there is no room for the copies.
+`F.linear` in float32 is MKL's, which reads weights in their own layout and is slow for the 2 to 64 rows of a tree. Which
+is faster for how many rows depends on processor, threads and shape, so both are timed for every shape (`Packing`). Both are
+exact to float32 rounding. Under autograd or autocast, on other devices, on processors without oneDNN, and where memory does
+not suffice for the copies, products stay PyTorch's.
 """
 
 import time
@@ -15,14 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Product = Callable[[Tensor], Tensor]
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows that are timed; more than the last count as the last
-TURNS = 3  # of which the fastest counts
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows that are timed; larger numbers count as the last
+REPETITIONS = 3  # of which the fastest counts
 
 Timed = dict[tuple[object, ...], tuple[bool, ...]]  # by shape, type and threads: for which of `ROWS` packed is faster
-
-
-def unlimited() -> float:
-    return float("inf")
 
 
 class Packed:
@@ -39,22 +35,21 @@ class Packed:
         return multiply(x, self.packed, self.bias)
 
 
-def multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b from packed weights."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def pack(weight: Tensor) -> Tensor:
     """A copy of the weights in oneDNN's own layout."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS[2])
-    return packed
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS[2])
 
 
 def packable(weight: Tensor) -> bool:
-    """Can oneDNN multiply with these weights here?"""
-    cpu, plain = weight.device.type == "cpu", weight.dtype in (torch.float32, torch.bfloat16)
-    if not (cpu and plain and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    """Can oneDNN multiply with these weights on this machine?"""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -63,34 +58,28 @@ class Packing:
     """Decides which products of a model, and of the drafters bound to it, use packed weights.
 
     Args:
-        timed: what is known of shapes already; what it lacks is timed and added.
-        room: how many bytes copies of weights may take now.
+        timed: measured already; missing shapes are timed and added.
+        room: bytes that copies of weights may take now.
     """
 
-    def __init__(self, timed: Timed | None = None, room: Callable[[], float] = unlimited):
+    def __init__(self, timed: Timed | None = None, room: Callable[[], float] = lambda: float("inf")):
         self.timed: Timed = {} if timed is None else timed
         self.room = room
 
     @torch.no_grad()
     def products(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Product]:
-        """The products of layers of one shape, packed where that pays. layers: (weight [E, D], bias [E] or None)."""
-        plain: list[Product] = [_plain(weight, bias) for weight, bias in layers]
-        if not all(packable(weight) for weight, _ in layers) or sum(w.nbytes for w, _ in layers) > self.room():
+        """The products of layers of one shape, packed where that is faster. layers: (weight [E, D], bias [E] or None)."""
+        plain = [_plain(weight, bias) for weight, bias in layers]
+        weights = [weight for weight, _ in layers]
+        if not weights or not all(map(packable, weights)) or sum(w.nbytes for w in weights) > self.room():
             return plain
-        packs = [pack(weight) for weight, _ in layers]
-        pays = self._pays([weight for weight, _ in layers], packs)
-        if not any(pays):
-            return plain
-        return [Packed(weight, bias, packed, pays) for (weight, bias), packed in zip(layers, packs, strict=True)]
-
-    def _pays(self, weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ...]:
-        """See `Timed`."""
-        if not weights:
-            return ()
+        packs = [pack(weight) for weight in weights]
         key = (tuple(weights[0].shape), weights[0].dtype, torch.get_num_threads())
         if key not in self.timed:
-            self.timed[key] = _timed(weights, packs)
-        return self.timed[key]
+            self.timed[key] = _time(weights, packs)
+        if not any(self.timed[key]):
+            return plain
+        return [Packed(*layer, packed, self.timed[key]) for layer, packed in zip(layers, packs, strict=True)]
 
     def optimize(self, modules: Iterable[nn.Module]) -> None:
         """Let the frozen linear layers of these modules multiply by `products`. Their parameters stay as they are."""
@@ -99,8 +88,8 @@ class Packing:
         for linear in linears.values():
             if "forward" not in vars(linear):  # not done yet
                 by_shape.setdefault(linear.weight.shape, []).append(linear)
-        for alike in by_shape.values():
-            for linear, product in zip(alike, self.products([(m.weight, m.bias) for m in alike]), strict=True):
+        for layers in by_shape.values():
+            for linear, product in zip(layers, self.products([(m.weight, m.bias) for m in layers]), strict=True):
                 if isinstance(product, Packed):
                     linear.forward = product  # type: ignore[assignment,method-assign]
 
@@ -109,31 +98,30 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: F.linear(x, weight, bias)
 
 
-def _timed(weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ...]:
+def _time(weights: Sequence[Tensor], packs: Sequence[Tensor]) -> tuple[bool, ...]:
     """For each of `ROWS`: are packed weights faster? One layer after the other, as a forward reads them from memory."""
-    pays = []
+
+    def seconds(product: Callable[[Tensor, Tensor], Tensor], parts: Sequence[Tensor]) -> float:
+        begin = time.perf_counter()
+        for part in parts:
+            product(x, part)
+        return time.perf_counter() - begin
+
+    faster = []
     for rows in ROWS:
         x = torch.randn(rows, weights[0].shape[1]).to(weights[0])
-        plain, packed = float("inf"), float("inf")
-        for _ in range(TURNS):
-            begin = time.perf_counter()
-            for weight in weights:
-                F.linear(x, weight)
-            middle = time.perf_counter()
-            for pack in packs:
-                multiply(x, pack, None)
-            plain, packed = min(plain, middle - begin), min(packed, time.perf_counter() - middle)
-        pays.append(packed < plain)
-    return tuple(pays)
+        tries = [(seconds(F.linear, weights), seconds(multiply, packs)) for _ in range(REPETITIONS)]
+        faster.append(min(packed for _, packed in tries) < min(plain for plain, _ in tries))
+    return tuple(faster)
 
 
 @contextmanager
 def unpacked(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """These modules' linear layers multiply as PyTorch does meanwhile."""
-    changed = [m for module in modules for m in module.modules() if isinstance(vars(m).get("forward"), Packed)]
-    kept = [(m, vars(m).pop("forward")) for m in {id(m): m for m in changed}.values()]
+    """Inside, these modules' linear layers multiply as PyTorch does."""
+    changed = {m for module in modules for m in module.modules() if isinstance(vars(m).get("forward"), Packed)}
+    products = [(m, vars(m).pop("forward")) for m in changed]
     try:
         yield
     finally:
-        for module, product in kept:
+        for module, product in products:
             module.forward = product
