@@ -1,7 +1,4 @@
-"""What a training takes, said before it starts: time from a trial of a few seconds, disk, memory. Refuses what cannot fit.
-
-Knows the corpus, the trainer's settings and that a drafter owns its loss.
-"""
+"""Disk, memory and time that a training needs, before it starts: time from a trial of seconds. Refuses what cannot fit."""
 
 import shutil
 import time
@@ -21,7 +18,7 @@ from specbench.training.shards import Shards
 from specbench.training.trainer import check
 
 TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual length
-FLOATS = 4  # of a logit's size that a loss over the vocabulary holds at once
+LOGIT_COPIES = 4  # float32 tensors of the logits' size that a loss over the vocabulary holds at once
 
 
 @dataclass(frozen=True)
@@ -34,14 +31,13 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates: seconds, bytes, and tokens they are for."""
+    """Estimates: seconds, bytes, and the tokens that they are for."""
 
     corpus_tokens: int  # still to be written
     corpus_seconds: float
-    corpus_bytes: int
     training_tokens: int  # at most
     training_seconds: float
-    checkpoint_bytes: int
+    disk_bytes: int  # of the rest of the corpus, and of checkpoints
     memory_bytes: int  # beyond the target and the drafter: gradients, optimiser, the loss over the whole vocabulary
     folder: Path
     device: torch.device
@@ -50,36 +46,32 @@ class Plan:
         return (
             f"plan: corpus {self.corpus_tokens:,} more tokens, about {self.corpus_seconds / 60:.0f} min; training at most "
             f"{self.training_tokens:,} tokens, about {self.training_seconds / 60:.0f} min; disk "
-            f"{(self.corpus_bytes + self.checkpoint_bytes) / 1e9:.2f} GB of {self.free_disk() / 1e9:.0f} GB free; memory "
-            f"about {self.memory_bytes / 1e9:.1f} GB of {self.free_memory() / 1e9:.0f} GB free"
+            f"{self.disk_bytes / 1e9:.2f} GB of {self._free_disk() / 1e9:.0f} GB free; memory "
+            f"about {self.memory_bytes / 1e9:.1f} GB of {environment.free_memory(self.device) / 1e9:.0f} GB free"
         )
 
-    def free_disk(self) -> int:
+    def _free_disk(self) -> int:
         return shutil.disk_usage(self.folder).free
-
-    def free_memory(self) -> int:
-        return environment.free_memory(self.device)
 
     def check(self) -> None:
         """Raises `SpecBenchError` where disk or memory do not suffice, with what would."""
-        disk = self.corpus_bytes + self.checkpoint_bytes
-        if disk > self.free_disk():
+        if self.disk_bytes > (free := self._free_disk()):
             raise SpecBenchError(
-                f"this training needs up to {disk / 1e9:.1f} GB and {self.folder} has {self.free_disk() / 1e9:.1f} GB "
+                f"this training needs up to {self.disk_bytes / 1e9:.1f} GB and {self.folder} has {free / 1e9:.1f} GB "
                 "free; lower train.corpus.tokens or set SPECBENCH_CACHE to a larger disk"
             )
-        if self.memory_bytes > self.free_memory():
+        if self.memory_bytes > (free := environment.free_memory(self.device)):
             raise SpecBenchError(
                 f"this training needs about {self.memory_bytes / 1e9:.1f} GB more memory and {self.device} has "
-                f"{self.free_memory() / 1e9:.1f} GB free; lower train.batch (with train.settings.accumulate) or confine "
+                f"{free / 1e9:.1f} GB free; lower train.batch (with train.settings.accumulate) or confine "
                 "the loss with train.settings.vocabulary, in every phase"
             )
 
 
 def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShape, online: bool, build: bool) -> Plan:
-    """Try a training batch and, if tokens are missing, a pass that writes and one that reads them; estimate the rest.
+    """Try a training batch and, if tokens are missing, passes that write them and compute their states; estimate the rest.
 
-    build: what is missing of the corpus is to be made, not done without.
+    build: the missing part of the corpus will be written; else training does without it.
 
     Raises:
         SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe.
@@ -88,61 +80,54 @@ def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShap
     text, target = shards.text, shards.text.target
     missing, (tokens, unread) = text.missing() if build else 0, shards.tokens()
     unread = unread + missing if build else 0
-    own = [p for p in drafter.parameters() if p.requires_grad]
-    size = sum(p.numel() * p.element_size() for p in own)
+    weights = sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
     longest = batch.row_tokens or text.settings.text_tokens
-    logits = FLOATS * 4 * batch.rows * longest * target.vocab_size
-    ids = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
-    logits = logits * min(max(ids), target.vocab_size) // target.vocab_size
-    passes = settings.epochs * (tokens + missing)
+    vocabularies = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
+    logits = 4 * batch.rows * longest * min(max(vocabularies), target.vocab_size)
+    training_tokens = settings.epochs * (tokens + missing)
     if settings.steps is not None:
-        passes = min(passes, settings.steps * settings.accumulate * batch.rows * longest)
+        training_tokens = min(training_tokens, settings.steps * settings.accumulate * batch.rows * longest)
     sizes = Plan(
         corpus_tokens=missing,
         corpus_seconds=0.0,
-        corpus_bytes=unread * shards.bytes_per_token,
-        training_tokens=passes,
+        training_tokens=training_tokens,
         training_seconds=0.0,
-        checkpoint_bytes=2 * 3 * size,  # weights and two moments, old and new file side by side
-        memory_bytes=3 * size + logits,
+        disk_bytes=unread * shards.bytes_per_token + 2 * 3 * weights,  # two checkpoints of weights and two moments each
+        memory_bytes=3 * weights + LOGIT_COPIES * logits,
         folder=shards.folder,
         device=target.device,
     )
     sizes.check()  # before the trial would fill the memory
     seconds = missing * text.seconds_per_token() if missing else 0.0
     seconds += unread * shards.seconds_per_token() if unread and text.settings.states else 0.0
-    return replace(
-        sizes,
-        corpus_seconds=seconds,
-        training_seconds=passes * _training_seconds(drafter, target, settings, batch.rows, online),
-    )
+    per_token = _training_seconds(drafter, target, settings, batch.rows, online)
+    return replace(sizes, corpus_seconds=seconds, training_seconds=training_tokens * per_token)
 
 
-def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, batch: int, online: bool) -> float:
-    """Per token, one step in every phase, weighted by its share, on random tokens and states.
+def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, rows: int, online: bool) -> float:
+    """Per token: one step in every phase, weighted by its share, on random tokens and states.
 
     Leaves gradients, options and random state as they were.
     """
-    length = min(TRIAL_LENGTH, target.max_context)
     seconds, progress = 0.0, 0.0
     options = {name: getattr(drafter, name) for name in drafter.phased}
     drafter.train()
     half = mixed(settings.precision, target.device, target.hidden_size) != "no"
     with torch.random.fork_rng():
-        tokens = torch.randint(target.vocab_size, (batch, length), device=target.device)
+        tokens = torch.randint(target.vocab_size, (rows, min(TRIAL_LENGTH, target.max_context)), device=target.device)
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
-        states = torch.randn(batch, length, target.hidden_size, device=target.device, dtype=target.dtype)
+        states = torch.randn(*tokens.shape, target.hidden_size, device=target.device, dtype=target.dtype)
         for trial, phase in enumerate((settings.phases[0], *settings.phases)):
             begin = time.perf_counter()
             drafter.configure(**phase.drafter)
-            made = Batch(tokens, states, everywhere, everywhere.clone(), progress=progress + phase.share / 2)
+            batch = Batch(tokens, states, everywhere, everywhere.clone(), progress=progress + phase.share / 2)
             if online:
-                made.states, made.hidden, made.kv = target.tapped(tokens, drafter.taps)
+                batch.states, batch.hidden, batch.kv = target.tapped(tokens, drafter.taps)
             count = settings.vocabulary_in(phase)
             if count is not None:
-                made.vocabulary = torch.arange(min(count, target.vocab_size), device=target.device)
+                batch.vocabulary = torch.arange(min(count, target.vocab_size), device=target.device)
             with torch.autocast(target.device.type, torch.bfloat16, enabled=half):
-                loss = drafter.loss(made)["loss"]
+                loss = drafter.loss(batch)["loss"]
             loss.backward()
             float(loss.detach())  # waits for the device
             drafter.zero_grad(set_to_none=True)
