@@ -30,7 +30,7 @@ from specbench.data.chat import Chat, Message
 from specbench.engine.target import Target
 from specbench.training import corpus_file
 from specbench.training.corpus_file import Text
-from specbench.training.writer import Dialogue, Lengths, Precision, Prompt, fastest, make_rows, write, writing_model
+from specbench.training.writer import Lengths, Precision, Prompt, fastest, make_rows, write, writing_model
 
 MAX_CHARACTERS = 12  # of a token; longer questions are dropped without counting their tokens
 MIN_ANSWER = 32  # tokens that an answer must have room for, or its question is not asked
@@ -40,25 +40,10 @@ NON_IDENTITY_KEYS = ("tokens", "draws", "states", "shard", "rows", "reading")
 
 @dataclass(frozen=True)
 class CorpusSettings:
-    """What a corpus is made of. The hash of these settings names its folder.
+    """What a corpus is made of; `conf/train/small.yaml` explains each setting. Their hash names the folder.
 
-    Attributes:
-        source: `answers` (the target's own, to the conversations' questions) or `text` (the conversations as they are).
-        turns: questions asked of a conversation, at most (`answers`).
-        prompt_tokens: longest question used (`answers`).
-        answer_tokens: longest answer written (`answers`).
-        text_tokens: longest sequence; text is cut off behind it, answers end there.
-        temperatures: dialogue i is written at temperature i modulo their number; 0 is greedy, as held-out ones always are.
-        draws: times each conversation is held; all but the first at the highest temperature (`answers`).
-        validation: conversations held out.
-        seed: of their order and of sampling.
-        system: system prompt; must be the benchmark's.
-        tokens: stop after so many; None for all conversations.
-        states: store the target's states. shard: sequences per file of states.
-        rows: dialogues written side by side.
-        precision: of the model that writes, see `writer.write`; answers of a quantised copy are another corpus. Held-out
-            answers are always the target's own. `settle_precision` replaces `auto` before a digest is taken.
-        reading: precision of the passes that compute states, see `precision.wide`.
+    Dialogue i is written at temperature i modulo their number; held-out ones are greedy, and always the target's own.
+    `settle_precision` replaces `precision="auto"` before a digest is taken; answers of a quantised copy are another corpus.
     """
 
     source: Literal["answers", "text"] = "answers"
@@ -215,7 +200,7 @@ class Writer:
             texts = corpus_file.unpack_checked(self.packed, self.settings.digest(self.fingerprint))
             if texts:
                 with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
-                    temporary.write_bytes(b"".join(corpus_file.to_line(t.index, t.tokens, t.spans) for t in texts))
+                    temporary.write_bytes(b"".join(map(corpus_file.to_line, texts)))
 
     def seconds_per_token(self) -> float:
         """Of writing, tried on a few passes over rows that are half full."""
@@ -246,16 +231,16 @@ class Writer:
         training = own[len(held_out) :] if tokens < limit else []
         with (
             progress("answers", int(min(limit, tokens + self.missing())), "tokens") as show,
-            closing(self._write(training, process, self.settings.precision)) as dialogues,
+            closing(self._write(training, process, self.settings.precision)) as texts,
         ):
             show(tokens)
-            for dialogue in dialogues:
-                tokens += len(dialogue.tokens)
+            for text in texts:
+                tokens += len(text.tokens)
                 show(tokens)
                 if tokens >= limit:
                     break  # unfinished dialogues are dropped
 
-    def _write(self, indices: list[int], process: int, precision: Precision) -> Generator[Dialogue, None, None]:
+    def _write(self, indices: list[int], process: int, precision: Precision) -> Generator[Text, None, None]:
         """Write dialogues, each into this process's file as it ends."""
         prompts = (p for i in indices if (p := self._prompt(i)))
         first = next(prompts, None)
@@ -267,10 +252,10 @@ class Writer:
         with path.open("ab") as file:
             if file.tell() and not path.read_bytes().endswith(b"\n"):
                 file.write(b"\n")  # end a line that a kill cut off
-            for dialogue in write(self.target, itertools.chain([first], prompts), lengths, self.settings.rows, precision):
-                file.write(corpus_file.to_line(dialogue.prompt.index, dialogue.tokens, dialogue.spans))
+            for text in write(self.target, itertools.chain([first], prompts), lengths, self.settings.rows, precision):
+                file.write(corpus_file.to_line(text))
                 file.flush()
-                yield dialogue
+                yield text
 
     def _prompt(self, index: int) -> Prompt | None:
         """The questions of dialogue `index` up to the first that is too long; None if that is the very first."""

@@ -40,10 +40,9 @@ class PackedHeader(TypedDict):
     sha256: str
 
 
-def to_line(index: int, tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> bytes:
+def to_line(text: Text) -> bytes:
     """A conversation as a JSON line."""
-    record = {"index": index, "tokens": tokens, "spans": spans}
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(vars(text), separators=(",", ":")).encode() + b"\n"
 
 
 def read_lines(paths: Iterable[Path]) -> dict[int, Text]:

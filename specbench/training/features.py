@@ -6,6 +6,7 @@ without them, or where a drafter reads more than the last hidden state, the targ
 
 import hashlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch, Taps
@@ -86,33 +88,24 @@ class Corpus:
 
     def load(self, rows: list[Row], device: torch.device, dtype: torch.dtype) -> Batch:
         """Read one batch, padded on the right."""
-        longest = max(sum(b - a for _, a, b in row) for row in rows)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
-        valid, scored = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
-        starts = torch.zeros_like(tokens)
-        states: Tensor | None = None
-        for number, row in enumerate(rows):
-            at = 0
-            for path, a, b in row:
-                here = slice(at, at := at + b - a)
-                shard = self.shards[path]
-                tokens[number, here] = shard.tokens[a:b].long()
-                valid[number, here] = True
-                scored[number, here] = self._scored(shard.answer[a:b].bool())
-                starts[number, here] = here.start
-                if self.online is None and shard.states is not None:
-                    if states is None:
-                        states = shard.states.new_zeros(len(rows), longest, shard.states.shape[-1])
-                    states[number, here] = shard.states[a:b]
-            starts[number, at:] = at  # padding is a sequence of its own
-        batch = Batch(tokens.to(device), torch.empty(0), valid.to(device), scored.to(device))
+
+        def join(read: Callable[[Shard, int, int], Tensor]) -> Tensor:
+            """A part of each sequence, end to end in its row, padded with zeros."""
+            parts = (torch.cat([read(self.shards[path], a, b) for path, a, b in row]) for row in rows)
+            return pad_sequence(list(parts), batch_first=True).to(device)
+
+        batch = Batch(
+            tokens=join(lambda shard, a, b: shard.tokens[a:b].long()),
+            states=torch.empty(0),
+            valid=join(lambda shard, a, b: torch.ones(b - a, dtype=torch.bool)),
+            scored=join(lambda shard, a, b: self._scored(shard.answer[a:b].bool())),
+        )
         if self.row_tokens is not None:
-            batch.starts = starts.to(device)
+            batch.starts = _starts(rows, batch.tokens.shape[1]).to(device)
         if self.online is not None:
             self._compute_states(batch, self.online, dtype)
         else:
-            assert states is not None
-            batch.states = states.to(device, dtype)
+            batch.states = join(lambda shard, a, b: shard.states[a:b]).to(dtype)  # type: ignore[index]
         return batch
 
     def _compute_states(self, batch: Batch, target: Target, dtype: torch.dtype) -> None:
@@ -150,6 +143,16 @@ class Corpus:
             own = self.shards[path].tokens.long().bincount(minlength=counts.shape[0])
             counts = own + pad(counts, (0, own.shape[0] - counts.shape[0]))
         return counts.argsort(descending=True, stable=True)[: int((counts > 0).sum()) if count is None else count]
+
+
+def _starts(rows: list[Row], width: int) -> Tensor:
+    """Where each token's sequence begins in its row; padding is a sequence of its own. [B, width]"""
+    starts = []
+    for row in rows:
+        lengths = [b - a for _, a, b in row]
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        starts.append(ends.repeat_interleave(torch.tensor([*lengths, width - sum(lengths)])))
+    return torch.stack(starts)
 
 
 def packed(sequences: list[Span], row_tokens: int) -> list[Row]:

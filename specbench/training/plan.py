@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,47 +29,10 @@ class BatchShape:
     row_tokens: int | None = None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Estimates: seconds, bytes, and the tokens that they are for."""
+def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShape, online: bool, build: bool) -> str:
+    """A line on tokens, minutes, disk and memory that a training needs.
 
-    corpus_tokens: int  # still to be written
-    corpus_seconds: float
-    training_tokens: int  # at most
-    training_seconds: float
-    disk_bytes: int  # of the rest of the corpus, and of checkpoints
-    memory_bytes: int  # beyond the target and the drafter: gradients, optimiser, the loss over the whole vocabulary
-    folder: Path
-    device: torch.device
-
-    def __str__(self) -> str:
-        return (
-            f"plan: corpus {self.corpus_tokens:,} more tokens, about {self.corpus_seconds / 60:.0f} min; training at most "
-            f"{self.training_tokens:,} tokens, about {self.training_seconds / 60:.0f} min; disk "
-            f"{self.disk_bytes / 1e9:.2f} GB of {self._free_disk() / 1e9:.0f} GB free; memory "
-            f"about {self.memory_bytes / 1e9:.1f} GB of {environment.free_memory(self.device) / 1e9:.0f} GB free"
-        )
-
-    def _free_disk(self) -> int:
-        return shutil.disk_usage(self.folder).free
-
-    def check(self) -> None:
-        """Raises `SpecBenchError` where disk or memory do not suffice, with what would."""
-        if self.disk_bytes > (free := self._free_disk()):
-            raise SpecBenchError(
-                f"this training needs up to {self.disk_bytes / 1e9:.1f} GB and {self.folder} has {free / 1e9:.1f} GB "
-                "free; lower train.corpus.tokens or set SPECBENCH_CACHE to a larger disk"
-            )
-        if self.memory_bytes > (free := environment.free_memory(self.device)):
-            raise SpecBenchError(
-                f"this training needs about {self.memory_bytes / 1e9:.1f} GB more memory and {self.device} has "
-                f"{free / 1e9:.1f} GB free; lower train.batch (with train.settings.accumulate) or confine "
-                "the loss with train.settings.vocabulary, in every phase"
-            )
-
-
-def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShape, online: bool, build: bool) -> Plan:
-    """Try a training batch and, if tokens are missing, passes that write them and compute their states; estimate the rest.
+    Tries a training batch and, if tokens are missing, passes that write them and compute their states.
 
     build: the missing part of the corpus will be written; else training does without it.
 
@@ -82,26 +45,42 @@ def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShap
     unread = unread + missing if build else 0
     weights = sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
     longest = batch.row_tokens or text.settings.text_tokens
-    vocabularies = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
-    logits = 4 * batch.rows * longest * min(max(vocabularies), target.vocab_size)
     training_tokens = settings.epochs * (tokens + missing)
     if settings.steps is not None:
         training_tokens = min(training_tokens, settings.steps * settings.accumulate * batch.rows * longest)
-    sizes = Plan(
-        corpus_tokens=missing,
-        corpus_seconds=0.0,
-        training_tokens=training_tokens,
-        training_seconds=0.0,
-        disk_bytes=unread * shards.bytes_per_token + 2 * 3 * weights,  # two checkpoints of weights and two moments each
-        memory_bytes=3 * weights + LOGIT_COPIES * logits,
-        folder=shards.folder,
-        device=target.device,
+    vocabularies = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
+    logits = 4 * batch.rows * longest * min(max(vocabularies), target.vocab_size)
+    memory = 3 * weights + LOGIT_COPIES * logits  # gradients, two moments, the loss over the vocabulary
+    disk = unread * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
+    _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
+    writing = missing * text.seconds_per_token() if missing else 0.0
+    writing += unread * shards.seconds_per_token() if unread and text.settings.states else 0.0
+    training = training_tokens * _training_seconds(drafter, target, settings, batch.rows, online)
+    return (
+        f"plan: corpus {missing:,} more tokens, about {writing / 60:.0f} min; training at most "
+        f"{training_tokens:,} tokens, about {training / 60:.0f} min; disk "
+        f"{disk / 1e9:.2f} GB of {_free_disk(shards.folder) / 1e9:.0f} GB free; memory "
+        f"about {memory / 1e9:.1f} GB of {environment.free_memory(target.device) / 1e9:.0f} GB free"
     )
-    sizes.check()  # before the trial would fill the memory
-    seconds = missing * text.seconds_per_token() if missing else 0.0
-    seconds += unread * shards.seconds_per_token() if unread and text.settings.states else 0.0
-    per_token = _training_seconds(drafter, target, settings, batch.rows, online)
-    return replace(sizes, corpus_seconds=seconds, training_seconds=training_tokens * per_token)
+
+
+def _free_disk(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def _require(disk: int, folder: Path, memory: int, device: torch.device) -> None:
+    """Raises `SpecBenchError` where so many bytes are not free, and says how to need less."""
+    if disk > (free := _free_disk(folder)):
+        raise SpecBenchError(
+            f"this training needs up to {disk / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB "
+            "free; lower train.corpus.tokens or set SPECBENCH_CACHE to a larger disk"
+        )
+    if memory > (free := environment.free_memory(device)):
+        raise SpecBenchError(
+            f"this training needs about {memory / 1e9:.1f} GB more memory and {device} has "
+            f"{free / 1e9:.1f} GB free; lower train.batch (with train.settings.accumulate) or confine "
+            "the loss with train.settings.vocabulary, in every phase"
+        )
 
 
 def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, rows: int, online: bool) -> float:

@@ -115,24 +115,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainSettings(Schedule):
-    """How a drafter is trained; its learning rate follows the schedule that this also is.
+    """How a drafter is trained, its learning rate by this very schedule. `conf/train/small.yaml` explains each setting.
 
     Attributes:
-        epochs: passes over the corpus. steps: end after this many optimiser steps, whatever the epochs say.
-        lr: peak, of AdamW or, with `optimizer: muon`, of Muon on the matrices (vectors keep AdamW at `vector_lr`).
-        groups: factors on the learning rate by name of parameter (a prefix such as `outputs`, or a pattern such as
-            `*.bias`); of several that match the first counts.
-        clip: of the gradient, None for none. clip_by: its `norm`, or each entry's `value`.
-        accumulate: batches a step.
+        groups: factors on the learning rate by name of parameter, as in `Phase.train`; of several that match the first.
         precision: `no`, `bf16` or `fp16` (Accelerate's mixed precision, over weights in float32), or `auto`: see
             `precision.mixed`.
-        vocabulary: confine the classification loss to this many frequent ids; None for all. Phases may say otherwise.
-        sampled: of these, how many a batch uses: those in its own text, and others drawn anew; None for all of them.
-        others: how many of the corpus's other ids a batch uses beside these, drawn likewise, so that none goes untrained.
-        phases: see `Phase`; none is one phase that changes nothing.
-        checkpoint_minutes, validate_minutes: how often.
-        validation_answers: held-out answers replayed.
-        seed: data order, initial weights, noise.
+        sampled, others: of the frequent ids, and of the others, how many a batch's loss uses: those in its own text, and
+            some drawn anew.
+        phases: none is one phase that changes nothing.
 
     Raises:
         SpecBenchError: values that contradict each other or are out of range, by name.

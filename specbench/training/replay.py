@@ -7,15 +7,17 @@ accepted exactly when it is the answer's next token: the counts are those of gre
     chains    chains only: the drafts from all positions at once, in seconds where `replay` takes minutes
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specbench.engine.decode import Limits, decode
 from specbench.engine.drafter import Drafter
-from specbench.engine.interface import Batch, NoShortcut, Step
+from specbench.engine.interface import Batch, NoShortcut, Step, Taps
 from specbench.engine.policies import Chain, named
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
@@ -138,19 +140,28 @@ def _add_cycles(counts: AcceptanceCounts, accepted: list[int], steps: int, begin
 
 def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) -> Batch:
     """Answers up to their ends as a padded batch with the states, and what else the drafter taps."""
-    tokens = torch.zeros(len(part), max(ends), dtype=torch.long, device=target.device)
-    valid = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, (answer, end) in enumerate(zip(part, ends, strict=True)):
-        tokens[row, :end] = torch.tensor(answer.ids[:end])
-        valid[row, :end] = True
-    if drafter.taps.reads_layers or any(a.states is None for a in part):
+    tokens = pad_sequence([torch.tensor(a.ids[:end]) for a, end in zip(part, ends, strict=True)], batch_first=True)
+    tokens = tokens.to(target.device)
+    valid = torch.arange(max(ends), device=tokens.device) < torch.tensor(ends, device=tokens.device)[:, None]
+    known = [a.states[:end] for a, end in zip(part, ends, strict=True) if a.states is not None]
+    if drafter.taps.reads_layers or len(known) < len(part):
         states, hidden, kv = target.tapped(tokens, drafter.taps)
         return Batch(tokens, states, valid, valid, hidden=hidden, kv=kv)
-    states = torch.zeros(*tokens.shape, target.hidden_size, device=target.device, dtype=target.dtype)
-    for row, (answer, end) in enumerate(zip(part, ends, strict=True)):
-        assert answer.states is not None
-        states[row, :end] = answer.states[:end].to(states)
-    return Batch(tokens, states, valid, valid)
+    return Batch(tokens, pad_sequence(known, batch_first=True).to(target.device, target.dtype), valid, valid)
+
+
+def replay_target(target: Target, answer: Answer, taps: Taps, max_tokens: int) -> ReplayTarget:
+    """The target as it emits the first tokens of an answer. taps: what drafters read of it."""
+    return ReplayTarget(target, answer.ids[: answer.begin], answer.ids[answer.begin :][:max_tokens], taps)
+
+
+def cycles(answer: ReplayTarget, drafter: Drafter) -> Iterator[Step]:
+    """Decode a known answer greedily with a drafter."""
+    target: Any = answer
+    prompt, limits = answer.text[: answer.begin], Limits(len(answer.text) - answer.begin)
+    for event in decode(target, drafter, prompt, limits, Lossless(), Sampler()):
+        if isinstance(event, Step):
+            yield event
 
 
 @torch.no_grad()
@@ -159,11 +170,8 @@ def replay(target: Target, drafter: Drafter, answers: list[Answer], max_tokens: 
     counts = AcceptanceCounts()
     for answer in answers:
         counts.begin()
-        prompt, tokens = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + max_tokens]
-        replayed: Any = ReplayTarget(target, prompt, tokens, drafter.taps)
-        for event in decode(replayed, drafter, prompt, Limits(len(tokens)), Lossless(), Sampler()):
-            if isinstance(event, Step):
-                counts.add(event.accepted, event.drafted)
+        for step in cycles(replay_target(target, answer, drafter.taps, max_tokens), drafter):
+            counts.add(step.accepted, step.drafted)
     return counts
 
 

@@ -10,6 +10,7 @@ configuration is the global one. The first process logs and writes.
 import bisect
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from rich.console import Console
 from torch import Tensor, nn
 
 from specbench.common.budget import Budget
@@ -106,6 +106,7 @@ class Trainer:
         self.shaped_by = {"settings": decisive, "corpus": corpus.digest(), **(shaped_by or {})}
         self.named = trainable(drafter)
         self.parameters = [p for _, p in self.named]
+        self.size = sum(p.numel() for p in self.parameters)
         device = self.parameters[0].device
         precision = mixed(settings.precision, device, max(p.shape[-1] for p in self.parameters))
         self.dtype = self.parameters[0].dtype  # in which the drafter is used
@@ -131,7 +132,6 @@ class Trainer:
         self.phase = -1  # before the first
         self.metrics = Metrics()
         self.history: list[dict[str, Any]] = []
-        self.console = Console(stderr=True)
 
     def _cast(self, dtype: torch.dtype) -> None:
         for parameter in self.parameters:
@@ -160,11 +160,6 @@ class Trainer:
             epoch = bisect.bisect_right(self.starts, self.step) - 1
             yield from self._steps(epoch)[self.step - self.starts[epoch] :][: self.total - self.step]
 
-    @property
-    def size(self) -> int:
-        """Number of trainable parameters."""
-        return sum(p.numel() for p in self.parameters)
-
     def run(self, budget: Budget | None = None) -> list[dict[str, Any]]:
         """Train to the end, from the last checkpoint if there is one; the drafter stays as the last phase configured it.
 
@@ -173,7 +168,7 @@ class Trainer:
         """
         budget, settings = budget or Budget(), self.settings
         self._resume()
-        self._print(describe(settings, self.total))
+        self.accelerator.print(describe(settings, self.total), file=sys.stderr)
         self.drafter.train()
         now = saved = validated = time.monotonic()
         for batches in self._remaining_steps():
@@ -273,10 +268,6 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
 
-    def _print(self, line: str) -> None:
-        if self.accelerator.is_main_process:
-            self.console.print(line, highlight=False, soft_wrap=True)
-
     def _seconds_left(self) -> float:
         return self.seconds / self.step * (self.total - self.step)
 
@@ -284,7 +275,8 @@ class Trainer:
         speed = self.tokens / max(self.seconds, 1e-9)
         losses = " ".join(f"{k} {v:.4f}" for k, v in self.metrics.smoothed.items())
         left = self._seconds_left() / 60
-        self._print(f"step {self.step}/{self.total}  {losses}  {speed:,.0f} tokens/s  {left:.1f} min left")
+        line = f"step {self.step}/{self.total}  {losses}  {speed:,.0f} tokens/s  {left:.1f} min left"
+        self.accelerator.print(line, file=sys.stderr)
 
     def _log(self) -> None:
         """Validate; between steps in the precision of training."""
@@ -296,7 +288,7 @@ class Trainer:
             entry |= self.validate()
         self.drafter.train()
         self.history.append(entry)
-        self._print(f"held out: {entry}")
+        self.accelerator.print(f"held out: {entry}", file=sys.stderr)
 
     def _save(self) -> None:
         """Write the checkpoint; raises `SpecBenchError` instead if the loss is not finite."""
@@ -328,4 +320,4 @@ class Trainer:
             checkpoint.restore_random_state(state, self.accelerator.process_index)
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.history = state["history"]
-        self._print(f"resuming at step {self.step} of {self.total}")
+        self.accelerator.print(f"resuming at step {self.step} of {self.total}", file=sys.stderr)

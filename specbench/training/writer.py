@@ -6,7 +6,7 @@ the one that the target chose last. A dialogue that ends makes room for the next
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from specbench.engine.causal_lm import CausalLM
 from specbench.engine.rows import Rows
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
+from specbench.training.corpus_file import Text
 
 Precision = Literal["auto", "target", "int8"]
 GROUPS = 8  # of rows that attend together: more are more calls a layer, and less attention over empty slots
@@ -39,15 +40,6 @@ class Prompt:
     seed: int = 0
 
 
-@dataclass
-class Dialogue:
-    """A prompt's turns and the target's answers so far. spans: [begin, end) of each answer in `tokens`."""
-
-    prompt: Prompt
-    tokens: list[int] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Lengths:
     """In tokens. answer: of one answer. whole: of a dialogue; a turn is asked only if `min_answer` tokens fit behind it."""
@@ -61,7 +53,7 @@ class _Row:
     """A dialogue while it is written. token: the next one to be fed; pending: the rest of the question, in reverse."""
 
     def __init__(self, prompt: Prompt):
-        self.dialogue = Dialogue(prompt)
+        self.prompt, self.text = prompt, Text(prompt.index, [], [])
         self.pending = list(reversed(prompt.turns[0]))
         self.turn = 0
         self.generator = torch.Generator().manual_seed(prompt.seed) if prompt.temperature else None
@@ -75,22 +67,21 @@ class _Row:
     def feed(self) -> None:
         """Append the next token of the question."""
         self.token = self.pending.pop()
-        self.dialogue.tokens.append(self.token)
-        self.begin = len(self.dialogue.tokens)
+        self.text.tokens.append(self.token)
+        self.begin = len(self.text.tokens)
 
     def answer(self, token: int, stop_ids: tuple[int, ...], lengths: Lengths) -> bool:
         """Append a token that the target chose. True if the dialogue ends with it."""
-        tokens = self.dialogue.tokens
+        tokens = self.text.tokens
         self.token = token
         tokens.append(token)
         if token not in stop_ids and len(tokens) < min(self.begin + lengths.answer, lengths.whole):
             return False
-        self.dialogue.spans.append((self.begin, len(tokens)))
+        self.text.spans.append((self.begin, len(tokens)))
         self.turn += 1
-        turns = self.dialogue.prompt.turns
-        if self.turn == len(turns):
+        if self.turn == len(self.prompt.turns):
             return True
-        question = list(turns[self.turn])
+        question = list(self.prompt.turns[self.turn])
         if question[0] == token:  # the answer ended as the markup would end it
             question = question[1:]
         self.pending = question[::-1]
@@ -116,7 +107,7 @@ def make_rows(model: CausalLM, target: Target, rows: int, capacity: int) -> Rows
 
 def write(
     target: Target, prompts: Iterator[Prompt], lengths: Lengths, rows: int = 128, precision: Precision = "target"
-) -> Iterator[Dialogue]:
+) -> Iterator[Text]:
     """Dialogues in the order in which they end.
 
     Args:
@@ -136,18 +127,18 @@ def write(
                     row.feed()
             chosen = _choose(model, states, answering) if answering else []
             ended = [
-                (slot, row.dialogue)
+                (slot, row.text)
                 for (slot, row), token in zip(answering, chosen, strict=True)
                 if row.answer(token, target.stop_ids, lengths)
             ]
             # The shortest group first: a row that moves up into an ended one's slot has never itself ended.
-            for slot, dialogue in reversed(ended):
+            for slot, text in reversed(ended):
                 free, moves = table.end(slot)
                 for source, to in moves:
                     slots[to] = slots[source]
                 prompt = next(prompts, None)
                 slots[free] = None if prompt is None else _Row(prompt)
-                yield dialogue
+                yield text
 
 
 @torch.inference_mode()
@@ -158,7 +149,7 @@ def _choose(model: CausalLM, states: Tensor, rows: list[tuple[int, _Row]]) -> li
     by_temperature: dict[float, list[int]] = {}
     for index, (_, row) in enumerate(rows):
         if row.generator is not None:
-            by_temperature.setdefault(row.dialogue.prompt.temperature, []).append(index)
+            by_temperature.setdefault(row.prompt.temperature, []).append(index)
     for temperature, indices in by_temperature.items():
         draws = torch.cat([torch.rand(1, generator=rows[i][1].generator) for i in indices])
         cumulative = Sampler(temperature).probabilities(logits[indices]).double().cumsum(-1)

@@ -20,16 +20,13 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
-from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import DraftTree
 from specbench.engine.policies import Dynamic, Expandable, Pool
-from specbench.engine.replay import ReplayTarget
-from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
-from specbench.engine.verify import Lossless
 from specbench.records.schema import WEIGHTS
 from specbench.training.features import Answer
+from specbench.training.replay import cycles, replay_target
 from specbench.tuning.cost_aware import NODES, TOP_K, TreeAcceptance
 
 FILE = "acceptance.json"
@@ -103,10 +100,9 @@ def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> TreeAcce
 def _drafted(target: Target, drafter: Any, answer: Answer) -> Drafted:
     policy = RecordingPolicy(min(LEVELS, drafter.deepest or LEVELS))
     drafter.set_tree_policy(policy)
-    prompt, tokens = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + ANSWER_TOKENS]
-    replayed: Any = ReplayTarget(target, prompt, tokens, drafter.taps)
-    for _ in decode(replayed, drafter, prompt, Limits(len(tokens)), Lossless(), Sampler()):
+    for _ in cycles(replay_target(target, answer, drafter.taps, ANSWER_TOKENS), drafter):
         pass
+    tokens = answer.ids[answer.begin :][:ANSWER_TOKENS]
     pool = Pool(*(torch.stack(parts).cpu() for parts in zip(*policy.pools, strict=True)))
     return match_answer(pool, torch.tensor(tokens), policy.depth)
 

@@ -25,17 +25,7 @@ from torch import Tensor
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count
 from specbench.engine.interface import DraftTree
-from specbench.engine.policies import (
-    Candidates,
-    Dynamic,
-    Expandable,
-    Nodes,
-    Pool,
-    Static,
-    TreePolicy,
-    best_children,
-    named,
-)
+from specbench.engine.policies import Candidates, Dynamic, Expandable, Nodes, Pool, Static, TreePolicy, best_children, named
 from specbench.engine.sampling import Sampler
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)  # sizes to choose among, the root included

@@ -19,14 +19,12 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
 from specbench.common.timing import Clock
-from specbench.engine.decode import Limits, decode
-from specbench.engine.interface import Step, Sublayers, Taps
+from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.replay import ReplayTarget
-from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
-from specbench.engine.verify import Lossless
 from specbench.records.schema import SKIP
 from specbench.training.features import Answer
+from specbench.training.replay import cycles, replay_target
 from specbench.tuning import target_cost
 from specbench.tuning.cost_aware import between
 
@@ -134,8 +132,8 @@ def best(
         direction="maximize",
         load_if_exists=True,
     )
-    done = {trial.number: (chosen(trial.params), trial.value) for trial in study.trials if trial.value is not None}
-    speeds |= dict(done.values())
+    done = [(chosen(trial.params), trial.value) for trial in study.trials if trial.value is not None]
+    speeds |= dict(done)
     if not done:
         study.enqueue_trial({name: i in getattr(start, part) for name, (part, i) in sublayers.items()})
     with progress("search", trials, "sets") as show:
@@ -144,22 +142,18 @@ def best(
 
 
 def _known(target: Target, answer: Answer, taps: Taps) -> ReplayTarget:
-    tokens = answer.ids[answer.begin : answer.begin + ANSWER_TOKENS]
-    return ReplayTarget(target, answer.ids[: answer.begin], tokens, taps).detach()
+    return replay_target(target, answer, taps, ANSWER_TOKENS).detach()
 
 
 def predicted(drafter: Any, answers: Sequence[ReplayTarget], prices: Prices) -> Prediction:
     """Replay the answers with a drafter, and add up what their passes cost."""
-    emitted = cycles = drafts = 0
+    emitted = count = drafts = 0
     seconds = 0.0
     for answer in answers:
-        target: Any = answer
-        prompt, limits = answer.text[: answer.begin], Limits(len(answer.text) - answer.begin)
-        for step in decode(target, drafter, prompt, limits, Lossless(), Sampler()):
-            if isinstance(step, Step):
-                emitted, cycles, drafts = emitted + len(step.tokens), cycles + 1, drafts + step.nodes
-                seconds += between(prices.whole, step.nodes + 1) + step.nodes * prices.draft(drafter.kept)
-    return Prediction(emitted * between(prices.whole, 1) / seconds, emitted / cycles, drafts / cycles)
+        for step in cycles(answer, drafter):
+            emitted, count, drafts = emitted + len(step.tokens), count + 1, drafts + step.nodes
+            seconds += between(prices.whole, step.nodes + 1) + step.nodes * prices.draft(drafter.kept)
+    return Prediction(emitted * between(prices.whole, 1) / seconds, emitted / count, drafts / count)
 
 
 @torch.inference_mode()
