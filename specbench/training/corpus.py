@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import math
-import time
 from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,7 @@ from specbench.data.chat import Chat, Message
 from specbench.engine.target import Target
 from specbench.training import corpus_file
 from specbench.training.corpus_file import Text
-from specbench.training.writer import Lengths, Precision, Prompt, fastest, make_rows, write, writing_model
+from specbench.training.writer import Lengths, Precision, Prompt, fastest, write
 
 MAX_CHARACTERS = 12  # of a token; longer questions are dropped without counting their tokens
 MIN_ANSWER = 32  # tokens that an answer must have room for, or its question is not asked
@@ -201,20 +200,6 @@ class Writer:
             if texts:
                 with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
                     temporary.write_bytes(b"".join(map(corpus_file.to_line, texts)))
-
-    def seconds_per_token(self) -> float:
-        """Of writing, tried on a few passes over rows that are half full."""
-        settings = self.settings
-        model, rows = writing_model(self.target, settings.precision), settings.rows
-        table = make_rows(model, self.target, rows, settings.text_tokens)
-        table.lengths = [settings.text_tokens // 2] * rows
-        begin = 0.0
-        with table.running():
-            for attempt in range(3):
-                if attempt == 1:  # the first one warms up
-                    begin = time.perf_counter()
-                float(model.logits(table.step([0] * rows)).sum())  # waits for the device
-        return (time.perf_counter() - begin) / (2 * rows)
 
     def write(self, process: int = 0, processes: int = 1) -> None:
         """Write what is missing, after `prepare`. Of several processes each writes its own dialogues into its own file."""

@@ -11,10 +11,9 @@ from specbench.common import hashing
 from specbench.common.budget import Budget
 from specbench.common.storage import PROJECT, atomic_path
 from specbench.engine import weights
-from specbench.engine.target import Target
 from specbench.records.schema import PROVENANCE, WEIGHTS
 from specbench.training.features import Answer, Corpus, held_out
-from specbench.training.job import TrainJob, Workspace
+from specbench.training.job import Workspace
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
 from specbench.training.plan import plan
 from specbench.training.replay import AcceptanceCounts, chain_acceptance, known_states
@@ -73,7 +72,12 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
         measured.append(chain_acceptance(target, drafter, answers))
         return _rounded(measured[-1])
 
-    trainer = Trainer(drafter, corpus, settings, validate, job.progress_folder, _shaped_by(job, target))
+    shaped_by = {
+        "drafter": {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]},
+        "target": target.fingerprint(),
+        "start": None if job.start is None else hashing.of_file(PROJECT / job.start / WEIGHTS),
+    }
+    trainer = Trainer(drafter, corpus, settings, validate, job.progress_folder, shaped_by)
     processes.print(
         f"{job.drafter['name']}: {trainer.size:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
         f"{trainer.total} steps, checkpoints in {job.progress_folder}",
@@ -91,13 +95,6 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
 
 def _rounded(counts: AcceptanceCounts) -> dict[str, Any]:
     return {"chain_tau": round(counts.tau, 4), "n_alpha": [round(a, 4) for a in counts.alphas]}
-
-
-def _shaped_by(job: TrainJob, target: Target) -> dict[str, Any]:
-    """What determines the weights beside settings and texts."""
-    start = None if job.start is None else hashing.of_file(PROJECT / job.start / WEIGHTS)
-    drafter = {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]}
-    return {"drafter": drafter, "target": target.fingerprint(), "start": start}
 
 
 def _provenance(workspace: Workspace, trainer: Trainer, acceptance: AcceptanceCounts) -> dict[str, Any]:

@@ -100,12 +100,8 @@ class Workspace:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Machine, versions and commit."""
-        return {
-            "machine": environment.hardware(self.target.device),
-            "versions": environment.versions(),
-            "commit": environment.commit(),
-        }
+        machine, versions = environment.hardware(self.target.device), environment.versions()
+        return {"machine": machine, "versions": versions, "commit": environment.commit()}
 
     def write_text(self) -> None:
         """Write the missing text; where none is missing, do not wait for jobs that compute states of it."""

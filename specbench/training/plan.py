@@ -30,9 +30,7 @@ class BatchShape:
 
 
 def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShape, online: bool, build: bool) -> str:
-    """A line on tokens, minutes, disk and memory that a training needs.
-
-    Tries a training batch and, if tokens are missing, passes that write them and compute their states.
+    """A line on the tokens, minutes, disk and memory that a training needs; minutes from a trial of one batch.
 
     build: the missing part of the corpus will be written; else training does without it.
 
@@ -53,13 +51,10 @@ def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShap
     memory = 3 * weights + LOGIT_COPIES * logits  # gradients, two moments, the loss over the vocabulary
     disk = unread * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
     _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
-    writing = missing * text.seconds_per_token() if missing else 0.0
-    writing += unread * shards.seconds_per_token() if unread and text.settings.states else 0.0
-    training = training_tokens * _training_seconds(drafter, target, settings, batch.rows, online)
+    seconds = training_tokens * _training_seconds(drafter, target, settings, batch.rows, online)
     return (
-        f"plan: corpus {missing:,} more tokens, about {writing / 60:.0f} min; training at most "
-        f"{training_tokens:,} tokens, about {training / 60:.0f} min; disk "
-        f"{disk / 1e9:.2f} GB of {_free_disk(shards.folder) / 1e9:.0f} GB free; memory "
+        f"plan: corpus {missing:,} more tokens; training at most {training_tokens:,} tokens, about {seconds / 60:.0f} min; "
+        f"disk {disk / 1e9:.2f} GB of {_free_disk(shards.folder) / 1e9:.0f} GB free; memory "
         f"about {memory / 1e9:.1f} GB of {environment.free_memory(target.device) / 1e9:.0f} GB free"
     )
 

@@ -7,7 +7,6 @@ Knows the target and the corpus's text, no drafter: all drafters share the one p
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,7 +53,10 @@ def read(target: Target, texts: list[Text], states: bool = True, precision: str 
     def run(part: list[int]) -> dict[int, Tensor]:
         longest = len(texts[part[-1]].tokens)
         padded = [texts[i].tokens + [0] * (longest - len(texts[i].tokens)) for i in part]
-        last = _states(target, torch.tensor(padded, device=target.device), precision)
+        tokens = torch.tensor(padded, device=target.device)
+        positions = torch.arange(longest, device=target.device).expand_as(tokens)
+        with wide(precision, target.device, target.hidden_size):
+            last = target.run(tokens, positions, None, None)  # causal, so no real token sees the padding
         return {i: last[row, : len(texts[i].tokens)].to("cpu", torch.bfloat16) for row, i in enumerate(part)}
 
     by_text = {i: last for done in _in_parallel(run, parts, target.device) for i, last in done.items()}
@@ -65,13 +67,6 @@ def read(target: Target, texts: list[Text], states: bool = True, precision: str 
             answer[begin:end] = True
         sequences.append(Sequence(text.index, torch.tensor(text.tokens), answer, by_text.get(i)))
     return sequences
-
-
-def _states(target: Target, tokens: Tensor, precision: str) -> Tensor:
-    """Last hidden states of right-padded rows: attention is causal, so no real token sees the padding."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    with wide(precision, target.device, target.hidden_size):
-        return target.run(tokens, positions, None, None)
 
 
 def _in_parallel(run: Callable[[Any], Any], parts: Iterable[Any], device: torch.device) -> list[Any]:
@@ -105,17 +100,6 @@ class Shards:
             used += tokens * (name != VALIDATION)
             unread += tokens * (not self._is_complete(self.folder / f"{name}.safetensors", texts))
         return used, unread
-
-    def seconds_per_token(self) -> float:
-        """Of a pass that computes states, tried on random tokens."""
-        length = min(256, self.settings.text_tokens)
-        tokens = torch.randint(self.target.vocab_size, (READ_TOKENS // length // 2 or 1, length), device=self.target.device)
-        seconds = 0.0
-        for _ in range(2):  # the first one warms up
-            begin = time.perf_counter()
-            float(_states(self.target, tokens, self.settings.reading).sum())  # waits for the device
-            seconds = time.perf_counter() - begin
-        return seconds / tokens.numel()
 
     def build(self, process: int = 0, processes: int = 1, held_out: bool = False) -> Path:
         """Write what is missing; returns the folder. Of several processes each writes its own shards.

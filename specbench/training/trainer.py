@@ -191,7 +191,7 @@ class Trainer:
                 saved = time.monotonic()
             if not over and self._agreed(not budget.allows(0)):
                 self._save()
-                raise Paused(self.step, self.total, self._seconds_left())
+                raise Paused(self.step, self.total, self.seconds_left)
         self._enter(len(settings.phases) - 1)
         for parameter in self.parameters:
             parameter.requires_grad_(True)  # whatever the last phase trained
@@ -268,15 +268,14 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
 
-    def _seconds_left(self) -> float:
+    @property
+    def seconds_left(self) -> float:
         return self.seconds / self.step * (self.total - self.step)
 
     def _show_progress(self) -> None:
-        speed = self.tokens / max(self.seconds, 1e-9)
+        speed = f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s  {self.seconds_left / 60:.1f} min left"
         losses = " ".join(f"{k} {v:.4f}" for k, v in self.metrics.smoothed.items())
-        left = self._seconds_left() / 60
-        line = f"step {self.step}/{self.total}  {losses}  {speed:,.0f} tokens/s  {left:.1f} min left"
-        self.accelerator.print(line, file=sys.stderr)
+        self.accelerator.print(f"step {self.step}/{self.total}  {losses}  {speed}", file=sys.stderr)
 
     def _log(self) -> None:
         """Validate; between steps in the precision of training."""

@@ -93,18 +93,6 @@ def fastest(device: torch.device) -> Literal["target", "int8"]:
     return "int8" if device.type == "cpu" and multiplies_bytes() else "target"
 
 
-def writing_model(target: Target, precision: Precision) -> CausalLM:
-    """The model that writes: the target itself, or a quantised copy of it."""
-    if precision == "target" or (precision == "auto" and fastest(target.device) == "target"):
-        return target
-    return CausalLM(quantised(target.model, target.greedy(target.stop_ids[:1] or (0,), SAMPLE)))
-
-
-def make_rows(model: CausalLM, target: Target, rows: int, capacity: int) -> Rows:
-    """Rows in groups that suit their number; a quantised copy keeps keys and values in bfloat16."""
-    return Rows(model, rows, capacity, max(16, rows // GROUPS), None if model is target else torch.bfloat16)
-
-
 def write(
     target: Target, prompts: Iterator[Prompt], lengths: Lengths, rows: int = 128, precision: Precision = "target"
 ) -> Iterator[Text]:
@@ -115,9 +103,12 @@ def write(
         rows: written side by side.
         precision: `int8` writes with a quantised copy of the target, `auto` where that is faster, `target` never.
     """
-    model = writing_model(target, precision)
+    model: CausalLM = target
+    if precision == "int8" or (precision == "auto" and fastest(target.device) == "int8"):
+        model = CausalLM(quantised(target.model, target.greedy(target.stop_ids[:1] or (0,), SAMPLE)))
     slots: list[_Row | None] = [_Row(prompt) for prompt in itertools.islice(prompts, rows)]
-    table = make_rows(model, target, len(slots), lengths.whole)
+    cache_dtype = None if model is target else torch.bfloat16
+    table = Rows(model, len(slots), lengths.whole, max(16, len(slots) // GROUPS), cache_dtype)
     with table.running():
         while any(slots):
             states = table.step([row.token if row else None for row in slots])

@@ -6,8 +6,7 @@
 
 Speed is E[tokens a cycle] / E[seconds a cycle]. A ratio is greatest where tokens - speed * seconds is, at the best speed
 (Dinkelbach's rule for fractional programmes): with that speed as the price of a second, each cycle is decided by itself.
-Costs are measured by `specbench.cost`, acceptance on held-out answers when weights are made; neither comes from the
-prompts of a benchmark.
+Costs are timed by `cost_model`, acceptance is measured on held-out answers, not on the prompts of a benchmark.
 """
 
 import heapq
