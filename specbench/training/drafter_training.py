@@ -51,18 +51,18 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     drafter = job.make_drafter(weights=job.start)
     drafter.bind(target)
     online = job.online or not job.corpus.states or drafter.taps.reads_layers  # shards hold last states only
-    processes.print(plan(workspace.shards, drafter, settings, job.batch, online, job.build), flush=True)
+    processes.print(plan(job, workspace.shards, drafter, online), flush=True)
     if job.build:
         workspace.build_corpus()
     corpus = Corpus(
         workspace.shards.folder,
-        job.batch.rows,
+        job.batch,
         job.answers_only,
         settings.seed,
         target if online else None,
         drafter.taps,
         writing.tokens,
-        job.batch.row_tokens,
+        job.row_tokens,
         writing.reading,
     )
     answers = held_out(workspace.shards.folder, settings.validation_answers)

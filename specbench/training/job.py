@@ -26,7 +26,6 @@ from specbench.engine.target import Target
 from specbench.records.schema import WEIGHTS
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.overwriting import tracked
-from specbench.training.plan import BatchShape
 from specbench.training.recipe import TrainSettings
 from specbench.training.shards import VALIDATION, Shards
 
@@ -59,7 +58,8 @@ class TrainJob:
     start: str | None
     pack: str | None
     minutes: float | None
-    batch: BatchShape
+    batch: int  # rows
+    row_tokens: int | None
     missing: bool
     overwrite: bool
     build: bool

@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
+from specbench.training.job import TrainJob
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings
 from specbench.training.shards import Shards
@@ -21,37 +21,29 @@ TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual len
 LOGIT_COPIES = 4  # float32 tensors of the logits' size that a loss over the vocabulary holds at once
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """Rows of a batch, and tokens that each is packed to; None: a row is one sequence."""
-
-    rows: int
-    row_tokens: int | None = None
-
-
-def plan(shards: Shards, drafter: Any, settings: TrainSettings, batch: BatchShape, online: bool, build: bool) -> str:
+def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool) -> str:
     """A line on the tokens, minutes, disk and memory that a training needs; minutes from a trial of one batch.
 
-    build: the missing part of the corpus will be written; else training does without it.
+    online: the target computes states in the loop.
 
     Raises:
         SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe.
     """
+    settings, text, target = job.settings, shards.text, shards.text.target
     check(drafter, settings)
-    text, target = shards.text, shards.text.target
-    missing, (tokens, unread) = text.missing() if build else 0, shards.tokens()
-    unread = unread + missing if build else 0
+    missing, (tokens, unread) = text.missing() if job.build else 0, shards.tokens()
+    unread = unread + missing if job.build else 0
     weights = sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
-    longest = batch.row_tokens or text.settings.text_tokens
+    row_tokens = job.row_tokens or text.settings.text_tokens
     training_tokens = settings.epochs * (tokens + missing)
     if settings.steps is not None:
-        training_tokens = min(training_tokens, settings.steps * settings.accumulate * batch.rows * longest)
+        training_tokens = min(training_tokens, settings.steps * settings.accumulate * job.batch * row_tokens)
     vocabularies = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
-    logits = 4 * batch.rows * longest * min(max(vocabularies), target.vocab_size)
+    logits = 4 * job.batch * row_tokens * min(max(vocabularies), target.vocab_size)
     memory = 3 * weights + LOGIT_COPIES * logits  # gradients, two moments, the loss over the vocabulary
     disk = unread * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
     _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
-    seconds = training_tokens * _training_seconds(drafter, target, settings, batch.rows, online)
+    seconds = training_tokens * _training_seconds(drafter, target, settings, job.batch, online)
     return (
         f"plan: corpus {missing:,} more tokens; training at most {training_tokens:,} tokens, about {seconds / 60:.0f} min; "
         f"disk {disk / 1e9:.2f} GB of {_free_disk(shards.folder) / 1e9:.0f} GB free; memory "

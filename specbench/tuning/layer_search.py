@@ -7,9 +7,9 @@ over timed generations). The first and the last layer are never skipped, as in S
 """
 
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
-from specbench.common.timing import Clock
 from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.target import Target
@@ -74,7 +73,7 @@ def search(target: Target, drafter: Any, answers: Sequence[Answer], journal: Pat
     if not answers:
         raise SpecBenchError("there are no held-out answers to search skipped sublayers on")
     taps = Taps(kv=tuple(range(target.layers)))
-    replayed = [_known(target, answer, taps) for answer in answers]
+    replayed = [replay_target(target, answer, taps, ANSWER_TOKENS).detach() for answer in answers]
     prices = priced(target)
     predictions: dict[Sublayers, Prediction] = {}
 
@@ -141,10 +140,6 @@ def best(
     return max(speeds, key=lambda skipped: speeds[skipped])
 
 
-def _known(target: Target, answer: Answer, taps: Taps) -> ReplayTarget:
-    return replay_target(target, answer, taps, ANSWER_TOKENS).detach()
-
-
 def predicted(drafter: Any, answers: Sequence[ReplayTarget], prices: Prices) -> Prediction:
     """Replay the answers with a drafter, and add up what their passes cost."""
     emitted = count = drafts = 0
@@ -160,24 +155,22 @@ def predicted(drafter: Any, answers: Sequence[ReplayTarget], prices: Prices) -> 
 def priced(target: Target) -> Prices:
     """Time draft passes through all sublayers, through the MLPs alone and through none, in turn; whole passes by size."""
     layers, prompt = target.layers, target_cost.text(target, min(CONTEXT, target.max_context // 2))
-    everything, nothing = frozenset(range(layers)), frozenset[int]()
-    kinds = [Sublayers(everything, everything), Sublayers(nothing, everything), Sublayers(nothing, nothing)]
+    every, no = frozenset(range(layers)), frozenset[int]()
+    kinds = {"all": Sublayers(every, every), "mlps": Sublayers(no, every), "none": Sublayers(no, no)}
     target.reset(len(prompt) + 1)
     target.prefill(torch.tensor(prompt, device=target.device))
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-    clock, times = Clock(target.device), [list[float]() for _ in kinds]
-    for turn in range(PASSES + 1):
-        for seconds, kept in zip(times, kinds, strict=True):
-            begin = clock()
-            states = target.subset(token, token + len(prompt), None, target.cache, kept)
-            target.logits(states[0, -1]).float().softmax(-1).argmax()
-            if turn:  # the first one warms up
-                seconds.append(clock() - begin)
-            target.cache.truncate(len(prompt))
-    whole, mlps, rest = (statistics.median(seconds) for seconds in times)
+
+    def draft(kept: Sublayers) -> None:
+        states = target.subset(token, token + len(prompt), None, target.cache, kept)
+        target.logits(states[0, -1]).float().softmax(-1).argmax()
+
+    draft_passes = {name: partial(draft, kept) for name, kept in kinds.items()}
+    seconds = target_cost.median_seconds(target, draft_passes, PASSES)
+    attention, mlps = seconds["all"] - seconds["mlps"], seconds["mlps"] - seconds["none"]
     milliseconds = target_cost.target_pass(target, prompt).values()
-    passes = {nodes: ms / 1000 for nodes, ms in zip(target_cost.NODES, milliseconds, strict=True)}
-    return Prices(max(0.0, whole - mlps) / layers, max(0.0, mlps - rest) / layers, rest, passes)
+    whole = {nodes: ms / 1000 for nodes, ms in zip(target_cost.NODES, milliseconds, strict=True)}
+    return Prices(max(0.0, attention) / layers, max(0.0, mlps) / layers, seconds["none"], whole)
 
 
 def write(folder: Path, result: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Milliseconds of one pass of the target, by the nodes in it."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -35,19 +36,24 @@ def passes(target: Target, contexts: Sequence[int]) -> dict[int, dict[str, float
 @torch.inference_mode()
 def target_pass(target: Target, prompt: list[int]) -> dict[str, float]:
     """Median milliseconds of a pass over a star of 1 … 64 nodes after a prompt, all sizes in turn: `ms_1` … `ms_64`."""
-    clock = Clock(target.device)
     target.reset(len(prompt) + max(NODES))
     target.prefill(torch.tensor(prompt, device=target.device))
-    trees = {nodes: _star(nodes, target) for nodes in NODES}
-    times: dict[int, list[float]] = {nodes: [] for nodes in NODES}
-    for turn in range(PASSES + 1):
-        for nodes, tree in trees.items():
+    passes = {f"ms_{nodes}": partial(target.forward, _star(nodes, target)) for nodes in NODES}
+    return {name: 1000 * seconds for name, seconds in median_seconds(target, passes, PASSES).items()}
+
+
+def median_seconds(target: Target, passes: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """Median seconds of each pass of a target, all passes in turn. What they append to the cache is dropped."""
+    clock, length = Clock(target.device), target.cache.length
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for turn in range(turns + 1):
+        for name, run in passes.items():
             begin = clock()
-            target.forward(tree)
+            run()
             if turn:  # the first one warms up
-                times[nodes].append(1000 * (clock() - begin))
-            target.cache.truncate(len(prompt))
-    return {f"ms_{nodes}": statistics.median(ms) for nodes, ms in times.items()}
+                seconds[name].append(clock() - begin)
+            target.cache.truncate(length)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def _star(nodes: int, target: Target) -> DraftTree:
