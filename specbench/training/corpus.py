@@ -9,7 +9,6 @@ A finished corpus of answers can be packed into one compressed file of ids, from
 """
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Generator, Iterable
@@ -228,16 +227,13 @@ class Writer:
     def _write(self, indices: list[int], process: int, precision: Precision) -> Generator[Text, None, None]:
         """Write dialogues, each into this process's file as it ends."""
         prompts = (p for i in indices if (p := self._prompt(i)))
-        first = next(prompts, None)
-        if first is None:
-            return
         answer = self.settings.answer_tokens
         lengths = Lengths(answer, self.settings.text_tokens, min_answer=min(MIN_ANSWER, answer))
         path = self.folder / f"answers-{process}.jsonl"
         with path.open("ab") as file:
             if file.tell() and not path.read_bytes().endswith(b"\n"):
                 file.write(b"\n")  # end a line that a kill cut off
-            for text in write(self.target, itertools.chain([first], prompts), lengths, self.settings.rows, precision):
+            for text in write(self.target, prompts, lengths, self.settings.rows, precision):
                 file.write(corpus_file.to_line(text))
                 file.flush()
                 yield text
@@ -257,7 +253,8 @@ class Writer:
             turns.append(tuple(ids))
         if not turns:
             return None
-        temperature = max(settings.temperatures) if draw else settings.temperatures[index % len(settings.temperatures)]
+        temperatures = settings.temperatures
+        temperature = max(temperatures) if draw else temperatures[index % len(temperatures)]
         if index < validation:
             temperature = 0.0
         return Prompt(index, tuple(turns), temperature, settings.seed * 1_000_003 + index)

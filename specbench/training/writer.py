@@ -103,10 +103,12 @@ def write(
         rows: written side by side.
         precision: `int8` writes with a quantised copy of the target, `auto` where that is faster, `target` never.
     """
+    slots: list[_Row | None] = [_Row(prompt) for prompt in itertools.islice(prompts, rows)]
+    if not slots:
+        return
     model: CausalLM = target
     if precision == "int8" or (precision == "auto" and fastest(target.device) == "int8"):
         model = CausalLM(quantised(target.model, target.greedy(target.stop_ids[:1] or (0,), SAMPLE)))
-    slots: list[_Row | None] = [_Row(prompt) for prompt in itertools.islice(prompts, rows)]
     cache_dtype = None if model is target else torch.bfloat16
     table = Rows(model, len(slots), lengths.whole, max(16, len(slots) // GROUPS), cache_dtype)
     with table.running():
