@@ -17,11 +17,6 @@ from specbench.common.types import Count, Natural, Positive, Seed, Share, Text, 
 
 Decay = Literal["constant", "linear", "cosine"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-SHAPES = {  # of a decay, by the share of it that is left
-    "constant": lambda left: 1.0,
-    "linear": lambda left: left,
-    "cosine": lambda left: 0.5 - 0.5 * math.cos(math.pi * left),
-}
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,8 @@ class Schedule:
         if step < up + plateau:
             return 1.0
         left = 1 - (step - up - plateau) / max(total - up - plateau, 1)
-        return self.floor + (1 - self.floor) * SHAPES[self.decay](left)
+        shape = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
+        return self.floor + (1 - self.floor) * shape[self.decay]
 
 
 @dataclass(frozen=True)
