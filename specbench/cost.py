@@ -1,4 +1,4 @@
-"""What a cycle costs on this machine, and which trees that makes the fastest for a drafter.
+"""What a cycle costs on this machine, and which trees are the fastest for a drafter.
 
 python -m specbench.cost drafter=eagle2
 python -m specbench.cost drafter=eagle2 drafter.vocabulary=8192 contexts=[128,1024]
@@ -25,7 +25,7 @@ from specbench.tuning import target_cost
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """What `conf/cost.yaml` may say beside what a run may be told."""
+    """The options in `conf/cost.yaml` beside those of a run."""
 
     contexts: Annotated[Sequence[Count], Field(min_length=1)]
     out: Text | None
@@ -34,8 +34,8 @@ class Options(RunOptions):
 @command("cost")
 def main(config: Any) -> None:
     """Time passes and cycles, fit the drafter's trees to them, print and draw both."""
-    spec, asked = run_spec.from_config(config, Options), run_spec.checked(config, Options)
-    out = Path(asked["out"] or spec.results / "costs")
+    spec, options = run_spec.from_config(config, Options), run_spec.checked(config, Options)
+    out = Path(options["out"] or spec.results / "costs")
     require_writable(out)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     made = arms.make(spec)
@@ -45,7 +45,7 @@ def main(config: Any) -> None:
             f"{spec.tree['_target_'].rpartition('.')[2]}"
         )
     target, _ = arms.load(spec, [made[0]])
-    passes = target_cost.passes(target, asked["contexts"])
+    passes = target_cost.passes(target, options["contexts"])
     fitted = arms.build(spec, target, made=made).said["fitted"]
     drafter = spec.drafter["name"]
     cost_tables.show(spec.model.name, drafter, passes, fitted)

@@ -22,7 +22,7 @@ from specbench.reporting import plan_table
 
 @dataclass(frozen=True)
 class Options:
-    """What `conf/evidence.yaml` may say; what each means stands there."""
+    """The options in `conf/evidence.yaml`, which explains each."""
 
     plan: bool
     minutes: Positive
@@ -37,21 +37,21 @@ class Options:
 
 @command("evidence")
 def main(config: Any) -> None:
-    """Print the plan; unless that is all that was asked for, measure what it lacks."""
-    asked = run_spec.checked(config, Options)
-    results = Path(asked["results"])
-    scope = plan.Scope(results, asked["model"], tuple(asked["overrides"]))
-    tasks = plan.all_tasks(scope, asked["studies"] or None)
-    chosen = [task for task in tasks if asked["kind"] in (None, task.kind)]
-    if asked["plan"]:
+    """Print the plan, or measure what it lacks."""
+    options = run_spec.checked(config, Options)
+    results = Path(options["results"])
+    scope = plan.Scope(results, options["model"], tuple(options["overrides"]))
+    tasks = plan.all_tasks(scope, options["studies"] or None)
+    chosen = [task for task in tasks if options["kind"] in (None, task.kind)]
+    if options["plan"]:
         print(plan_table.markdown(chosen))
         return
     require_writable(results)
     todo = [task for task in chosen if task.open]
     print(f"{len(chosen) - len(todo)} of {len(chosen)} cells are done or not testable here; now, in this order:")
     print(plan_table.markdown(todo), flush=True)
-    settings = workers.Settings(scope, asked["data"], 60 * asked["slice"])
-    if broken := workers.work(todo, settings, Budget.of_minutes(asked["minutes"])):
+    settings = workers.Settings(scope, options["data"], 60 * options["slice"])
+    if broken := workers.work(todo, settings, Budget.of_minutes(options["minutes"])):
         names = ", ".join(f"{task.study} (cell {task.cell})" for task in broken)
         raise SpecBenchError(f"failed, named above: {names}; the others were measured")
 

@@ -24,7 +24,7 @@ from specbench.training import export
 
 @dataclass(frozen=True)
 class Options:
-    """What `conf/export.yaml` and its groups may say."""
+    """The options in `conf/export.yaml` and its groups."""
 
     format: Format
     out: Text
@@ -35,7 +35,7 @@ class Options:
 
 @command("export")
 def main(config: Any) -> None:
-    """Load the drafter beside its target, rename its tensors, write both files, say how to serve them."""
+    """Load the drafter beside its target, rename its tensors, write both files, print how to serve them."""
     validation.check(config, Options)
     out = Path(config.out)
     require_writable(out.parent)
@@ -49,8 +49,8 @@ def main(config: Any) -> None:
     tensors, settings = drafter.export_tensors(config.format, target)
     export.write(out, tensors, settings)
     print(f"{config.drafter.name} for {config.format}: {len(tensors)} tensors in {out}")
-    served = spec.path or spec.hub or str(model_folder(spec.name, None, None, None, spec.wheel))
-    print(f"serve it with: {export.serve_command(config.format, served, out, drafter)}")
+    model = spec.path or spec.hub or str(model_folder(spec.name, None, None, None, spec.wheel))
+    print(f"serve it with: {export.serve_command(config.format, model, out, drafter)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from specbench.reporting.bundle import Report, Sources
 
 @dataclass(frozen=True)
 class Options:
-    """What `conf/report.yaml` may say; what each means stands there."""
+    """The options in `conf/report.yaml`, which explains each."""
 
     results: Text
     show: bool

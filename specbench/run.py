@@ -1,4 +1,4 @@
-"""Decode a dataset with a drafter beside the baseline, and print what came of it.
+"""Decode a dataset with a drafter beside the baseline, and print the results.
 
 python -m specbench.run drafter=eagle2 dataset=mtbench
 python -m specbench.run drafter=[suffix,eagle2] dataset=mtbench       # in one process, beside one baseline
@@ -19,7 +19,7 @@ from specbench.reporting import command_output, console
 
 
 def main() -> None:
-    """Run the job, or the jobs of a sweep one after the other; these share what is known of targets."""
+    """Run the job, or the jobs of a sweep one after the other, which share the known properties of targets."""
     targets = Targets()
 
     @command("run")
@@ -45,6 +45,6 @@ def decode(config: Any, targets: Targets) -> None:
 
 
 if __name__ == "__main__":
-    from specbench.run import main as imported  # by its own name, by which launchers find it in other processes
+    from specbench.run import main as imported  # launchers import it by this name in other processes
 
     run_cli(imported, "run")

@@ -1,4 +1,4 @@
-"""Hold a target for clients that draft elsewhere.
+"""Serve a target to clients that draft elsewhere.
 
 python -m specbench.serve model=smollm2-135m port=5555
 python -m specbench.run link=tcp://127.0.0.1:5555 drafter=eagle2
@@ -22,7 +22,7 @@ from specbench.remote.transport import parse_address, secret_key
 
 @dataclass(frozen=True)
 class Options:
-    """What `conf/serve.yaml` may say; what each means stands there."""
+    """The options in `conf/serve.yaml`, which explains each."""
 
     host: Text
     port: Annotated[int, Field(ge=0, le=65535)]
@@ -38,15 +38,15 @@ class Options:
 
 @command("serve")
 def main(config: Any) -> None:
-    """Load, say where to find it, serve until interrupted."""
+    """Load, print the address, serve until interrupted."""
     validation.check(config, Options)
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"tcp://{host}:{config.port}"
     parse_address(address), secret_key(address)  # refused before anything is loaded
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    asked = {key: config[key] for key in ("clients", "megabytes", "nodes", "prompt", "idle_s")}
-    condensers = run_spec.state_compressors(config.condense, config.model)
-    server = serving.server(instantiate(config.model), address, **asked, condensers=condensers)
+    limits = {key: config[key] for key in ("clients", "megabytes", "nodes", "prompt", "idle_s")}
+    compressors = run_spec.state_compressors(config.condense, config.model)
+    server = serving.server(instantiate(config.model), address, **limits, condensers=compressors)
     print(f"{config.model.name} at {server.address}; end with Ctrl-C", file=sys.stderr, flush=True)
     try:
         server.run()

@@ -1,4 +1,4 @@
-"""Run a study, one table or figure of a paper, and say what became of its claims.
+"""Run a study, one table or figure of a paper, and judge its claims.
 
 python -m specbench.study study=bench
 python -m specbench.study study=bench minutes=20                      # whole questions, as long as they fit
@@ -28,7 +28,7 @@ from specbench.reporting import command_output, console
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """What `conf/study.yaml` may say beside what goes for every arm; what each means stands there."""
+    """The options in `conf/study.yaml`, which explains each, beside those of every arm."""
 
     study: Study
     arms: list[Name] | None
@@ -39,7 +39,7 @@ class Options(RunOptions):
 
 @command("study")
 def main(config: Any) -> None:
-    """Train what is to be trained, decode what is missing, judge."""
+    """Train missing drafters, decode missing rows, judge."""
     options, budget = run_spec.checked(config, Options), Budget.of_minutes(config.minutes)
     require_writable(Path(options["results"]))
     run = study.prepare(choice("study"), options)

@@ -5,8 +5,8 @@ python -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 accelerate launch --num_processes 4 -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 python -m specbench.train train.until=corpus train.pack=LICENCE       # the corpus alone, its ids also as one file
 python -m specbench.train train.until=vocabulary                      # its text, and the list of its most frequent ids
-python -m specbench.train drafter=eagle2 train.until=acceptance       # what fitted trees need of weights that are there
-python -m specbench.train drafter=self_speculation train.until=search # which sublayers it had best leave out
+python -m specbench.train drafter=eagle2 train.until=acceptance       # acceptance of trees, for weights that are there
+python -m specbench.train drafter=self_speculation train.until=search # which sublayers to skip
 """
 
 import specbench.common.omp_policy  # noqa: F401
@@ -22,7 +22,7 @@ from specbench.tuning import train_stages
 
 @command("train")
 def main(config: Any) -> None:
-    """Build what is missing of the corpus, train, write the weights."""
+    """Write the missing part of the corpus, train, write the weights."""
     job = train_spec.from_config(config)
     if job.done:
         print(f"{job.out}: there already (train.missing=false trains anew)")

@@ -6,7 +6,7 @@ import torch
 from test_drafters import batch_of
 
 from specbench.engine.interface import Batch
-from specbench.training.replay import Acceptance
+from specbench.training.replay import AcceptanceCounts
 
 LENGTHS = (9, 14, 7, 11)
 ROWS = ((0, 1), (2, 3))  # which of them share a row
@@ -60,7 +60,7 @@ def walked(drafter, batch, answers, steps):
     """
     everywhere = torch.ones_like(batch.valid)
     table = [ids(everywhere).view(batch.tokens.shape).tolist() for ids in drafter.drafts(batch, steps)]
-    tokens, result = batch.tokens.tolist(), Acceptance()
+    tokens, result = batch.tokens.tolist(), AcceptanceCounts()
     for row, first, length, begin in answers:
         result.begin()
         root, last = first + begin, first + length - 1

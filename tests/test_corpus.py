@@ -93,7 +93,7 @@ def test_dialogues_are_what_the_target_says_greedily(rows):
     target = tiny(spread=0.7)
     target.stop_ids = (STOP, 17)
     lengths = Lengths(answer=9, whole=30, min_answer=4)
-    found = {d.prompt.index: d for d in write(target, iter(prompts_of(12)), lengths, rows)}
+    found = {d.index: d for d in write(target, iter(prompts_of(12)), lengths, rows)}
     assert sorted(found) == list(range(12))
     for prompt in prompts_of(12):
         assert (found[prompt.index].tokens, found[prompt.index].spans) == literal(target, prompt, lengths)
@@ -105,10 +105,10 @@ def test_dialogues_are_what_the_target_says_greedily(rows):
 def test_sampled_dialogues_do_not_depend_on_their_neighbours():
     target = tiny()
     lengths = Lengths(answer=9, whole=30, min_answer=4)
-    alone = {d.prompt.index: d.tokens for p in prompts_of(6, 0.8) for d in write(target, iter([p]), lengths, 1)}
-    together = {d.prompt.index: d.tokens for d in write(target, iter(prompts_of(6, 0.8)), lengths, 4)}
+    alone = {d.index: d.tokens for p in prompts_of(6, 0.8) for d in write(target, iter([p]), lengths, 1)}
+    together = {d.index: d.tokens for d in write(target, iter(prompts_of(6, 0.8)), lengths, 4)}
     assert alone == together
-    assert any(together[i] != d.tokens for d in write(target, iter(prompts_of(6)), lengths, 4) for i in [d.prompt.index])
+    assert any(together[i] != d.tokens for d in write(target, iter(prompts_of(6)), lengths, 4) for i in [d.index])
 
 
 def test_sampling_follows_the_target():

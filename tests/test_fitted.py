@@ -21,11 +21,11 @@ from specbench.tuning import acceptance as measured
 from specbench.tuning.cost_aware import (
     NODES,
     TOP_K,
-    Acceptance,
     CostAwareTree,
     Costs,
     Fitted,
     FittedStatic,
+    TreeAcceptance,
     between,
     static_choices,
     worthiest,
@@ -39,7 +39,7 @@ COSTS = Costs(
 FREE = Costs({1: 1e-6, 64: 1e-6}, {1: 1e-9}, {1: 1e-9})
 
 
-def made_up(seed: int = 0, levels: int = 4) -> Acceptance:
+def made_up(seed: int = 0, levels: int = 4) -> TreeAcceptance:
     """Tables of a drafter that there is not: deeper and larger trees emit more."""
     draw = random.Random(seed)
     tau = {
@@ -51,7 +51,7 @@ def made_up(seed: int = 0, levels: int = 4) -> Acceptance:
     }
     ranks = [sorted((draw.random() / 2**r for r in range(10)), reverse=True) for _ in range(levels)]
     ranks = [[share / (1.2 * sum(row)) for share in row] for row in ranks]
-    return Acceptance(tau, ranks, [0.0, 0.1, 0.5, 1.0], [0.0, 0.05, 0.4, 0.9], (0.1, 0.0), 100)
+    return TreeAcceptance(tau, ranks, [0.0, 0.1, 0.5, 1.0], [0.0, 0.05, 0.4, 0.9], (0.1, 0.0), 100)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_generous_rate_drafts_what_a_dynamic_tree_does(answers):
     """Where nothing costs anything, every node pays, and both are the same tree."""
     target, texts = answers
     free, fixed = CostAwareTree(depth=4, top_k=4, nodes=20), Dynamic(4, 4, 20)
-    sure = Acceptance(made_up().tau, [[0.5] * 10] * 4, [0.0, 1.0], [0.0, 1.0], (0.0, 0.0), 1)
+    sure = TreeAcceptance(made_up().tau, [[0.5] * 10] * 4, [0.0, 1.0], [0.0, 1.0], (0.0, 0.0), 1)
     free.fit(sure, FREE)
     found = []
     for growth in (free, fixed):
@@ -270,7 +270,7 @@ def test_the_correction_never_falls_and_mends_what_is_overconfident():
     sure = [0.1, 0.3, 0.5, 0.7, 0.9]
     xs, ys = measured.isotonic(sure, [0.05, 0.2, 0.15, 0.4, 0.6], [10, 10, 10, 10, 10])
     assert xs == [0.0, *sure, 1.0] and ys == pytest.approx([0.0, 0.05, 0.175, 0.175, 0.4, 0.6, 0.6])
-    known = Acceptance({1: [[1.0] * len(NODES)]}, [[0.5]], xs, ys, (0.0, 0.0), 1)
+    known = TreeAcceptance({1: [[1.0] * len(NODES)]}, [[0.5]], xs, ys, (0.0, 0.0), 1)
     asked = torch.tensor([0.0, 0.1, 0.2, 0.8, 1.0, 1.1])
     assert known.worth(asked).tolist() == pytest.approx([0.0, 0.05, 0.1125, 0.5, 0.6, 0.6])
 
@@ -279,7 +279,7 @@ def test_acceptance_lies_beside_the_weights_it_was_measured_with(tmp_path, answe
     (tmp_path / "model.safetensors").write_bytes(b"these")
     known = made_up()
     measured.write(tmp_path, known)
-    assert measured.read(tmp_path) == parse((tmp_path / measured.FILE).read_bytes(), measured.Kept, "").acceptance
+    assert measured.read(tmp_path) == parse((tmp_path / measured.FILE).read_bytes(), measured.AcceptanceFile, "").acceptance
     assert measured.read(tmp_path).tau[4][2] == known.tau[4][2]
     (tmp_path / "model.safetensors").write_bytes(b"others")
     with pytest.raises(SpecBenchError, match="measured with other weights"):

@@ -96,8 +96,8 @@ def test_compiled_passes_say_what_eager_ones_do_on_a_gpu(drafter):
 
 def test_dialogues_are_written_on_a_gpu():
     lengths, prompts = Lengths(answer=9, whole=30, min_answer=4), prompts_of(12)
-    by_cpu = {d.prompt.index: d.tokens for d in write(tiny(), iter(prompts), lengths, 5)}
-    assert {d.prompt.index: d.tokens for d in write(on_gpu(), iter(prompts), lengths, 5)} == by_cpu
+    by_cpu = {d.index: d.tokens for d in write(tiny(), iter(prompts), lengths, 5)}
+    assert {d.index: d.tokens for d in write(on_gpu(), iter(prompts), lengths, 5)} == by_cpu
 
 
 @pytest.mark.parametrize("drafter", TRAINED)

@@ -17,6 +17,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.sampling import Sampler
 from specbench.training.features import Answer
+from specbench.training.replay import replay_target
 from specbench.tuning import layer_search
 
 CONSTANTS = {"wanted": 0.9, "step": 0.01, "rate_memory": 0.5, "memory": 0.9}
@@ -278,7 +279,7 @@ def test_predicted_speed_is_what_decoding_does_at_these_prices():
     prices = layer_search.Prices(attention=2.0, mlp=3.0, rest=1.0, whole={1: 10.0, 3: 14.0, 5: 15.0})
     made = bound(target, skipped, most=4, threshold=0.5)
     with torch.inference_mode():
-        known = [layer_search._known(target, answer, Taps(kv=(0, 1, 2))) for answer in answers]
+        known = [replay_target(target, answer, Taps(kv=(0, 1, 2)), 32).detach() for answer in answers]
         found = layer_search.predicted(made, known, prices)
         emitted = cycles = drafts = seconds = 0
         for answer in answers:

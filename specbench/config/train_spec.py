@@ -23,7 +23,6 @@ from specbench.records.schema import SKIP, WEIGHTS
 from specbench.training.corpus import CorpusSettings
 from specbench.training.job import WITH_DRAFTER, Stage, TrainJob
 from specbench.training.overwriting import made_by, refuse_overwriting
-from specbench.training.plan import BatchShape
 from specbench.training.recipe import TrainSettings
 
 
@@ -74,7 +73,6 @@ def from_config(config: DictConfig) -> TrainJob:
     recipe, drafter = options["train"], options["drafter"]
     _require_trainable(recipe, drafter)
     made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
-    made["batch"] = BatchShape(recipe["batch"], recipe["row_tokens"])
     _check_phases(recipe, drafter)
     if not (recipe["overwrite"] or recipe["missing"]):
         _protect(recipe, drafter)

@@ -1,4 +1,4 @@
-"""What a killed training goes on from: one file with weights, optimiser, schedule, step and random state, written whole."""
+"""The checkpoint of a training: one file with weights, optimisers, step and random state, written atomically."""
 
 import json
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from specbench.common.io import differing
 from specbench.common.storage import atomic_path
 from specbench.records import identity
 
-ELSEWHERE = "use another train.name or remove it"
+HINT = "use another train.name or remove it"
 
 
 def write(path: Path, state: Mapping[str, Any], accelerator: Accelerator) -> None:
-    """Write a state with the random states of all processes, atomically; called in all of them."""
+    """Write a state with the random states of all processes; called in all of them."""
     random_states = {
         "rng": gather_object([torch.get_rng_state()]),  # by process
         "cuda_rng": gather_object([torch.cuda.get_rng_state()]) if torch.cuda.is_available() else [],
@@ -30,30 +30,22 @@ def write(path: Path, state: Mapping[str, Any], accelerator: Accelerator) -> Non
 
 
 def check(path: Path, state: Mapping[str, Any], total: int, shaped_by: Mapping[str, Any], processes: int) -> None:
-    """Refuse the state of another training.
-
-    Args:
-        path: of the checkpoint, for messages. total: optimiser steps. shaped_by: what decides about the weights.
-
-    Raises:
-        SpecBenchError: it is of another number of steps or processes, or was shaped by something else.
-    """
+    """Raises `SpecBenchError` for a state of another number of steps or processes, or with another `shaped_by`."""
     if state["total"] != total:
         raise SpecBenchError(
-            f"{path} is of a run of {state['total']} steps, this one has {total} (the corpus or the settings changed); "
-            f"{ELSEWHERE}"
+            f"{path} is of a run of {state['total']} steps, this one has {total} (other corpus or settings); {HINT}"
         )
     before, now = (identity.unplaced(json.loads(text)) for text in (state["shaped_by"], json.dumps(shaped_by)))
     if changed := list(differing(before, now)):
-        raise SpecBenchError(f"{path} is of a training with another {', '.join(changed[:4])}; {ELSEWHERE}")
+        raise SpecBenchError(f"{path} is of a training with another {', '.join(changed[:4])}; {HINT}")
     if len(state["rng"]) != processes:
         raise SpecBenchError(
-            f"{path} is of {len(state['rng'])} processes, this run has {processes}; launch as many or {ELSEWHERE}"
+            f"{path} is of {len(state['rng'])} processes, this run has {processes}; launch as many or {HINT}"
         )
 
 
 def restore_random_state(state: Mapping[str, Any], process: int) -> None:
-    """Draw on as this process would have done."""
+    """Give this process the random state that it had."""
     torch.set_rng_state(state["rng"][process])
     if state["cuda_rng"]:
         torch.cuda.set_rng_state(state["cuda_rng"][process])

@@ -11,17 +11,16 @@ from specbench.common import hashing
 from specbench.common.budget import Budget
 from specbench.common.storage import PROJECT, atomic_path
 from specbench.engine import weights
-from specbench.engine.target import Target
 from specbench.records.schema import PROVENANCE, WEIGHTS
 from specbench.training.features import Answer, Corpus, held_out
-from specbench.training.job import TrainJob, Workspace
-from specbench.training.overwriting import UNDECIDED
+from specbench.training.job import Workspace
+from specbench.training.overwriting import NON_IDENTITY_OPTIONS
 from specbench.training.plan import plan
-from specbench.training.replay import Acceptance, chain_acceptance, known_states
+from specbench.training.replay import AcceptanceCounts, chain_acceptance, known_states
 from specbench.training.trainer import Trainer
 
-CALIBRATION_ANSWERS = 64  # held-out answers of a drafter's calibration
-NOT_RECIPE = ("name", "out", "minutes", "overwrite")  # where it was written, and in how many parts
+CALIBRATION_ANSWERS = 64  # held-out answers for a drafter's calibration
+NOT_RECIPE = ("name", "out", "minutes", "overwrite")  # left out of provenances: where and in how many parts it ran
 
 
 @dataclass(frozen=True)
@@ -47,65 +46,59 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
         SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe.
     """
     job, target, processes = workspace.job, workspace.target, workspace.processes
-    settings = job.settings
+    settings, writing = job.settings, workspace.text.settings
     torch.manual_seed(settings.seed)
     drafter = job.make_drafter(weights=job.start)
     drafter.bind(target)
-    stored = job.corpus.states and not job.online and not drafter.taps.reads_layers  # shards hold last states only
-    processes.print(plan(workspace.shards, drafter, settings, job.batch, not stored, job.build), flush=True)
+    online = job.online or not job.corpus.states or drafter.taps.reads_layers  # shards hold last states only
+    processes.print(plan(job, workspace.shards, drafter, online), flush=True)
     if job.build:
         workspace.build_corpus()
-    corpus = _corpus(workspace, drafter, None if stored else target)
+    corpus = Corpus(
+        workspace.shards.folder,
+        job.batch,
+        job.answers_only,
+        settings.seed,
+        target if online else None,
+        drafter.taps,
+        writing.tokens,
+        job.row_tokens,
+        writing.reading,
+    )
     answers = held_out(workspace.shards.folder, settings.validation_answers)
-    measured: list[Acceptance] = []
+    measured: list[AcceptanceCounts] = []
 
     def validate() -> dict[str, Any]:
         measured.append(chain_acceptance(target, drafter, answers))
         return _rounded(measured[-1])
 
-    trainer = Trainer(drafter, corpus, settings, validate, job.progress_folder, _shaped_by(job, target))
+    shaped_by = {
+        "drafter": {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]},
+        "target": target.fingerprint(),
+        "start": None if job.start is None else hashing.of_file(PROJECT / job.start / WEIGHTS),
+    }
+    trainer = Trainer(drafter, corpus, settings, validate, job.progress_folder, shaped_by)
     processes.print(
         f"{job.drafter['name']}: {trainer.size:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
-        f"{trainer.total} steps, checkpoints in {trainer.folder}",
+        f"{trainer.total} steps, checkpoints in {job.progress_folder}",
         file=sys.stderr,
     )
     history = trainer.run(budget)
     # By all processes: a target in parts runs in all of them or in none.
     calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION_ANSWERS]])
-    found = measured[-1] if measured else chain_acceptance(target, drafter, answers)  # of a run that had ended, none is
-    provenance = _provenance(workspace, trainer, found) | {"history": history, "calibration": calibration}
+    acceptance = (
+        measured[-1] if measured else chain_acceptance(target, drafter, answers)
+    )  # a finished run validates nothing
+    provenance = _provenance(workspace, trainer, acceptance) | {"history": history, "calibration": calibration}
     return Trained(drafter, answers, provenance)
 
 
-def _corpus(workspace: Workspace, drafter: Any, online: Target | None) -> Corpus:
-    """The batches. online: the target, where it computes states in the loop."""
-    job, settings = workspace.job, workspace.text.settings
-    return Corpus(
-        workspace.shards.folder,
-        job.batch.rows,
-        job.answers_only,
-        job.settings.seed,
-        online,
-        drafter.taps,
-        settings.tokens,
-        job.batch.row_tokens,
-        settings.reading,
-    )
+def _rounded(counts: AcceptanceCounts) -> dict[str, Any]:
+    return {"chain_tau": round(counts.tau, 4), "n_alpha": [round(a, 4) for a in counts.alphas]}
 
 
-def _rounded(found: Acceptance) -> dict[str, Any]:
-    return {"chain_tau": round(found.tau, 4), "n_alpha": [round(a, 4) for a in found.alphas]}
-
-
-def _shaped_by(job: TrainJob, target: Target) -> dict[str, Any]:
-    """What shapes a training beside its settings and its texts."""
-    start = None if job.start is None else hashing.of_file(PROJECT / job.start / WEIGHTS)
-    drafter = {k: v for k, v in job.drafter.items() if k not in UNDECIDED["drafter"]}
-    return {"drafter": drafter, "target": target.fingerprint(), "start": start}
-
-
-def _provenance(workspace: Workspace, trainer: Trainer, found: Acceptance) -> dict[str, Any]:
-    """Where the weights come from: what was trained on what, by which recipe, how long, where, and how good it became."""
+def _provenance(workspace: Workspace, trainer: Trainer, acceptance: AcceptanceCounts) -> dict[str, Any]:
+    """What was trained on what, by which recipe, how long, where, and how good it became."""
     job, recipe = workspace.job, workspace.recipe
     return {
         "drafter": job.drafter,
@@ -119,5 +112,5 @@ def _provenance(workspace: Workspace, trainer: Trainer, found: Acceptance) -> di
         "precision": trainer.accelerator.mixed_precision,
         "hours": round(trainer.seconds / 3600, 3),
         **workspace.provenance,
-        "held_out": {**_rounded(found), "answers": found.answers},  # (tokens emitted, cycles) of each
+        "held_out": {**_rounded(acceptance), "answers": acceptance.answers},  # (tokens emitted, cycles) of each
     }

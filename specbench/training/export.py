@@ -25,17 +25,17 @@ def write(out: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any])
 
 
 def serve_command(server: str, target: str, out: Path, drafter: Any) -> str:
-    """What starts a server with the exported drafter, with the depth and size of its tree, or a chain as long as its heads.
+    """The command that starts a server with the exported drafter: with its tree, or a chain as long as its heads.
 
     target: the model's folder or hub id.
     """
-    growth = drafter.growth
+    policy = drafter.growth
     if server == "vllm":
         method = "medusa" if drafter.parallel else "eagle"
-        tokens = drafter.deepest or growth.depth
+        tokens = drafter.deepest or policy.depth
         config = {"method": method, "model": str(out.resolve()), "num_speculative_tokens": tokens}
         return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])
-    tree = {"num-steps": growth.depth, "eagle-topk": growth.width, "num-draft-tokens": growth.nodes}
+    tree = {"num-steps": policy.depth, "eagle-topk": policy.width, "num-draft-tokens": policy.nodes}
     options = {"algorithm": "EAGLE", "draft-model-path": out.resolve()} | tree
     words = [word for name, value in options.items() for word in (f"--speculative-{name}", str(value))]
     return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", target, *words])

@@ -1,17 +1,20 @@
-"""The feature source: batches of token ids and target states, read from shards or computed by the frozen target.
+"""Batches of token ids and target states, read from shards or computed by the frozen target.
 
 Knows the target and the shards, no drafter. With states on disk ("stored") every drafter shares one pass of the target;
-without them, or where a drafter taps more than the last hidden state, the target computes them per batch ("online").
+without them, or where a drafter reads more than the last hidden state, the target computes them per batch ("online").
 """
 
 import hashlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch, Taps
@@ -29,10 +32,10 @@ class Corpus:
     Args:
         folder: of shards. online: the target that computes states (and tapped layers) per batch; None reads them.
         batch: rows a batch. answers_only: score only states that lead to an answer token.
+        taps: layers read beside the last state; needs `online`.
+        limit: use this many tokens' worth of shards at most.
         row_tokens: pack sequences end to end into rows of this many tokens (longer ones are cut off behind them); None
             gives each a row of its own, padded behind it.
-        taps: layers wanted beside the last state; needs `online`.
-        limit: use this many tokens' worth of shards at most.
         reading: precision of what `online` computes, see `precision.wide`.
 
     Raises:
@@ -71,96 +74,99 @@ class Corpus:
     def batches(self, epoch: int) -> list[list[Row]]:
         """This epoch's batches in random order: of packed rows, or of neighbours in length."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self.sequences), generator=generator).tolist()
-        pool = self.batch * 32
-        groups: list[list[Row]] = []
+
+        def shuffled(items: list[Any]) -> list[Any]:
+            return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
+
+        order, pool = shuffled(self.sequences), self.batch * 32
+        batches: list[list[Row]] = []
         for at in range(0, len(order), pool):
-            part = sorted((self.sequences[i] for i in order[at : at + pool]), key=lambda s: s[2] - s[1])
-            rows = [[s] for s in part]
-            if self.row_tokens is not None:
-                rows = packed(part, self.row_tokens)
-                rows = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
-            groups += [rows[i : i + self.batch] for i in range(0, len(rows), self.batch)]
-        return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
+            part = sorted(order[at : at + pool], key=lambda s: s[2] - s[1])
+            rows = [[s] for s in part] if self.row_tokens is None else shuffled(packed(part, self.row_tokens))
+            batches += [rows[i : i + self.batch] for i in range(0, len(rows), self.batch)]
+        return shuffled(batches)
 
     def load(self, rows: list[Row], device: torch.device, dtype: torch.dtype) -> Batch:
-        """Read one batch and pad it on the right."""
-        longest = max(sum(b - a for _, a, b in row) for row in rows)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
-        valid, scored = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
-        starts = torch.zeros_like(tokens)
-        states: Tensor | None = None
-        for number, row in enumerate(rows):
-            at = 0
-            for path, a, b in row:
-                here = slice(at, at := at + b - a)
-                shard = self.shards[path]
-                tokens[number, here] = shard.tokens[a:b].long()
-                valid[number, here] = True
-                scored[number, here] = self._scored(shard.answer[a:b].bool())
-                starts[number, here] = here.start
-                if self.online is None and shard.states is not None:
-                    if states is None:
-                        states = shard.states.new_zeros(len(rows), longest, shard.states.shape[-1])
-                    states[number, here] = shard.states[a:b]
-            starts[number, at:] = at  # padding is a sequence of its own
-        batch = Batch(tokens.to(device), torch.empty(0), valid.to(device), scored.to(device))
+        """Read one batch, padded on the right."""
+
+        def join(read: Callable[[Shard, int, int], Tensor]) -> Tensor:
+            """A part of each sequence, end to end in its row, padded with zeros."""
+            parts = (torch.cat([read(self.shards[path], a, b) for path, a, b in row]) for row in rows)
+            return pad_sequence(list(parts), batch_first=True).to(device)
+
+        batch = Batch(
+            tokens=join(lambda shard, a, b: shard.tokens[a:b].long()),
+            states=torch.empty(0),
+            valid=join(lambda shard, a, b: torch.ones(b - a, dtype=torch.bool)),
+            scored=join(lambda shard, a, b: self._scored(shard.answer[a:b].bool())),
+        )
         if self.row_tokens is not None:
-            batch.starts = starts.to(device)
-        if self.online is None:
-            assert states is not None
-            batch.states = states.to(device, dtype)
+            batch.starts = _starts(rows, batch.tokens.shape[1]).to(device)
+        if self.online is not None:
+            self._compute_states(batch, self.online, dtype)
         else:
-            mask = None
-            if batch.starts is not None:
-                causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-                mask = batch.restrict_mask(causal)[:, None]
-            with wide(self.reading, self.online.device, self.online.hidden_size):
-                read_states, hidden, kv = self.online.tapped(batch.tokens, self.taps, batch.positions, mask)
-            own = self.online.dtype  # whatever the products were in
-            batch.hidden = {layer: h.to(own) for layer, h in hidden.items()}
-            batch.kv = {layer: (k.to(own), v.to(own)) for layer, (k, v) in kv.items()}
-            batch.states = read_states.to(dtype)
+            batch.states = join(lambda shard, a, b: shard.states[a:b]).to(dtype)  # type: ignore[index]
         return batch
 
+    def _compute_states(self, batch: Batch, target: Target, dtype: torch.dtype) -> None:
+        """Fill in the states and tapped layers of a batch."""
+        mask = None
+        if batch.starts is not None:
+            longest = batch.tokens.shape[1]
+            causal = torch.ones(longest, longest, dtype=torch.bool, device=batch.tokens.device).tril()
+            mask = batch.restrict_mask(causal)[:, None]
+        with wide(self.reading, target.device, target.hidden_size):
+            states, hidden, kv = target.tapped(batch.tokens, self.taps, batch.positions, mask)
+        # autocast may have computed them in another precision
+        batch.hidden = {layer: h.to(target.dtype) for layer, h in hidden.items()}
+        batch.kv = {layer: (k.to(target.dtype), v.to(target.dtype)) for layer, (k, v) in kv.items()}
+        batch.states = states.to(dtype)
+
     def _scored(self, answer: Tensor) -> Tensor:
-        """All states of a sequence, or those after which the assistant speaks. [T] bool -> [T] bool"""
-        if not self.answers_only:
-            return torch.ones_like(answer)
-        return torch.cat([answer[1:], answer.new_zeros(1)])
+        """All states of a sequence, or those that an answer token follows. [T] bool -> [T] bool"""
+        return pad(answer[1:], (0, 1)) if self.answers_only else torch.ones_like(answer)
 
     def digest(self) -> dict[str, Any]:
-        """What shapes a training: the texts and how they are laid into batches."""
+        """What determines the batches: hash of the texts, and options."""
         texts = hashlib.sha256()
         for path in dict.fromkeys(path for path, _, _ in self.sequences):
             shard = self.shards[path]
             for tensor in (torch.tensor(shard.starts), shard.tokens, shard.answer):
                 texts.update(tensor.numpy().tobytes())
-        how = {"batch": self.batch, "row_tokens": self.row_tokens, "answers_only": self.answers_only, "seed": self.seed}
-        return {"texts": texts.hexdigest(), **how, "online": self.online is not None}
+        options = {"batch": self.batch, "row_tokens": self.row_tokens, "answers_only": self.answers_only, "seed": self.seed}
+        return {"texts": texts.hexdigest(), **options, "online": self.online is not None}
 
     def frequent(self, count: int | None) -> Tensor:
         """The `count` most frequent ids of the corpus, most frequent first; None: all that occur."""
         counts = torch.zeros(0, dtype=torch.long)
         for path in {s[0] for s in self.sequences}:
-            found = self.shards[path].tokens.long().bincount(minlength=counts.shape[0])
-            counts = found + torch.nn.functional.pad(counts, (0, found.shape[0] - counts.shape[0]))
+            own = self.shards[path].tokens.long().bincount(minlength=counts.shape[0])
+            counts = own + pad(counts, (0, own.shape[0] - counts.shape[0]))
         return counts.argsort(descending=True, stable=True)[: int((counts > 0).sum()) if count is None else count]
 
 
-def packed(sequences: list[Span], room: int) -> list[Row]:
-    """Lay sequences end to end into rows of at most `room` tokens: longest first, each into the first row it fits."""
+def _starts(rows: list[Row], width: int) -> Tensor:
+    """Where each token's sequence begins in its row; padding is a sequence of its own. [B, width]"""
+    starts = []
+    for row in rows:
+        lengths = [b - a for _, a, b in row]
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        starts.append(ends.repeat_interleave(torch.tensor([*lengths, width - sum(lengths)])))
+    return torch.stack(starts)
+
+
+def packed(sequences: list[Span], row_tokens: int) -> list[Row]:
+    """Lay sequences end to end into rows of at most `row_tokens`: longest first, each into the first row it fits."""
     rows: list[Row] = []
-    left: list[int] = []
+    free: list[int] = []  # tokens, by row
     for path, a, b in sorted(sequences, key=lambda s: s[1] - s[2]):
-        length = min(b - a, room)
-        place = next((i for i, free in enumerate(left) if free >= length), None)
-        if place is None:
+        length = min(b - a, row_tokens)
+        index = next((i for i, tokens in enumerate(free) if tokens >= length), len(rows))
+        if index == len(rows):
             rows.append([])
-            left.append(room)
-            place = len(rows) - 1
-        rows[place].append((path, a, a + length))
-        left[place] -= length
+            free.append(row_tokens)
+        rows[index].append((path, a, a + length))
+        free[index] -= length
     return rows
 
 
@@ -170,26 +176,25 @@ class Answer:
 
     ids: list[int]
     begin: int
-    states: Tensor | None = None  # [T, D]; None: not known yet
+    states: Tensor | None = None  # [T, D]; None: not computed yet
 
 
 def held_out(folder: Path, count: int, min_tokens: int = 16) -> list[Answer]:
-    """The first `count` held-out dialogues with a usable answer; of dialogue i its i-th answer, going round.
+    """One answer of at least `min_tokens` from each of the first `count` held-out dialogues that have any.
 
-    So second and third answers, with a history before them, are measured too, as they are in a benchmark of several turns.
+    Dialogue i gives its i-th answer (modulo their number), so that answers with a history are measured too.
     """
-    found: list[Answer] = []
+    answers: list[Answer] = []
     shard = read_shard(folder / f"{VALIDATION}.safetensors")
-    tokens, answer, states = shard.tokens.long(), shard.answer.bool(), shard.states
-    for turn, (a, b) in enumerate(itertools.pairwise(shard.starts)):
-        edges = torch.cat([answer.new_zeros(1), answer[a:b], answer.new_zeros(1)]).int().diff()
+    for dialogue, (a, b) in enumerate(itertools.pairwise(shard.starts)):
+        edges = pad(shard.answer[a:b].bool().int(), (1, 1)).diff()
         begins, ends = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
         usable = [(i, j) for i, j in zip(begins, ends, strict=True) if j - i >= min_tokens and i > 0]
         if not usable:
             continue
-        begin, end = usable[turn % len(usable)]
-        known = None if states is None else states[a : a + end]
-        found.append(Answer(tokens[a : a + end].tolist(), begin, known))
-        if len(found) == count:
+        begin, end = usable[dialogue % len(usable)]
+        states = None if shard.states is None else shard.states[a : a + end]
+        answers.append(Answer(shard.tokens[a : a + end].tolist(), begin, states))
+        if len(answers) == count:
             break
-    return found
+    return answers

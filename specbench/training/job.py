@@ -1,8 +1,8 @@
 """One training as a job: its options, and what each of its stages works with.
 
-`specbench.config.train_spec` composes and settles a `TrainJob`; nothing here knows Hydra. `open_workspace` loads what every
-stage needs: the target, and the corpus that the target writes. What follows is in `drafter_training` (the weights) and
-`specbench.tuning.train_stages` (what is measured with them).
+`specbench.config.train_spec` makes a `TrainJob`; nothing here knows Hydra. `open_workspace` loads what every stage needs:
+the target, and the corpus that it writes. The weights are trained in `drafter_training`; the stages are in
+`specbench.tuning.train_stages`.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,6 @@ from specbench.engine.target import Target
 from specbench.records.schema import WEIGHTS
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.overwriting import tracked
-from specbench.training.plan import BatchShape
 from specbench.training.recipe import TrainSettings
 from specbench.training.shards import VALIDATION, Shards
 
@@ -36,12 +35,12 @@ WITH_DRAFTER: tuple[Stage, ...] = ("weights", "acceptance", "search")  # stages 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A settled training. What each option means stands in `conf/train/small.yaml`.
+    """A settled training. `conf/train/small.yaml` explains each option.
 
     Attributes:
         drafter, recipe: the options of the drafter and of `train` as plain values, for provenances.
-        make_drafter: the drafter, not yet bound to a target; takes options that replace its own.
-        start: folder of weights to begin with. text: whose questions the corpus answers.
+        make_drafter: returns the drafter, not yet bound to a target; takes options that replace its own.
+        start: folder of weights to begin with. text: conversations whose questions the corpus answers.
     """
 
     threads: int | None
@@ -59,7 +58,8 @@ class TrainJob:
     start: str | None
     pack: str | None
     minutes: float | None
-    batch: BatchShape
+    batch: int  # rows
+    row_tokens: int | None
     missing: bool
     overwrite: bool
     build: bool
@@ -70,12 +70,12 @@ class TrainJob:
 
     @property
     def done(self) -> bool:
-        """Are the weights there that it is asked for only if they are missing?"""
+        """Is there nothing to train, since `missing` is set and the weights are there?"""
         return self.missing and self.until == "weights" and (self.out / WEIGHTS).exists()
 
     @property
     def progress_folder(self) -> Path:
-        """Where checkpoints, and other states of an interrupted job, lie."""
+        """Folder of checkpoints and other states of an interrupted job."""
         return cache_root() / "training" / self.model.name / (self.name or str(self.drafter["name"]))
 
 
@@ -94,47 +94,44 @@ class Workspace:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The options of `train`, with the precision that `auto` stood for: provenances say who wrote."""
+        """The options of `train`, with the precision that `auto` stood for."""
         corpus = self.job.recipe["corpus"] | {"precision": self.text.settings.precision}
         return {**self.job.recipe, "corpus": corpus}
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Machine, versions and commit."""
-        return {
-            "machine": environment.hardware(self.target.device),
-            "versions": environment.versions(),
-            "commit": environment.commit(),
-        }
-
-    def build_corpus(self) -> None:
-        """Write the missing text, then read its states. Of jobs side by side one does so while the others wait."""
-        with self._lock(self.shards.folder):
-            self.text.write(self.processes.process_index, self.processes.num_processes)
-            self.processes.wait_for_everyone()
-            self.shards.build(self.processes.process_index, self.processes.num_processes)
-            self.processes.wait_for_everyone()
+        machine, versions = environment.hardware(self.target.device), environment.versions()
+        return {"machine": machine, "versions": versions, "commit": environment.commit()}
 
     def write_text(self) -> None:
-        """Write the missing text; where none is missing, wait for no job that reads states of it."""
-        if not self.text.missing():
-            return
-        with self._lock(self.text.folder):
-            self.text.write(self.processes.process_index, self.processes.num_processes)
-            self.processes.wait_for_everyone()
+        """Write the missing text; where none is missing, do not wait for jobs that compute states of it."""
+        if self.text.missing():
+            with self._lock():
+                self._in_all_processes(self.text.write)
+
+    def build_corpus(self) -> None:
+        """Write the missing text, then the missing states."""
+        with self._lock():
+            self._in_all_processes(self.text.write)
+            self._in_all_processes(self.shards.build)
+
+    def _in_all_processes(self, write: Callable[[int, int], Any]) -> None:
+        """Write each process's share, and wait for the others."""
+        write(self.processes.process_index, self.processes.num_processes)
+        self.processes.wait_for_everyone()
+
+    def _lock(self) -> AbstractContextManager[Any]:
+        """Jobs side by side enter one after the other, the processes of one job together."""
+        return FileLock(self.text.folder / ".lock") if self.processes.num_processes == 1 else nullcontext()
 
     def build_held_out(self) -> None:
-        """Write the held-out answers where they are missing; jobs that train need not wait, nor be waited for."""
-        with FileLock(self.shards.folder / f"{VALIDATION}.lock"):
+        """Write the missing held-out answers, under a lock of their own: jobs that train need not wait."""
+        with FileLock(self.text.folder / f"{VALIDATION}.lock"):
             self.text.write()
             self.shards.build(held_out=True)
 
-    def _lock(self, folder: Path) -> AbstractContextManager[Any]:
-        """Jobs side by side enter one after the other, the processes of one job together."""
-        return FileLock(folder / ".lock") if self.processes.num_processes == 1 else nullcontext()
-
     def save_vocabulary(self) -> str:
-        """Count the corpus's most frequent ids; says where they are."""
+        """Write the corpus's most frequent ids; returns a line that says where."""
         path = self.job.packed / vocabulary.FILE
         if tracked(path) and not self.job.overwrite:
             return f"{path} is under version control and stays as it is (train.overwrite=true counts its ids anew)"
@@ -142,18 +139,18 @@ class Workspace:
         return f"frequent ids in {path}"
 
     def pack(self) -> str:
-        """Write the corpus as one file of ids; says where it is."""
-        about = {"license": self.job.pack, "questions": self.job.recipe["text"]}
-        return f"corpus in {self.text.pack(self.job.packed, about | self.provenance)}"
+        """Write the corpus as one file of ids; returns a line that says where."""
+        provenance = {"license": self.job.pack, "questions": self.job.recipe["text"]} | self.provenance
+        return f"corpus in {self.text.pack(self.job.packed, provenance)}"
 
 
 def open_workspace(job: TrainJob) -> Workspace:
     """Load the target and prepare the folder of its corpus."""
-    environment.commit()  # remembered from now on: the code that trains is the code that was there at the start
+    environment.commit()  # cached from now on: the commit at the start of the training counts
     torch.set_num_threads(job.threads or torch.get_num_threads())
     model, on_cpu = job.model, pick_device(job.model.device).type == "cpu"
     if model.dtype == "auto" and on_cpu:
-        model = replace(model, dtype="float32")  # wide products in bfloat16 are slower on most processors, and less exact
+        model = replace(model, dtype="float32")  # products in bfloat16 are slower on most processors, and less exact
     processes = PartialState(cpu=on_cpu)
     drafters = [job.make_drafter()] if job.until in WITH_DRAFTER else []
     target, chat = model.load(processes.num_processes if job.shard_target else 1, beside=drafters)

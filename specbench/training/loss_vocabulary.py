@@ -1,4 +1,4 @@
-"""Over which ids a training's classification loss runs: the frequent ones, some of them, and some of the others."""
+"""Over which ids a training's classification loss runs: the frequent ones or some of them, and some of the others."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,17 @@ from specbench.training.features import Corpus
 from specbench.training.recipe import Phase, TrainSettings
 
 
-def draw(ids: Tensor, own: Tensor, count: int) -> Tensor:
-    """So many of some ids: those that a text holds, and others at random; all, as they stand, if there are no more."""
+def draw(ids: Tensor, text: Tensor, count: int) -> Tensor:
+    """`count` of some ids: those that occur in a text, and others at random; all, as they stand, if there are no more."""
     if count >= len(ids):
         return ids
-    in_text = torch.isin(ids, own)
+    in_text = torch.isin(ids, text)
     others, missing = ids[~in_text], max(0, count - int(in_text.sum()))
     return torch.cat([ids[in_text], others[torch.randperm(len(others), device=ids.device)[:missing]]])
 
 
 class LossVocabulary:
-    """The corpus's ids, most frequent first: as many as any phase asks for, or all if others are drawn beside them."""
+    """The corpus's ids, most frequent first: as many as any phase needs, or all if others are drawn beside them."""
 
     def __init__(self, corpus: Corpus, settings: TrainSettings, device: torch.device):
         self.settings = settings
@@ -29,11 +29,11 @@ class LossVocabulary:
 
     def of(self, phase: Phase, batch: Batch) -> Tensor | None:
         """The ids of a batch's loss, drawn anew for each; None for the whole vocabulary."""
-        count = self.settings.vocabulary_in(phase)
+        settings, count = self.settings, self.settings.vocabulary_in(phase)
         if count is None:
             return None
-        own = batch.tokens[batch.valid]
+        text = batch.tokens[batch.valid]
         frequent, rest = self.ids[:count], self.ids[count:]
-        if self.settings.sampled is not None:
-            frequent = draw(frequent, own, self.settings.sampled)
-        return torch.cat([frequent, draw(rest, own, self.settings.others)]) if self.settings.others else frequent
+        if settings.sampled is not None:
+            frequent = draw(frequent, text, settings.sampled)
+        return torch.cat([frequent, draw(rest, text, settings.others)]) if settings.others else frequent

@@ -11,7 +11,7 @@ NEWEST = 0.02  # share of the newest value in a smoothed one
 
 
 class Metrics:
-    """Moving averages by name. To read a value is to wait for the device, so those of the newest steps stay unread."""
+    """Moving averages by name. Reading a value waits for the device, so those of the newest steps stay unread."""
 
     def __init__(self) -> None:
         self.smoothed: dict[str, float] = {}
@@ -22,11 +22,7 @@ class Metrics:
         self.unread.append({name: value.detach() for name, value in metrics.items()})
 
     def read(self, steps: int) -> None:
-        """Take the unread values into the smoothed ones. steps: taken so far.
-
-        Raises:
-            SpecBenchError: a loss is no number any more; nothing was kept since.
-        """
+        """Average the unread values in. steps: optimiser steps so far. Raises `SpecBenchError` if a loss is not finite."""
         for step, metrics in enumerate(self.unread, steps - len(self.unread)):
             values = {name: float(value) for name, value in metrics.items()}
             if not math.isfinite(values["loss"]):

@@ -1,4 +1,4 @@
-"""What a training must not write over unasked: weights that belong to the project, or that another recipe made."""
+"""What a training must not overwrite unasked: files under version control, and weights that another recipe made."""
 
 import json
 import subprocess
@@ -11,23 +11,12 @@ from specbench.common.io import differing, read_json
 from specbench.records import identity
 from specbench.records.schema import PROVENANCE
 
-UNDECIDED = {  # options that say where, when and how fast, not what comes out
-    "train": (
-        "name",
-        "out",
-        "minutes",
-        "missing",
-        "overwrite",
-        "build",
-        "until",
-        "packed",
-        "pack",
-        "shard_target",
-        "follow",
-    ),
-    "settings": ("checkpoint_minutes", "validate_minutes", "validation_answers"),
-    "corpus": ("precision", "states", "shard", "rows", "reading"),
-    "drafter": ("name", "weights", "vocabulary"),
+NON_IDENTITY_OPTIONS: Mapping[str, frozenset[str]] = {  # that say where, when and how fast, not what comes out
+    "train": frozenset({"name", "out", "minutes", "missing", "overwrite", "build", "until", "shard_target", "follow"})
+    | {"packed", "pack"},
+    "settings": frozenset({"checkpoint_minutes", "validate_minutes", "validation_answers"}),
+    "corpus": frozenset({"precision", "states", "shard", "rows", "reading"}),
+    "drafter": frozenset({"name", "weights", "vocabulary"}),
 }
 SHOWN = 4  # differences that a message names
 
@@ -42,13 +31,9 @@ def tracked(path: Path) -> bool:
 
 
 def refuse_overwriting(path: Path, recipe: Mapping[str, Any] | None = None) -> None:
-    """Refuse to write over a file, unless it is an untracked one that the same recipe made.
+    """Raise `SpecBenchError` if a file is there, unless it is an untracked one that the same recipe made.
 
-    Args:
-        path: where the training will write. recipe: `made_by` of this training; None: any untracked file may go.
-
-    Raises:
-        SpecBenchError: it would be lost.
+    recipe: `made_by` of this training; None: any untracked file may be overwritten.
     """
     if not path.exists():
         return
@@ -57,19 +42,19 @@ def refuse_overwriting(path: Path, recipe: Mapping[str, Any] | None = None) -> N
         raise SpecBenchError(f"{path} is under version control and would be overwritten; {hint}")
     if recipe is None:
         return
-    origin = path.parent / PROVENANCE
-    if not origin.exists():
+    provenance = path.parent / PROVENANCE
+    if not provenance.exists():
         raise SpecBenchError(f"{path} has no {PROVENANCE} beside it that says who made it; {hint}")
-    before: dict[str, Any] = read_json(origin)
-    there = made_by(before.get("drafter") or {}, before.get("recipe") or {})
-    if changed := list(differing(there, json.loads(json.dumps(recipe)))):
+    before: dict[str, Any] = read_json(provenance)
+    earlier = made_by(before.get("drafter") or {}, before.get("recipe") or {})
+    if changed := list(differing(earlier, json.loads(json.dumps(recipe)))):
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise SpecBenchError(f"{path} was made with another {', '.join(changed[:SHOWN])}{more}; {hint}")
 
 
 def made_by(drafter: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides about weights, of the options of a drafter and of `train`, as plain values."""
+    """The options of a drafter and of `train` that determine weights, as plain values."""
     parts = {"drafter": drafter, "train": recipe, **{name: recipe.get(name) or {} for name in ("settings", "corpus")}}
-    found = {name: {k: v for k, v in part.items() if k not in UNDECIDED[name]} for name, part in parts.items()}
-    found["train"] = {k: v for k, v in found["train"].items() if k not in found}
-    return {name: identity.unplaced(part) for name, part in found.items()}
+    kept = {name: {k: v for k, v in part.items() if k not in NON_IDENTITY_OPTIONS[name]} for name, part in parts.items()}
+    kept["train"] = {k: v for k, v in kept["train"].items() if k not in kept}
+    return {name: identity.unplaced(part) for name, part in kept.items()}

@@ -1,6 +1,5 @@
-"""In which precision wide products are computed, found out by trying: processors differ more than their names say.
+"""In which precision products over many tokens are computed: bfloat16 where a trial shows that it is faster here.
 
-With bfloat16 instructions such a product takes a third of its time in float32 on one processor, and longer on another.
 Weights, sums and the residual stream stay in float32 either way (autocast).
 """
 
@@ -11,20 +10,20 @@ from typing import Any
 
 import torch
 
-TOKENS = 2048  # of a pass that is wide
+TOKENS = 2048  # of the trial
 NARROW = 128  # hidden size below which converting costs more than it saves
-PAYS = 1.3  # times as fast
+PAYS = 1.3  # times as fast: clearly faster
 
 
 def mixed(precision: str, device: torch.device, width: int) -> str:
-    """What `auto` means here: `bf16` on a GPU and where it pays, else `no`. width: the target's hidden size."""
+    """A precision of Accelerate: for `auto`, `bf16` on a GPU and where that is faster, else `no`. width: hidden size."""
     if precision != "auto":
         return precision
     return "bf16" if device.type != "cpu" or bfloat16_pays(width) else "no"
 
 
 def wide(precision: str, device: torch.device, width: int) -> AbstractContextManager[Any]:
-    """Around a pass over many tokens of a model that is in float32; `target` leaves its products as they are."""
+    """Context of a pass over many tokens of a float32 model: `auto` is bfloat16 where faster, `target` changes nothing."""
     if precision == "auto" and device.type == "cpu" and bfloat16_pays(width):
         return torch.autocast("cpu", torch.bfloat16)
     return nullcontext()
@@ -32,16 +31,16 @@ def wide(precision: str, device: torch.device, width: int) -> AbstractContextMan
 
 @functools.cache
 def bfloat16_pays(width: int) -> bool:
-    """Is a product of this width, over many tokens, clearly faster in bfloat16 on this machine's processor?"""
+    """Is a product of this width clearly faster in bfloat16 on this processor?"""
     if width < NARROW:
         return False
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         tokens, weight = torch.ones(TOKENS, width, dtype=dtype), torch.ones(2 * width, width, dtype=dtype)
-        took = []
+        times = []
         for _ in range(4):  # the first one warms up
             begin = time.perf_counter()
             torch.nn.functional.linear(tokens, weight)
-            took.append(time.perf_counter() - begin)
-        seconds[dtype] = min(took[1:])
+            times.append(time.perf_counter() - begin)
+        seconds[dtype] = min(times[1:])
     return seconds[torch.float32] > PAYS * seconds[torch.bfloat16]

@@ -7,7 +7,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,11 +17,6 @@ from specbench.common.types import Count, Natural, Positive, Seed, Share, Text, 
 
 Decay = Literal["constant", "linear", "cosine"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-SHAPES = {  # of a decay, by the share of it that is left
-    "constant": lambda left: 1.0,
-    "linear": lambda left: left,
-    "cosine": lambda left: 0.5 - 0.5 * math.cos(math.pi * left),
-}
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Schedule:
               |   /      \\
         floor |  /        `-.__
               +------------------> step
-                up  held    down
+                up  plateau  down
 
     Attributes:
         warmup: share of the steps over which it rises linearly. warmup_steps: their number instead.
@@ -66,7 +61,8 @@ class Schedule:
         if step < up + plateau:
             return 1.0
         left = 1 - (step - up - plateau) / max(total - up - plateau, 1)
-        return self.floor + (1 - self.floor) * SHAPES[self.decay](left)
+        shape = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
+        return self.floor + (1 - self.floor) * shape[self.decay]
 
 
 @dataclass(frozen=True)
@@ -97,52 +93,33 @@ class Phase:
     decay: Decay | None = None
     floor: Share | None = None
 
-    @classmethod
-    def of(cls, number: int, options: Any) -> "Phase":
-        """A phase from what a configuration says of it. Raises `SpecBenchError`, which names the phase from 0."""
-        place = f"train.settings.phases[{number}]"
-        if isinstance(options, cls):
-            options = {f.name: getattr(options, f.name) for f in fields(cls)}
-        train = options.get("train")
-        phase = cls(
-            **{**options, "drafter": dict(options.get("drafter") or {}), "train": None if train is None else tuple(train)}
-        )
-        if phase._own() and not phase.restart:
-            raise SpecBenchError(f"{place}: {', '.join(phase._own())} without restart=true has no effect")
-        return phase
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "drafter", dict(self.drafter or {}))
+        object.__setattr__(self, "train", None if self.train is None else tuple(self.train))
+
+    def own_schedule(self) -> dict[str, Any]:
+        """What this phase sets of a schedule, by name."""
+        return {f.name: value for f in fields(Schedule) if (value := getattr(self, f.name)) is not None}
 
     def schedule(self, whole: Schedule) -> Schedule:
-        """The schedule within this phase, if it restarts: the whole training's with what this phase says otherwise."""
-        own = self._own()
-        if own.keys() & {"warmup", "warmup_steps"}:  # either kind takes the place of either
-            own = {"warmup": None, "warmup_steps": None} | own
-        return replace(whole, **own)
-
-    def _own(self) -> dict[str, Any]:
-        return {f.name: value for f in fields(Schedule) if (value := getattr(self, f.name)) is not None}
+        """The schedule within this phase, if it restarts: the whole training's, changed by what this phase sets."""
+        inherited, own = {f.name: getattr(whole, f.name) for f in fields(Schedule)}, self.own_schedule()
+        if own.keys() & {"warmup", "warmup_steps"}:  # either kind of warm-up replaces either
+            inherited |= {"warmup": None, "warmup_steps": None}
+        return Schedule(**inherited | own)
 
 
 @dataclass(frozen=True)
-class TrainSettings:
-    """How a drafter is trained.
+class TrainSettings(Schedule):
+    """How a drafter is trained, its learning rate by this very schedule. `conf/train/small.yaml` explains each setting.
 
     Attributes:
-        epochs: passes over the corpus. steps: end after this many optimiser steps, whatever the epochs say.
-        lr: peak, of AdamW or, with `optimizer: muon`, of Muon on the matrices (vectors keep AdamW at `vector_lr`).
-        groups: factors on the learning rate by name of parameter (a prefix such as `outputs`, or a pattern such as
-            `*.bias`); of several that match the first counts.
-        warmup, warmup_steps, plateau, decay, floor: see `Schedule`.
-        clip: of the gradient, None for none. clip_by: its `norm`, or each entry's `value`.
-        accumulate: batches a step.
-        precision: `no`, `bf16` or `fp16` (Accelerate's mixed precision, over weights in float32), `auto`: bf16 on a
-            GPU, and on a processor that multiplies it faster (`precision.mixed`).
-        vocabulary: confine the classification loss to this many frequent ids; None for all. Phases may say otherwise.
-        sampled: of these confine it to so many a batch: those in its own text, and others drawn anew; None for all of them.
-        others: beside these so many of the corpus's other ids a batch, likewise, so that none goes untrained.
-        phases: see `Phase`; none is one phase that changes nothing.
-        checkpoint_minutes, validate_minutes: how often.
-        validation_answers: held-out answers replayed.
-        seed: data order, initial weights, noise.
+        groups: factors on the learning rate by name of parameter, as in `Phase.train`; of several that match the first.
+        precision: `no`, `bf16` or `fp16` (Accelerate's mixed precision, over weights in float32), or `auto`: see
+            `precision.mixed`.
+        sampled, others: of the frequent ids, and of the others, how many a batch's loss uses: those in its own text, and
+            some drawn anew.
+        phases: none is one phase that changes nothing.
 
     Raises:
         SpecBenchError: values that contradict each other or are out of range, by name.
@@ -156,11 +133,6 @@ class TrainSettings:
     groups: Mapping[str, Weight] = field(default_factory=dict)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Weight = 0.0
-    warmup: Share | None = None
-    warmup_steps: Natural | None = None
-    plateau: Share = 0.0
-    decay: Decay = "linear"
-    floor: Share = 0.0
     clip: Positive | None = 0.5
     clip_by: Literal["norm", "value"] = "norm"
     accumulate: Count = 1
@@ -175,21 +147,20 @@ class TrainSettings:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # a configuration brings lists and mappings
-        phases = tuple(Phase.of(i, options) for i, options in enumerate(self.phases)) or (Phase(share=1.0),)
+        phases = tuple(p if isinstance(p, Phase) else Phase(**p) for p in self.phases) or (Phase(share=1.0),)
         object.__setattr__(self, "phases", phases)
         object.__setattr__(self, "groups", dict(self.groups))
         object.__setattr__(self, "betas", tuple(self.betas))
+        for number, phase in enumerate(phases):
+            if not phase.restart and (own := phase.own_schedule()):
+                option = f"train.settings.phases[{number}]"
+                raise SpecBenchError(f"{option}: {', '.join(own)} without restart=true has no effect")
+            phase.schedule(self)  # raises for contradicting values
         if abs(sum(p.share for p in phases) - 1) > 1e-6:
             shares = " + ".join(f"{p.share:g}" for p in phases)
             raise SpecBenchError(f"train.settings.phases: the shares {shares} do not sum to 1")
-        for phase in phases:
-            phase.schedule(self.schedule)  # each one's values are in range
-
-    @property
-    def schedule(self) -> Schedule:
-        """That of the whole training."""
-        return Schedule(**{f.name: getattr(self, f.name) for f in fields(Schedule)})
 
     def vocabulary_in(self, phase: Phase) -> int | None:
         """Frequent ids of the classification loss in a phase; None for all ids."""
@@ -209,13 +180,14 @@ def phase_at(settings: TrainSettings, step: int, total: int) -> int:
 
 def rates(settings: TrainSettings, total: int) -> list[float]:
     """Factor on the peak learning rate of every step."""
-    found: list[float] = []
+    factors: list[float] = []
     for phase, (begin, end) in zip(settings.phases, itertools.pairwise(starts(settings, total)), strict=True):
-        within, length, first = settings.schedule, total, 0
         if phase.restart:
-            within, length, first = phase.schedule(settings.schedule), end - begin, begin
-        found += [phase.lr * within.factor(step - first, length) for step in range(begin, end)]
-    return found
+            schedule = phase.schedule(settings)
+            factors += [phase.lr * schedule.factor(step, end - begin) for step in range(end - begin)]
+        else:
+            factors += [phase.lr * settings.factor(step, total) for step in range(begin, end)]
+    return factors
 
 
 def lr_shares(settings: TrainSettings, total: int) -> list[float]:

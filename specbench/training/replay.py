@@ -1,21 +1,23 @@
-"""Acceptance on held-out text without decoding: replay known greedy answers and see how far each draft follows them.
+"""Acceptance on held-out text without decoding: replay known greedy answers and count how far each draft follows them.
 
-Knows the drafter protocol, no concrete drafter. The answers were the target's own greedy ones, so a draft token is
-accepted exactly when it is the answer's next token: what is counted here is what greedy decoding would count.
+Knows the drafter protocol, no concrete drafter. The answers are the target's own greedy ones, so a draft token is
+accepted exactly when it is the answer's next token: the counts are those of greedy decoding.
 
     replay    cycle by cycle, for any drafter and any tree
-    chains    chains only: the drafts from all positions at once, which takes seconds where `replay` takes minutes
+    chains    chains only: the drafts from all positions at once, in seconds where `replay` takes minutes
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specbench.engine.decode import Limits, decode
 from specbench.engine.drafter import Drafter
-from specbench.engine.interface import Batch, NoShortcut, Step
+from specbench.engine.interface import Batch, NoShortcut, Step, Taps
 from specbench.engine.policies import Chain, to_target_ids
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
@@ -29,10 +31,11 @@ CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Ta
 
 
 @dataclass
-class Acceptance:
-    """Counts over cycles. reached[i]: cycles that accepted depth i and drafted deeper; passed[i]: … and accepted that.
+class AcceptanceCounts:
+    """Counts over cycles.
 
     Attributes:
+        reached: [i] cycles that accepted depth i and drafted deeper. passed: [i] of these, cycles that accepted i + 1 too.
         answers: (tokens emitted, cycles) of each answer.
     """
 
@@ -61,105 +64,115 @@ class Acceptance:
         self.emitted += accepted + 1
         emitted, cycles = self.answers[-1]
         self.answers[-1] = emitted + accepted + 1, cycles + 1
-        while len(self.reached) < drafted:
-            self.reached.append(0)
-            self.passed.append(0)
+        missing = max(0, drafted - len(self.reached))
+        self.reached += [0] * missing
+        self.passed += [0] * missing
         for depth in range(min(accepted + 1, drafted)):
             self.reached[depth] += 1
             self.passed[depth] += depth < accepted
 
 
-def chain_acceptance(target: Target, drafter: Any, answers: list[Answer]) -> Acceptance:
+def chain_acceptance(target: Target, drafter: Any, answers: list[Answer]) -> AcceptanceCounts:
     """Of a chain of `CHAIN` steps: from all positions at once where the drafter can, else cycle by cycle."""
-    growth, drafter.growth = drafter.growth, Chain(CHAIN)
+    policy, drafter.growth = drafter.growth, Chain(CHAIN)
     try:
         return chains(target, drafter, answers, CHAIN)
     except NoShortcut:
         return replay(target, drafter, answers)
     finally:
-        drafter.growth = growth
+        drafter.growth = policy
 
 
 @torch.no_grad()
-def chains(target: Target, drafter: Any, answers: list[Answer], steps: int, max_tokens: int = ANSWER_TOKENS) -> Acceptance:
+def chains(
+    target: Target, drafter: Any, answers: list[Answer], steps: int, max_tokens: int = ANSWER_TOKENS
+) -> AcceptanceCounts:
     """What `replay` counts with a chain of `steps`, from the drafter's `drafts` at all positions at once.
 
     Raises:
-        NoShortcut: the drafter has no such drafts.
+        NoShortcut: the drafter has no `drafts`.
     """
-    lengths = [min(a.begin + max_tokens, len(a.ids)) for a in answers]
-    order = sorted(range(len(answers)), key=lengths.__getitem__)  # neighbours in length pad one another least
-    counted: dict[int, tuple[list[int], int]] = {}
+    ends = [min(a.begin + max_tokens, len(a.ids)) for a in answers]
+    order = sorted(range(len(answers)), key=ends.__getitem__)  # neighbours in length need least padding
+    by_answer: dict[int, tuple[list[int], int]] = {}
     for at in range(0, len(order), BATCH):
         indices = order[at : at + BATCH]
-        part, ends = [answers[i] for i in indices], [lengths[i] for i in indices]
-        batch = _batch(target, drafter, part, ends)
-        position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        begins = torch.tensor([a.begin for a in part], device=position.device)[:, None]
-        asked = position < torch.tensor(ends, device=position.device)[:, None] - 1  # [B, T] the token after is known
-        reached = asked & (position >= begins)  # a root stands here
-        accepted = torch.zeros_like(batch.tokens)  # [B, T] by root
-        drafted = 0  # a drafter may have fewer steps
-        for step, pick in enumerate(drafter.drafts(batch, steps)):
-            drafted = step + 1
-            passed = torch.zeros_like(reached)
-            if reached.any():
-                passed[reached] = to_target_ids(drafter, pick(reached)) == batch.tokens.roll(-1, 1)[reached]
-            accepted += passed.roll(-step, 1)  # a chain's step stands `step` positions behind its root
-            reached = passed.roll(1, 1) & asked
-            reached[:, 0] = False
-        counted |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(indices)}
-    result = Acceptance()
+        accepted, drafted = _accepted(target, drafter, [answers[i] for i in indices], [ends[i] for i in indices], steps)
+        by_answer |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(indices)}
+    counts = AcceptanceCounts()
     for i, answer in enumerate(answers):
-        by_root, drafted = counted[i]
-        _walk(result, by_root, answer.begin, lengths[i], drafted)
-    return result
+        _add_cycles(counts, *by_answer[i], answer.begin, ends[i])
+    return counts
 
 
-def _walk(result: Acceptance, accepted: list[int], begin: int, end: int, steps: int) -> None:
-    """Cycles of one answer, from how many tokens a chain from each root would have accepted."""
-    result.begin()
+def _accepted(target: Target, drafter: Any, part: list[Answer], ends: list[int], steps: int) -> tuple[Tensor, int]:
+    """Accepted tokens of a chain from each position as its root [B, T], and steps drafted: a drafter may have fewer."""
+    batch = _batch(target, drafter, part, ends)
+    position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    begins = torch.tensor([a.begin for a in part], device=position.device)[:, None]
+    known = position < torch.tensor(ends, device=position.device)[:, None] - 1  # [B, T] is the next token known?
+    reached = known & (position >= begins)
+    accepted = torch.zeros_like(batch.tokens)
+    drafted = 0
+    for step, pick in enumerate(drafter.drafts(batch, steps)):
+        drafted = step + 1
+        passed = torch.zeros_like(reached)
+        if reached.any():
+            passed[reached] = to_target_ids(drafter, pick(reached)) == batch.tokens.roll(-1, 1)[reached]
+        accepted += passed.roll(-step, 1)  # a chain's step stands `step` positions behind its root
+        reached = passed.roll(1, 1) & known
+        reached[:, 0] = False
+    return accepted, drafted
+
+
+def _add_cycles(counts: AcceptanceCounts, accepted: list[int], steps: int, begin: int, end: int) -> None:
+    """Add the cycles of one answer. accepted: by root, for chains of so many steps."""
+    counts.begin()
     root = begin
     while root + 1 < end:
-        ahead = end - root - 1
-        drafted, found = steps, accepted[root]
-        if found == ahead:  # the answer ends inside the draft: what lay beyond was never put to the test
-            drafted = found = found - 1
-        result.add(found, min(drafted, ahead))
-        root += found + 1
+        left = end - root - 1
+        drafted, count = steps, accepted[root]
+        if count == left:  # the answer ends inside the draft: its last token counts as the bonus
+            drafted = count = count - 1
+        counts.add(count, min(drafted, left))
+        root += count + 1
 
 
 def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) -> Batch:
     """Answers up to their ends as a padded batch with the states, and what else the drafter taps."""
-    longest = max(ends)
-    tokens = torch.zeros(len(part), longest, dtype=torch.long, device=target.device)
-    valid = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, (answer, end) in enumerate(zip(part, ends, strict=True)):
-        tokens[row, :end] = torch.tensor(answer.ids[:end])
-        valid[row, :end] = True
-    stored = not drafter.taps.reads_layers and all(a.states is not None for a in part)
-    if not stored:
+    tokens = pad_sequence([torch.tensor(a.ids[:end]) for a, end in zip(part, ends, strict=True)], batch_first=True)
+    tokens = tokens.to(target.device)
+    valid = torch.arange(max(ends), device=tokens.device) < torch.tensor(ends, device=tokens.device)[:, None]
+    known = [a.states[:end] for a, end in zip(part, ends, strict=True) if a.states is not None]
+    if drafter.taps.reads_layers or len(known) < len(part):
         states, hidden, kv = target.tapped(tokens, drafter.taps)
         return Batch(tokens, states, valid, valid, hidden=hidden, kv=kv)
-    states = torch.zeros(*tokens.shape, target.hidden_size, device=target.device, dtype=target.dtype)
-    for row, (answer, end) in enumerate(zip(part, ends, strict=True)):
-        assert answer.states is not None
-        states[row, :end] = answer.states[:end].to(states)
-    return Batch(tokens, states, valid, valid)
+    return Batch(tokens, pad_sequence(known, batch_first=True).to(target.device, target.dtype), valid, valid)
+
+
+def replay_target(target: Target, answer: Answer, taps: Taps, max_tokens: int) -> ReplayTarget:
+    """The target as it emits the first tokens of an answer. taps: what drafters read of it."""
+    return ReplayTarget(target, answer.ids[: answer.begin], answer.ids[answer.begin :][:max_tokens], taps)
+
+
+def cycles(answer: ReplayTarget, drafter: Drafter) -> Iterator[Step]:
+    """Decode a known answer greedily with a drafter."""
+    target: Any = answer
+    prompt, limits = answer.text[: answer.begin], Limits(len(answer.text) - answer.begin)
+    for event in decode(target, drafter, prompt, limits, Lossless(), Sampler()):
+        if isinstance(event, Step):
+            yield event
 
 
 @torch.no_grad()
-def replay(target: Target, drafter: Drafter, answers: list[Answer], max_tokens: int = ANSWER_TOKENS) -> Acceptance:
-    """Replay the first `max_tokens` tokens of each answer. One target pass each, then drafting only."""
-    result = Acceptance()
+def replay(target: Target, drafter: Drafter, answers: list[Answer], max_tokens: int = ANSWER_TOKENS) -> AcceptanceCounts:
+    """Replay the first `max_tokens` tokens of each answer: one target pass each, then only drafting."""
+    counts = AcceptanceCounts()
     for answer in answers:
-        result.begin()
-        prompt, tokens = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + max_tokens]
-        known: Any = ReplayTarget(target, prompt, tokens, drafter.taps)
-        for event in decode(known, drafter, prompt, Limits(len(tokens)), Lossless(), Sampler()):
-            if isinstance(event, Step):
-                result.add(event.accepted, event.drafted)
-    return result
+        counts.begin()
+        for step in cycles(replay_target(target, answer, drafter.taps, max_tokens), drafter):
+            counts.add(step.accepted, step.drafted)
+    return counts
 
 
 @torch.no_grad()

@@ -1,13 +1,12 @@
 """Shards: token ids and target states of a corpus's conversations on disk, in safetensors files of whole sequences.
 
-Knows the target and the corpus's text, no drafter. Every drafter shares the one pass of the target that made them.
+Knows the target and the corpus's text, no drafter: all drafters share the one pass of the target.
 
     shard-00007.safetensors    tokens [n] int32 | states [n, D] (optional) | answer [n] uint8 | starts [sequences + 1] |
-                               index [sequences] which of the corpus' conversations they are
+                               index [sequences] of the conversations in the corpus
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,16 +27,16 @@ from specbench.training.corpus_file import Text
 from specbench.training.precision import wide
 
 VALIDATION = "validation"
-READ_TOKENS = 4096  # of a pass that reads states
+READ_TOKENS = 4096  # of a pass that computes states
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One conversation as the target saw it."""
+    """One conversation with the target's states."""
 
     index: int
     tokens: Tensor  # [T] int64
-    answer: Tensor  # [T] bool: True on what the assistant said
+    answer: Tensor  # [T] bool: True on the assistant's tokens
     states: Tensor | None = None  # [T, D] post-norm
 
 
@@ -57,21 +56,21 @@ def read(target: Target, texts: list[Text], states: bool = True, precision: str 
         tokens = torch.tensor(padded, device=target.device)
         positions = torch.arange(longest, device=target.device).expand_as(tokens)
         with wide(precision, target.device, target.hidden_size):
-            last = target.run(tokens, positions, None, None)  # causal: padding on the right is seen by no real token
+            last = target.run(tokens, positions, None, None)  # causal, so no real token sees the padding
         return {i: last[row, : len(texts[i].tokens)].to("cpu", torch.bfloat16) for row, i in enumerate(part)}
 
-    found = {i: last for read in _side_by_side(run, parts, target.device) for i, last in read.items()}
+    by_text = {i: last for done in _in_parallel(run, parts, target.device) for i, last in done.items()}
     sequences = []
     for i, text in enumerate(texts):
         answer = torch.zeros(len(text.tokens), dtype=torch.bool)
         for begin, end in text.spans:
             answer[begin:end] = True
-        sequences.append(Sequence(text.index, torch.tensor(text.tokens), answer, found.get(i)))
+        sequences.append(Sequence(text.index, torch.tensor(text.tokens), answer, by_text.get(i)))
     return sequences
 
 
-def _side_by_side(run: Callable[[Any], Any], parts: Iterable[Any], device: torch.device) -> list[Any]:
-    """What comes of each part. Of a processor's cores each takes whole passes: all at one pass wait a third of the time."""
+def _in_parallel(run: Callable[[Any], Any], parts: Iterable[Any], device: torch.device) -> list[Any]:
+    """The result of each part. On a processor each core runs whole passes, which is faster than all cores at one pass."""
     cores = torch.get_num_threads() if device.type == "cpu" else 1
     if cores == 1:
         return list(map(run, parts))
@@ -84,7 +83,7 @@ def _side_by_side(run: Callable[[Any], Any], parts: Iterable[Any], device: torch
 
 
 class Shards:
-    """Writes the shards that are missing or behind their text, each atomically: killed, it goes on at the one it was at."""
+    """Writes the shards that are missing or lack newer text, each atomically, so that a killed run continues."""
 
     def __init__(self, text: Writer):
         self.text, self.settings, self.target, self.folder = text, text.settings, text.target, text.folder
@@ -94,45 +93,32 @@ class Shards:
         return 5 + (2 * self.target.hidden_size if self.settings.states else 0)  # states in bfloat16
 
     def tokens(self) -> tuple[int, int]:
-        """Training tokens of the text to be used, and tokens whose shards are missing or behind their text."""
+        """Training tokens of the text to be used, and tokens whose shards are missing or lack newer text."""
         used, unread = 0, 0
-        for name, texts in self.chosen().items():
+        for name, texts in self._by_name().items():
             tokens = sum(len(t.tokens) for t in texts)
             used += tokens * (name != VALIDATION)
             unread += tokens * (not self._is_complete(self.folder / f"{name}.safetensors", texts))
         return used, unread
 
-    def seconds_per_token(self) -> float:
-        """Of a pass that reads states, tried on random tokens."""
-        length = min(256, self.settings.text_tokens)
-        tokens = torch.randint(self.target.vocab_size, (READ_TOKENS // length // 2 or 1, length), device=self.target.device)
-        seconds = 0.0
-        for _ in range(2):  # the first one warms up
-            begin = time.perf_counter()
-            with wide(self.settings.reading, self.target.device, self.target.hidden_size):
-                states = self.target.run(tokens, torch.arange(length, device=tokens.device).expand_as(tokens), None, None)
-            float(states.sum())  # waits for the device
-            seconds = time.perf_counter() - begin
-        return seconds / tokens.numel()
-
     def build(self, process: int = 0, processes: int = 1, held_out: bool = False) -> Path:
         """Write what is missing; returns the folder. Of several processes each writes its own shards.
 
-        held_out: of the validation dialogues alone.
+        held_out: only the shard of the validation dialogues.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        shards = {name: texts for name, texts in self.chosen().items() if name == VALIDATION or not held_out}
+        shards = {name: texts for name, texts in self._by_name().items() if name == VALIDATION or not held_out}
         total, done = sum(len(t.tokens) for texts in shards.values() for t in texts), 0
-        with progress("states", total, "tokens") as reached:
-            for turn, (name, texts) in enumerate(shards.items()):
+        with progress("states", total, "tokens") as show:
+            for number, (name, texts) in enumerate(shards.items()):
                 path = self.folder / f"{name}.safetensors"
-                if turn % processes == process and not self._is_complete(path, texts):
+                if number % processes == process and not self._is_complete(path, texts):
                     save_shard(path, read(self.target, texts, self.settings.states, self.settings.reading))
                 done += sum(len(t.tokens) for t in texts)
-                reached(done)
+                show(done)
         return self.folder
 
-    def chosen(self) -> dict[str, list[Text]]:
+    def _by_name(self) -> dict[str, list[Text]]:
         """Shards and their texts, held-out first: of the written text as many shards as hold the tokens asked for."""
         shards: dict[str, list[Text]] = {}
         tokens = 0
@@ -149,13 +135,11 @@ class Shards:
         return max(-1, (text.index - self.settings.validation) // self.settings.shard)
 
     def _is_complete(self, path: Path, texts: list[Text]) -> bool:
-        """Does this shard hold these texts, with states if they are wanted?"""
+        """Does this shard hold these texts, with states if the settings ask for them?"""
         if not path.exists():
             return False
         shard = read_shard(path)
-        if shard.states is None and self.settings.states:
-            return False
-        return shard.index == [t.index for t in texts]
+        return shard.index == [t.index for t in texts] and (shard.states is not None or not self.settings.states)
 
 
 def save_shard(path: Path, sequences: list[Sequence]) -> None:
@@ -175,7 +159,7 @@ def save_shard(path: Path, sequences: list[Sequence]) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard's tensors, mapped from its file: what is read once lies in memory as long as there is room."""
+    """A shard's tensors, mapped from its file."""
 
     tokens: Tensor  # [n] int32
     answer: Tensor  # [n] uint8
@@ -189,10 +173,10 @@ def read_shard(path: Path) -> Shard:
     if not path.is_file():
         raise SpecBenchError(f"{path} is not there; build the corpus (train.build=true)")
     with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-        starts: list[int] = found["starts"].tolist()
-        lengths = {len(found[name]) for name in ("tokens", "answer", "states") if name in found}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+        starts: list[int] = tensors["starts"].tolist()
+        lengths = {len(tensors[name]) for name in ("tokens", "answer", "states") if name in tensors}
         if starts[:1] != [0] or starts != sorted(starts) or lengths != {starts[-1]}:
             raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
-        index = found["index"].tolist() if "index" in found else None
-        return Shard(found["tokens"], found["answer"], found.get("states"), starts, index)
+        index = tensors["index"].tolist() if "index" in tensors else None
+        return Shard(tensors["tokens"], tensors["answer"], tensors.get("states"), starts, index)

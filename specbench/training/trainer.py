@@ -1,17 +1,18 @@
-"""The one trainer, on Accelerate. Of a drafter it knows `loss(batch)` and that a phase may `configure` it, nothing else.
+"""The one trainer, on Accelerate. Of a drafter it uses `loss(batch)`, `configure` and `phased`, nothing else.
 
-A run survives a kill: its checkpoint holds weights, optimiser, schedule, step and random state, and the data order is
-a function of seed and epoch, so that the resumed run takes the very steps the uninterrupted one would have taken.
+A killed run resumes exactly: its checkpoint holds weights, optimisers, step and random state, and the order of the data
+is a function of seed and epoch.
 
-Under `accelerate launch` every process takes its share of each batch, and gradients are averaged (DDP): the batch of the
-configuration is the global one, whatever the number of processes. The first process logs and writes.
+Under `accelerate launch` each process takes its share of every batch, and gradients are averaged (DDP): the batch of the
+configuration is the global one. The first process logs and writes.
 """
 
 import bisect
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from rich.console import Console
 from torch import Tensor, nn
 
 from specbench.common.budget import Budget
@@ -31,15 +31,15 @@ from specbench.training import checkpoint, parameters
 from specbench.training.features import Corpus, Row
 from specbench.training.loss_vocabulary import LossVocabulary
 from specbench.training.metrics import Metrics
-from specbench.training.overwriting import UNDECIDED
+from specbench.training.overwriting import NON_IDENTITY_OPTIONS
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings, describe, phase_at, rates
 
-METRICS_EVERY = 20  # steps after which metrics are read and shown
+METRICS_EVERY = 20  # steps between two readings of the metrics
 
 
 def trainable(drafter: nn.Module) -> parameters.Named:
-    """What is the drafter's own: the parameters that require a gradient, by name."""
+    """The parameters that require a gradient, by name."""
     return [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
 
 
@@ -47,7 +47,7 @@ def check(drafter: Any, settings: TrainSettings) -> None:
     """Refuse a recipe that this drafter cannot follow, before anything is trained or written.
 
     Raises:
-        SpecBenchError: nothing to train; an option in some phase, or a parameter there or in a group, that it lacks.
+        SpecBenchError: nothing to train; a phase's option, or a phase's or group's parameter, that the drafter lacks.
     """
     named = trainable(drafter)
     if not named:
@@ -55,28 +55,23 @@ def check(drafter: Any, settings: TrainSettings) -> None:
     parameters.check(named, settings)
     for phase in settings.phases:
         if unknown := {k: v for k, v in phase.drafter.items() if k not in drafter.phased}:
-            drafter.configure(**unknown)  # says what it has instead
-
-
-def _decisive(settings: TrainSettings) -> dict[str, Any]:
-    """What decides about the weights: the rest may differ when a killed run goes on."""
-    return {k: v for k, v in asdict(settings).items() if k not in UNDECIDED["settings"]}
+            drafter.configure(**unknown)  # raises, and names the options that there are
 
 
 class _Objective(nn.Module):
-    """A drafter whose forward is its loss: gradients of several processes meet at a module's forward."""
+    """A drafter whose forward is its loss: DDP averages gradients at a module's forward."""
 
-    def __init__(self, drafter: nn.Module):
+    def __init__(self, drafter: Any):
         super().__init__()
         self.drafter = drafter
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.drafter.loss(batch)  # type: ignore[operator]
-        return found
+        metrics: dict[str, Tensor] = self.drafter.loss(batch)
+        return metrics
 
 
 class Paused(Exception):
-    """A training whose time was over before its last step, and that was kept."""
+    """The budget ended before the last step; the checkpoint was written."""
 
     def __init__(self, step: int, total: int, seconds: float):
         super().__init__(f"{step} of {total} steps, about {seconds / 60:.0f} minutes more; the same command goes on there")
@@ -88,27 +83,30 @@ class Trainer:
     Args:
         drafter: bound to its target; only parameters that require a gradient are touched.
         validate: measures the drafter on held-out data, returns numbers to log.
-        folder: of the checkpoint and, line by line, the log.
-        shaped_by: what shapes the run beside settings and corpus, as plain values: a checkpoint of another run is refused.
+        folder: of the checkpoint.
+        shaped_by: what else determines the weights, as plain values: a checkpoint made with others is refused.
 
     Raises:
-        SpecBenchError: nothing to train; phases or groups with options or parameters that this drafter lacks.
+        SpecBenchError: see `check`.
     """
 
     def __init__(
         self,
-        drafter: nn.Module,
+        drafter: Any,
         corpus: Corpus,
         settings: TrainSettings,
         validate: Callable[[], dict[str, Any]],
         folder: Path,
         shaped_by: Mapping[str, Any] | None = None,
     ):
-        self.settings, self.corpus, self.validate, self.folder = settings, corpus, validate, folder
-        self.shaped_by = {"settings": _decisive(settings), "corpus": corpus.digest(), **(shaped_by or {})}
         check(drafter, settings)
+        self.settings, self.corpus, self.validate = settings, corpus, validate
+        self.checkpoint = folder / "checkpoint.pt"
+        decisive = {k: v for k, v in asdict(settings).items() if k not in NON_IDENTITY_OPTIONS["settings"]}
+        self.shaped_by = {"settings": decisive, "corpus": corpus.digest(), **(shaped_by or {})}
         self.named = trainable(drafter)
         self.parameters = [p for _, p in self.named]
+        self.size = sum(p.numel() for p in self.parameters)
         device = self.parameters[0].device
         precision = mixed(settings.precision, device, max(p.shape[-1] for p in self.parameters))
         self.dtype = self.parameters[0].dtype  # in which the drafter is used
@@ -126,12 +124,12 @@ class Trainer:
             self.objective = self.accelerator.prepare(self.objective)
         self.optimizers = [self.accelerator.prepare(o) for o in parameters.optimizers(self.named, settings)]
         self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
-        self.ends = self._ends()
-        self.total = int(min(settings.steps or math.inf, self.ends[-1]))
+        self.starts = self._starts()
+        self.total = int(min(settings.steps or math.inf, self.starts[-1]))
         self.rates = rates(settings, self.total)
         self.vocabulary = LossVocabulary(corpus, settings, self.accelerator.device)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self.phase = -1  # none has begun
+        self.phase = -1  # before the first
         self.metrics = Metrics()
         self.history: list[dict[str, Any]] = []
 
@@ -139,29 +137,28 @@ class Trainer:
         for parameter in self.parameters:
             parameter.data = parameter.data.to(dtype)
 
-    def _batches(self, epoch: int) -> list[list[Row]]:
-        """Those of which every process gets something."""
-        return [items for items in self.corpus.batches(epoch) if len(items) >= self.processes]
+    def _steps(self, epoch: int) -> list[list[list[Row]]]:
+        """An epoch's batches, by optimiser step; without batches too small to give every process a row."""
+        batches = [rows for rows in self.corpus.batches(epoch) if len(rows) >= self.processes]
+        count = self.settings.accumulate
+        return [batches[i : i + count] for i in range(0, len(batches), count)]
 
-    def _ends(self) -> list[int]:
-        """Optimiser steps taken when each epoch is over, as far as `steps` lets it get.
+    def _starts(self) -> list[int]:
+        """First step of every epoch that `steps` lets begin, and the end of the last.
 
-        They are counted epoch by epoch: how many rows packing makes depends on the order in which it meets the texts.
+        Counted epoch by epoch: into how many rows texts are packed depends on their order.
         """
-        ends, max_steps = [0], self.settings.steps or math.inf
+        starts, max_steps = [0], self.settings.steps or math.inf
         for epoch in range(self.settings.epochs):
-            if ends[-1] < max_steps:
-                ends.append(ends[-1] + len(self._steps(epoch)))
-        return ends[1:]
+            if starts[-1] < max_steps:
+                starts.append(starts[-1] + len(self._steps(epoch)))
+        return starts
 
-    @property
-    def size(self) -> int:
-        """Trainable parameters."""
-        return sum(p.numel() for p in self.parameters)
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
+    def _remaining_steps(self) -> Iterator[list[list[Row]]]:
+        """The batches of every optimiser step from the current one on."""
+        while self.step < self.total:
+            epoch = bisect.bisect_right(self.starts, self.step) - 1
+            yield from self._steps(epoch)[self.step - self.starts[epoch] :][: self.total - self.step]
 
     def run(self, budget: Budget | None = None) -> list[dict[str, Any]]:
         """Train to the end, from the last checkpoint if there is one; the drafter stays as the last phase configured it.
@@ -169,73 +166,62 @@ class Trainer:
         Raises:
             Paused: the budget was over before; the next run goes on at this very step.
         """
-        budget = budget or Budget()
+        budget, settings = budget or Budget(), self.settings
         self._resume()
-        console, settings = Console(stderr=True), self.settings
-        self._print(console, describe(settings, self.total))
+        self.accelerator.print(describe(settings, self.total), file=sys.stderr)
         self.drafter.train()
         now = saved = validated = time.monotonic()
-        while self.step < self.total:
-            epoch = bisect.bisect_right(self.ends, self.step)
-            begin = self.ends[epoch - 1] if epoch else 0
-            for step_batches in self._steps(epoch)[self.step - begin :]:
-                self._enter(phase_at(settings, self.step, self.total))
-                metrics, tokens = self._gradients(step_batches)
-                self._update()
-                self.step, self.tokens = self.step + 1, self.tokens + tokens
-                self.metrics.add(metrics)
-                before, now = now, time.monotonic()
-                self.seconds += now - before
-                if self.step % METRICS_EVERY == 0 or self.step == self.total:
-                    self.metrics.read(self.step)
-                    self._progress(console)
-                if self._agreed(now - validated > settings.validate_minutes * 60 and self.step < self.total):
-                    self._log(console)
-                    now = validated = time.monotonic()  # validation is no training time
-                if self._agreed(now - saved > settings.checkpoint_minutes * 60 or self.step == self.total):
-                    self._save()
-                    saved = time.monotonic()
-                if self.step >= self.total:
-                    break
-                if self._agreed(not budget.allows(0)):
-                    self._save()
-                    raise Paused(self.step, self.total, self.seconds / self.step * (self.total - self.step))
+        for batches in self._remaining_steps():
+            self._enter(phase_at(settings, self.step, self.total))
+            metrics, tokens = self._gradients(batches)
+            self._update()
+            self.step, self.tokens = self.step + 1, self.tokens + tokens
+            self.metrics.add(metrics)
+            before, now = now, time.monotonic()
+            self.seconds += now - before
+            over = self.step == self.total
+            if self.step % METRICS_EVERY == 0 or over:
+                self.metrics.read(self.step)
+                self._show_progress()
+            if self._agreed(now - validated > settings.validate_minutes * 60 and not over):
+                self._log()
+                now = validated = time.monotonic()  # validation is no training time
+            if self._agreed(now - saved > settings.checkpoint_minutes * 60 or over):
+                self._save()
+                saved = time.monotonic()
+            if not over and self._agreed(not budget.allows(0)):
+                self._save()
+                raise Paused(self.step, self.total, self.seconds_left)
         self._enter(len(settings.phases) - 1)
         for parameter in self.parameters:
-            parameter.requires_grad_(True)  # what is the drafter's own, whatever the last phase trained
-        self._cast(self.dtype)  # as it will be used: so is it measured now
+            parameter.requires_grad_(True)  # whatever the last phase trained
+        self._cast(self.dtype)  # validated as it will be used
         if not self.history or self.history[-1]["step"] != self.step:
-            self._log(console)
+            self._log()
             self._save()
         return self.history
 
-    def _steps(self, epoch: int) -> list[list[list[Row]]]:
-        """An epoch's batches, by optimiser step."""
-        batches, each = self._batches(epoch), self.settings.accumulate
-        return [batches[i : i + each] for i in range(0, len(batches), each)]
-
     def _enter(self, phase: int) -> None:
-        """Begin a phase, if it has not begun. Options stay set, so that a resumed run sets those of earlier phases too."""
+        """Begin a phase unless it has begun. Options stay set, so a resumed run sets those of earlier phases too."""
         if phase == self.phase:
             return
         self.metrics.read(self.step)
-        settings = self.settings
-        for begun in settings.phases[self.phase + 1 : phase + 1]:
-            if begun.drafter:
-                self.drafter.configure(**begun.drafter)  # type: ignore[operator]
-        trained = parameters.trained_in(self.named, settings.phases[phase].train)
+        phases = self.settings.phases
+        for begun in phases[self.phase + 1 : phase + 1]:
+            self.drafter.configure(**begun.drafter)
+        trained = parameters.trained_in(self.named, phases[phase].train)
         for name, parameter in self.named:
             parameter.requires_grad_(name in trained)
         self.phase = phase
-        self.metrics.smoothed.clear()  # another objective's loss is another number
+        self.metrics.smoothed.clear()  # losses of two objectives are not averaged
 
     def _gradients(self, batches: list[list[Row]]) -> tuple[dict[str, Tensor], int]:
         """Of one optimiser step, accumulated over its batches; the last one's metrics and the tokens of all."""
         device, dtype = self.parameters[0].device, self.parameters[0].dtype
         metrics: dict[str, Tensor] = {}
         total = 0
-        for items in batches:
-            share = items[self.accelerator.process_index :: self.processes]
+        for rows in batches:
+            share = rows[self.accelerator.process_index :: self.processes]
             batch = self.corpus.load(share, device, dtype)
             batch.vocabulary = self.vocabulary.of(self.settings.phases[self.phase], batch)
             batch.progress = self.step / self.total
@@ -246,16 +232,16 @@ class Trainer:
             total += tokens
         return metrics, total
 
-    def _over_processes(self, metrics: dict[str, Tensor], batch: Batch, own: int) -> tuple[dict[str, Tensor], int]:
-        """Of several processes: means over the whole batch instead of this share of it with `own` tokens, and its tokens.
+    def _over_processes(self, metrics: dict[str, Tensor], batch: Batch, tokens: int) -> tuple[dict[str, Tensor], int]:
+        """Metrics and token count of the whole batch, from those of this process's share of it.
 
         Gradients are averaged over processes, so a share counts by its scored positions over their average. What is
-        returned as `loss` has the gradient of this share and, like the other values, the value of the whole batch.
+        returned as `loss` has the gradient of this share and, like the other metrics, the value of the whole batch.
         """
         if self.processes == 1:
-            return metrics, own
+            return metrics, tokens
         scored = batch.scored.sum()
-        totals: Tensor = self.accelerator.reduce(torch.stack([scored, torch.full_like(scored, own)]), "sum")
+        totals: Tensor = self.accelerator.reduce(torch.stack([scored, torch.full_like(scored, tokens)]), "sum")
         share = scored / totals[0] * self.processes
         names = list(metrics)
         values: Tensor = self.accelerator.reduce(torch.stack([metrics[n].detach().float() for n in names]) * share, "mean")
@@ -274,25 +260,25 @@ class Trainer:
         settings = self.settings
         if settings.clip is not None:
             accelerator = self.accelerator
-            cut = {"norm": accelerator.clip_grad_norm_, "value": accelerator.clip_grad_value_}[settings.clip_by]
-            cut(self.parameters, settings.clip)
+            clip = {"norm": accelerator.clip_grad_norm_, "value": accelerator.clip_grad_value_}[settings.clip_by]
+            clip(self.parameters, settings.clip)
         for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * self.rates[self.step]
             optimizer.step()
             optimizer.zero_grad()
 
-    def _print(self, console: Console, line: str) -> None:
-        if self.accelerator.is_main_process:
-            console.print(line, highlight=False, soft_wrap=True)
+    @property
+    def seconds_left(self) -> float:
+        return self.seconds / self.step * (self.total - self.step)
 
-    def _progress(self, console: Console) -> None:
-        speed = self.tokens / max(self.seconds, 1e-9)
-        left = self.seconds / self.step * (self.total - self.step)
-        shown = " ".join(f"{k} {v:.4f}" for k, v in self.metrics.smoothed.items())
-        self._print(console, f"step {self.step}/{self.total}  {shown}  {speed:,.0f} tokens/s  {left / 60:.1f} min left")
+    def _show_progress(self) -> None:
+        speed = f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s  {self.seconds_left / 60:.1f} min left"
+        losses = " ".join(f"{k} {v:.4f}" for k, v in self.metrics.smoothed.items())
+        self.accelerator.print(f"step {self.step}/{self.total}  {losses}  {speed}", file=sys.stderr)
 
-    def _log(self, console: Console) -> None:
+    def _log(self) -> None:
+        """Validate; between steps in the precision of training."""
         self.metrics.read(self.step)
         self.drafter.eval()
         entry = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
@@ -301,10 +287,10 @@ class Trainer:
             entry |= self.validate()
         self.drafter.train()
         self.history.append(entry)
-        self._print(console, f"held out: {entry}")
+        self.accelerator.print(f"held out: {entry}", file=sys.stderr)
 
     def _save(self) -> None:
-        """Everything a resumed run needs, atomically; nothing once the loss is no number."""
+        """Write the checkpoint; raises `SpecBenchError` instead if the loss is not finite."""
         self.metrics.read(self.step)
         state = {
             "step": self.step,
@@ -319,22 +305,18 @@ class Trainer:
         checkpoint.write(self.checkpoint, state, self.accelerator)
 
     def _resume(self) -> None:
+        """Restore the checkpoint. Raises `SpecBenchError` for one of another training."""
         if not self.checkpoint.exists():
             torch.manual_seed(self.settings.seed + self.accelerator.process_index)
             return
         state = unpickled(self.checkpoint, "remove it to begin anew")
-        with refusing(f"{self.checkpoint} is not of this training; use another train.name or remove it"):
+        with refusing(f"{self.checkpoint} is not of this training; {checkpoint.HINT}"), torch.no_grad():
             checkpoint.check(self.checkpoint, state, self.total, self.shaped_by, self.processes)
-            self._restore(state)
-        self._print(Console(stderr=True), f"resuming at step {self.step} of {self.total}")
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        """Go on where a saved state stands. Raises anything at all for one that is not of this drafter and optimizer."""
-        with torch.no_grad():
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.copy_(value)
-        for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(value)
-        checkpoint.restore_random_state(state, self.accelerator.process_index)
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.history = state["history"]
+            for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(value)
+            checkpoint.restore_random_state(state, self.accelerator.process_index)
+            self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+            self.history = state["history"]
+        self.accelerator.print(f"resuming at step {self.step} of {self.total}", file=sys.stderr)

@@ -1,13 +1,13 @@
 """How far held-out answers follow a drafter's trees, of all sizes, from one replay with a large one.
 
-At every position of some held-out greedy answers the drafter drafts all that the largest tree would hold. What a smaller
-tree would have drafted is a part of that, and which of its nodes the target would have accepted is known, since the answer
-is. So every smaller tree is walked through the answers cycle by cycle, as decoding would. It is a property of weights and
-target, not of a machine: it is measured where weights are made, and lies beside them.
+At every position of some held-out greedy answers the drafter drafts the largest tree. A smaller tree is a part of that, and
+which of its nodes the target would accept follows from the answer. So every smaller tree is walked through the answers
+cycle by cycle, as decoding would. This depends on weights and target, not on the machine: it is measured where weights are
+made, and lies beside them.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,35 +20,32 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
-from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import DraftTree
 from specbench.engine.policies import Dynamic, Expandable, Pool
-from specbench.engine.replay import ReplayTarget
-from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
-from specbench.engine.verify import Lossless
 from specbench.records.schema import WEIGHTS
 from specbench.training.features import Answer
-from specbench.tuning.cost_aware import NODES, TOP_K, Acceptance
+from specbench.training.replay import cycles, replay_target
+from specbench.tuning.cost_aware import NODES, TOP_K, TreeAcceptance
 
 FILE = "acceptance.json"
 LEVELS = 8  # of the large tree
-ANSWERS, MOST = 16, 48  # held-out answers, and tokens of each
+ANSWERS, ANSWER_TOKENS = 16, 48  # held-out answers, and tokens of each at most
 EDGES = [0.0, *(10 ** (-4 + i / 6) for i in range(24)), 1.0]  # of bins of a drafter's probability
-SHOWN = 15  # likeliest nodes of a position, over which the calibration error is taken
+ERROR_NODES = 15  # likeliest nodes of a position, over which the calibration error is taken
 
 
 @dataclass(frozen=True)
-class Kept:
+class AcceptanceFile:
     """What lies beside the weights. weights: SHA-256 of those it was measured with."""
 
     weights: str
-    acceptance: Acceptance
+    acceptance: TreeAcceptance
 
 
-class Recorded(Dynamic):
-    """Drafts all there is and verifies nothing: every cycle emits one token, so that no position is left out."""
+class RecordingPolicy(Dynamic):
+    """Drafts the largest tree and verifies none of it: every cycle emits one token, so every position is drafted from."""
 
     def __init__(self, depth: int):
         super().__init__(depth, TOP_K[-1], 2)
@@ -61,11 +58,11 @@ class Recorded(Dynamic):
 
 @dataclass(frozen=True)
 class Drafted:
-    """All pools of an answer, position by position, and what of them the answer follows.
+    """All pools of an answer, by position, and which of their nodes the answer follows.
 
     Attributes:
         values: [P, N] log-probabilities of paths. parents, ranks, depths: [P, N].
-        path: [P, D] the pool's nodes that spell the answer, -1 from where it leaves the pool on.
+        path: [P, D] the nodes that spell the answer, -1 from where it leaves the pool on.
         known: [P] tokens of the answer behind each position.
     """
 
@@ -77,81 +74,78 @@ class Drafted:
     known: Tensor
 
 
+def _order(values: Tensor) -> Tensor:
+    """[P, N] how many nodes of a position have higher values than this one."""
+    return values.argsort(dim=1, descending=True, stable=True).argsort(1)
+
+
 @torch.no_grad()
-def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> Acceptance:
-    """Draft at every position of some held-out answers."""
+def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> TreeAcceptance:
+    """Draft at every position of some held-out answers. Raises `SpecBenchError` if there are none."""
+    if not answers:
+        raise SpecBenchError("there are no held-out answers to measure a drafter's acceptance on")
     before = drafter.growth
-    found: list[Drafted] = []
+    drafts: list[Drafted] = []
     try:
         with progress("following held-out answers", min(len(answers), ANSWERS), "answers") as show:
+            show(0)
             for answer in answers[:ANSWERS]:
-                show(len(found))
-                found.append(_drafted(target, drafter, answer))
-            show(len(found))
+                drafts.append(_drafted(target, drafter, answer))
+                show(len(drafts))
     finally:
         drafter.set_tree_policy(before)
-    if not found:
-        raise SpecBenchError("there are no held-out answers to measure a drafter's acceptance on")
-    return aggregate(found)
+    return aggregate(drafts)
 
 
 def _drafted(target: Target, drafter: Any, answer: Answer) -> Drafted:
-    recorded = Recorded(min(LEVELS, drafter.deepest or LEVELS))
-    drafter.set_tree_policy(recorded)
-    prompt, said = answer.ids[: answer.begin], answer.ids[answer.begin : answer.begin + MOST]
-    known: Any = ReplayTarget(target, prompt, said, drafter.taps)
-    for _ in decode(known, drafter, prompt, Limits(len(said)), Lossless(), Sampler()):
+    policy = RecordingPolicy(min(LEVELS, drafter.deepest or LEVELS))
+    drafter.set_tree_policy(policy)
+    for _ in cycles(replay_target(target, answer, drafter.taps, ANSWER_TOKENS), drafter):
         pass
-    pool = Pool(*(torch.stack(parts).cpu() for parts in zip(*recorded.pools, strict=True)))
-    return match_answer(pool, torch.tensor(said), recorded.depth)
+    tokens = answer.ids[answer.begin :][:ANSWER_TOKENS]
+    pool = Pool(*(torch.stack(parts).cpu() for parts in zip(*policy.pools, strict=True)))
+    return match_answer(pool, torch.tensor(tokens), policy.depth)
 
 
-def match_answer(pool: Pool, said: Tensor, levels: int) -> Drafted:
-    """Which nodes spell the answer. pool: [P, N] each; said: [P + 1] the answer, whose position p is the root of pool p."""
+def match_answer(pool: Pool, answer: Tensor, levels: int) -> Drafted:
+    """Which nodes spell the answer. pool: [P, N] each; answer: [P + 1] ids, whose position p is the root of pool p."""
     positions = len(pool.tokens)
     path = torch.full((positions, levels), -1)
-    at = torch.full((positions,), -1)  # the node that spells what came so far, -1: the root
-    there = torch.ones(positions, dtype=torch.bool)
+    node = torch.full((positions,), -1)  # that spells the answer so far, -1: the root
+    inside = torch.ones(positions, dtype=torch.bool)
     for level in range(levels):
-        following = torch.full((positions,), -1)  # behind the answer's end nothing is right
-        rest = said[level + 1 : level + 1 + positions]
+        following = torch.full((positions,), -1)  # behind the answer's end no node is right
+        rest = answer[level + 1 : level + 1 + positions]
         following[: len(rest)] = rest
-        right = (pool.depths == level + 1) & (pool.parents == at[:, None]) & (pool.tokens == following[:, None])
-        there = there & right.any(-1)
-        at = torch.where(there, right.int().argmax(-1), -2)
-        path[:, level] = torch.where(there, at, -1)
-    known = len(said) - 1 - torch.arange(positions)
+        right = (pool.depths == level + 1) & (pool.parents == node[:, None]) & (pool.tokens == following[:, None])
+        inside = inside & right.any(-1)
+        node = torch.where(inside, right.int().argmax(-1), -2)
+        path[:, level] = torch.where(inside, node, -1)
+    known = len(answer) - 1 - torch.arange(positions)
     return Drafted(pool.values, pool.parents, pool.ranks, pool.depths, path, known)
 
 
-def aggregate(found: Sequence[Drafted]) -> Acceptance:
-    """Everything that is kept of some answers."""
-    levels = found[0].path.shape[1]
-    tau = {k: [[1.0] * len(NODES) for _ in range(levels)] for k in TOP_K}
-    for k in TOP_K:
-        for depth in range(levels):
-            tau[k][depth] = _taus([sizes(one, k)[:, depth] for one in found])
-    sure, right, weight = _bins(found)
-    even, odd = _bins(found[::2]), found[1::2] or found
-    correction = _acceptance(tau, ranks_of(found), *isotonic(*even), (0.0, 0.0), 1)
-    error = _error(odd, lambda p: p), _error(odd, correction.worth)
-    return _acceptance(tau, ranks_of(found), *isotonic(sure, right, weight), error, sum(len(one.path) for one in found))
+def aggregate(drafts: Sequence[Drafted]) -> TreeAcceptance:
+    """The acceptance over several answers. The error of a correction made from half of them is taken on the other half."""
+    needed = {k: [nodes_needed(one, k) for one in drafts] for k in TOP_K}
+    levels = range(drafts[0].path.shape[1])
+    tau = {k: [_rounded(_taus([one[:, depth] for one in needed[k]])) for depth in levels] for k in TOP_K}
+    correction = TreeAcceptance({}, [], *_curve(drafts[::2]), (0.0, 0.0), 1)
+    others = drafts[1::2] or drafts
+    error = round(_error(others, lambda p: p), 5), round(_error(others, correction.worth), 5)
+    ranks = [_rounded(shares) for shares in ranks_of(drafts)]
+    return TreeAcceptance(tau, ranks, *_curve(drafts), error, sum(len(one.path) for one in drafts))
 
 
-def _acceptance(tau: Any, ranks: Any, sure: list[float], accepted: list[float], error: Any, positions: int) -> Acceptance:
-    def short(values: Sequence[float]) -> list[float]:
-        return [round(v, 5) for v in values]
-
-    table = {k: [short(row) for row in rows] for k, rows in tau.items()}
-    both = round(error[0], 5), round(error[1], 5)
-    return Acceptance(table, [short(r) for r in ranks], short(sure), short(accepted), both, positions)
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(v, 5) for v in values]
 
 
-def sizes(drafted: Drafted, top_k: int) -> Tensor:
+def nodes_needed(drafted: Drafted, top_k: int) -> Tensor:
     """How many nodes a tree of a smaller top_k must verify to accept so deep: [P, depth of the tree, depth accepted].
 
-    Its frontiers are a part of the large tree's, but for a node that the large one found ten better ones than; a path that
-    leaves the tree needs more nodes than there are.
+    Misses nodes that only the smaller tree would expand, since the large one found ten better ones. A path that leaves the
+    tree needs more nodes than there are.
     """
     values, depths = drafted.values, drafted.depths
     positions, count = values.shape
@@ -167,18 +161,17 @@ def sizes(drafted: Drafted, top_k: int) -> Tensor:
         best = values.masked_fill(~level, -torch.inf).topk(min(top_k, count)).indices
         frontier = torch.zeros_like(frontier).scatter(1, best, True)
         frontier[:, :-1] &= level
-        order = values.masked_fill(~inside, -torch.inf).argsort(dim=1, descending=True, stable=True).argsort(1)
-        for accepted in range(depth + 1):
-            node = drafted.path[:, accepted]
-            there = (node >= 0) & inside.gather(1, node.clamp(min=0)[:, None])[:, 0]
-            place = order.gather(1, node.clamp(min=0)[:, None])[:, 0]
-            needed[:, depth, accepted] = torch.where(there, place + 2, never)  # the root, and this one
+        order = _order(values.masked_fill(~inside, -torch.inf))
+        node = drafted.path[:, : depth + 1]
+        there = (node >= 0) & inside.gather(1, node.clamp(min=0))
+        before = order.gather(1, node.clamp(min=0))
+        needed[:, depth, : depth + 1] = torch.where(there, before + 2, never)  # the root and this node too
     return needed
 
 
 def _taus(needed: Sequence[Tensor]) -> list[float]:
     """Tokens a cycle by size of the tree, in `NODES`. needed: by answer [P, depth accepted] nodes."""
-    found = []
+    taus = []
     for nodes in NODES:
         emitted = cycles = 0
         for one in needed:
@@ -187,53 +180,57 @@ def _taus(needed: Sequence[Tensor]) -> list[float]:
             while at < len(accepted):
                 step = min(accepted[at] + 1, len(accepted) - at)
                 emitted, cycles, at = emitted + step, cycles + 1, at + step
-        found.append(emitted / cycles)
-    return found
+        taus.append(emitted / cycles)
+    return taus
 
 
-def ranks_of(found: Sequence[Drafted]) -> list[list[float]]:
-    """[depth - 1][rank]: how often that candidate was right, below nodes that were and that were gone on from."""
-    levels, width = found[0].path.shape[1], TOP_K[-1]
+def ranks_of(drafts: Sequence[Drafted]) -> list[list[float]]:
+    """[depth - 1][rank]: how often that candidate was right, below expanded nodes that were right."""
     shares = []
-    for depth in range(levels):
-        tried, right = 0, [0] * width
-        for one in found:
+    for depth in range(drafts[0].path.shape[1]):
+        tried, right = 0, torch.zeros(TOP_K[-1], dtype=torch.long)
+        for one in drafts:
             parent = torch.full((len(one.path),), -1) if depth == 0 else one.path[:, depth - 1]
-            on = (one.known > depth) & (torch.ones_like(parent, dtype=torch.bool) if depth == 0 else parent >= 0)
-            on &= ((one.depths == depth + 1) & (one.parents == parent[:, None])).any(1)
-            tried += int(on.sum())
+            expanded = (one.known > depth) & ((one.depths == depth + 1) & (one.parents == parent[:, None])).any(1)
+            if depth:
+                expanded &= parent >= 0
+            tried += int(expanded.sum())
             node = one.path[:, depth]
-            hit = on & (node >= 0)
-            for rank in one.ranks.gather(1, node.clamp(min=0)[:, None])[:, 0][hit].tolist():
-                right[rank] += 1
-        shares.append([r / max(tried, 1) for r in right])
+            hit = expanded & (node >= 0)
+            ranks = one.ranks.gather(1, node.clamp(min=0)[:, None])[:, 0][hit]
+            right += ranks.bincount(minlength=TOP_K[-1])
+        shares.append([r / max(tried, 1) for r in right.tolist()])
     return shares
 
 
-def _nodes(found: Sequence[Drafted], shown: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """(probability, was it right) of nodes whose fate is known, by answer: of all, or of a position's likeliest."""
-    for one in found:
+def _nodes(drafts: Sequence[Drafted], per_position: int | None = None) -> tuple[Tensor, Tensor]:
+    """Probabilities of nodes within the answers, and whether they were right: of all, or of a position's likeliest."""
+    probabilities, rights = [], []
+    for one in drafts:
         right = torch.zeros_like(one.values, dtype=torch.bool)
         for depth in range(one.path.shape[1]):
             on = one.path[:, depth] >= 0
             right[on, one.path[on, depth]] = True
-        asked = one.depths <= one.known[:, None]
-        if shown is not None:
-            asked &= one.values.argsort(dim=1, descending=True, stable=True).argsort(1) < shown
-        yield one.values[asked].exp(), right[asked]
+        chosen = one.depths <= one.known[:, None]
+        if per_position is not None:
+            chosen &= _order(one.values) < per_position
+        probabilities.append(one.values[chosen].exp())
+        rights.append(right[chosen])
+    return torch.cat(probabilities), torch.cat(rights)
 
 
-def _bins(found: Sequence[Drafted]) -> tuple[list[float], list[float], list[float]]:
-    """By bin of probability that holds any: the mean probability, the share that was right, how many."""
-    sure, right = (torch.cat(parts) for parts in zip(*_nodes(found), strict=True))
-    place = torch.bucketize(sure, torch.tensor(EDGES[1:-1]))
-    parts = [(sure[place == b].double(), right[place == b].double()) for b in range(len(EDGES) - 1)]
-    kept = [(float(s.mean()), float(r.mean()), float(len(s))) for s, r in parts if len(s)]
-    return [k[0] for k in kept], [k[1] for k in kept], [k[2] for k in kept]
+def _curve(drafts: Sequence[Drafted]) -> tuple[list[float], list[float]]:
+    """Points of probability, and the share of nodes of that probability that was right: never falling."""
+    sure, right = _nodes(drafts)
+    index = torch.bucketize(sure, torch.tensor(EDGES[1:-1]))
+    bins = [(sure[index == b].double(), right[index == b].double()) for b in range(len(EDGES) - 1)]
+    points = [(float(s.mean()), float(r.mean()), float(len(s))) for s, r in bins if len(s)]
+    xs, ys = isotonic(*zip(*points, strict=True))
+    return _rounded(xs), _rounded(ys)
 
 
 def isotonic(sure: Sequence[float], right: Sequence[float], weight: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The never falling curve nearest to some shares, weighted (pool adjacent violators), from (0, 0) to 1."""
+    """The nearest never falling curve through weighted shares (pool adjacent violators), from (0, 0) to 1."""
     blocks: list[tuple[float, float, int]] = []  # mean, weight, points
     for share, w in zip(right, weight, strict=True):
         blocks.append((share, w, 1))
@@ -244,31 +241,28 @@ def isotonic(sure: Sequence[float], right: Sequence[float], weight: Sequence[flo
     return [0.0, *sure, 1.0], [0.0, *curve, curve[-1]]
 
 
-def _error(found: Sequence[Drafted], corrected: Any) -> float:
+def _error(drafts: Sequence[Drafted], correct: Callable[[Tensor], Tensor]) -> float:
     """Expected calibration error, in tenths, over the nodes that a tree would verify first."""
-    sure, right = (torch.cat(parts) for parts in zip(*_nodes(found, SHOWN), strict=True))
-    sure = corrected(sure)
-    place = (sure * 10).long().clamp(0, 9)
-    gaps = [float((sure[place == b].sum() - right[place == b].sum()).abs()) for b in range(10)]
+    sure, right = _nodes(drafts, ERROR_NODES)
+    sure = correct(sure)
+    tenth = (sure * 10).long().clamp(0, 9)
+    gaps = [float((sure[tenth == b].sum() - right[tenth == b].sum()).abs()) for b in range(10)]
     return sum(gaps) / max(len(sure), 1)
 
 
-# Beside the weights -----------------------------------------------------------------------------------------------------
-
-
-def write(folder: Path, acceptance: Acceptance) -> None:
+def write(folder: Path, acceptance: TreeAcceptance) -> None:
     """Beside the weights that it was measured with."""
-    kept = Kept(hashing.of_file(folder / WEIGHTS), acceptance)
+    content = AcceptanceFile(hashing.of_file(folder / WEIGHTS), acceptance)
     with atomic_path(folder / FILE) as temporary:
-        temporary.write_text(json.dumps(asdict(kept)) + "\n")
+        temporary.write_text(json.dumps(asdict(content)) + "\n")
 
 
-def read(folder: Path) -> Acceptance:
+def read(folder: Path) -> TreeAcceptance:
     """Raises `SpecBenchError` for one that is missing, damaged, or of other weights than lie beside it."""
-    mend = "measure it (python -m specbench.train drafter=… train.until=acceptance)"
+    hint = "measure it (python -m specbench.train drafter=… train.until=acceptance)"
     if not (folder / FILE).is_file():
-        raise SpecBenchError(f"{folder / FILE} is not there, so no tree can be fitted; {mend}, or use another tree=")
-    kept: Kept = read_json(folder / FILE, Kept)
-    if kept.weights != hashing.of_file(folder / WEIGHTS):
-        raise SpecBenchError(f"{folder / FILE} was measured with other weights than {WEIGHTS} beside it; {mend} again")
-    return kept.acceptance
+        raise SpecBenchError(f"{folder / FILE} is not there, so no tree can be fitted; {hint}, or use another tree=")
+    content: AcceptanceFile = read_json(folder / FILE, AcceptanceFile)
+    if content.weights != hashing.of_file(folder / WEIGHTS):
+        raise SpecBenchError(f"{folder / FILE} was measured with other weights than {WEIGHTS} beside it; {hint} again")
+    return content.acceptance

@@ -1,13 +1,12 @@
-"""Trees that fit the machine: what a tree costs there, held against what a drafter's drafts turn out to be worth.
+"""Trees that fit the machine: chosen by what a tree costs there, and by how many tokens a drafter's trees gain.
 
     Fitted         one dynamic tree for all cycles: the depth, top_k and nodes with the most tokens a second
     FittedStatic   one static shape for all cycles, likewise (Sequoia, arXiv:2402.12374, section 3.2)
     CostAwareTree  a tree for each cycle: a node is verified, a level drafted, while that is worth its time
 
-Speed is a ratio, E[tokens a cycle] / E[seconds a cycle], and a ratio is greatest where tokens - speed * seconds is
-(Dinkelbach's rule for fractional programmes): with the best speed as the price of a second, each cycle can be decided by
-itself. Costs are measured by `specbench.cost`, acceptance on held-out answers when weights are made; neither comes from
-the prompts of a benchmark.
+Speed is E[tokens a cycle] / E[seconds a cycle]. A ratio is greatest where tokens - speed * seconds is, at the best speed
+(Dinkelbach's rule for fractional programmes): with that speed as the price of a second, each cycle is decided by itself.
+Costs are timed by `cost_model`, acceptance is measured on held-out answers, not on the prompts of a benchmark.
 """
 
 import heapq
@@ -38,7 +37,7 @@ from specbench.engine.policies import (
 )
 from specbench.engine.sampling import Sampler
 
-NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)  # sizes among which is chosen, the root included
+NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)  # sizes to choose among, the root included
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -47,12 +46,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on one machine, of one target and one drafter; between what was measured, on a straight line.
+    """Seconds on one machine, of one target and one drafter; interpolated between the sizes that were measured.
 
     Attributes:
         verify: of a cycle without drafting, by nodes, root included: the target's pass, acceptance, caches.
-        first: of observing what was verified and drafting one level, by candidates.
-        level: of one level more, by nodes expanded.
+        first: of observing the verified tokens and drafting one level, by candidates.
+        level: of each further level, by nodes expanded.
     """
 
     verify: Mapping[int, Seconds]
@@ -65,12 +64,12 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """How far held-out answers follow a drafter's trees: its own, whatever the machine.
+class TreeAcceptance:
+    """How far held-out answers follow a drafter's trees, on any machine.
 
     Attributes:
         tau: tokens a cycle of dynamic trees, by top_k, then [depth - 1][size], sizes as in `NODES`.
-        ranks: [depth - 1][rank], how often that candidate was right below a node that was.
+        ranks: [depth - 1][rank], how often that candidate was right below a right node.
         sure, accepted: a drafter's probability of a path at some points, ascending, and how often such a path was right.
         error: expected calibration error of such probabilities, as they are and corrected, on answers that the correction
             was not made from.
@@ -98,7 +97,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tree, and what is expected of it. paths: of a static one; depth and top_k are then its levels and its width."""
+    """A tree, its tokens and seconds a cycle. paths: of a static one; depth and top_k are then its levels and its width."""
 
     depth: int
     top_k: int
@@ -112,10 +111,19 @@ class Choice:
         """Tokens a second."""
         return self.tokens / self.seconds
 
-    def said(self, plain: float) -> dict[str, float]:
-        """As a row tells it. plain: seconds of a cycle of plain decoding."""
+    def record(self, plain: float) -> dict[str, float]:
+        """For the header of a block. plain: seconds of a cycle of plain decoding."""
         shape = {"depth": self.depth, "top_k": self.top_k, "nodes": self.nodes}
         return shape | {"tau": round(self.tokens, 3), "speedup": round(self.speed * plain, 3)}
+
+
+@dataclass(frozen=True)
+class TreeLimits:
+    """The largest tree to consider."""
+
+    depth: int
+    top_k: int
+    nodes: int
 
 
 def between(table: Mapping[int, float], x: int) -> float:
@@ -128,33 +136,33 @@ def between(table: Mapping[int, float], x: int) -> float:
     return max(0.0, table[a] + (x - a) / (b - a) * (table[b] - table[a]))
 
 
-def dynamic_choices(acceptance: Acceptance, costs: Costs, limits: "Limits") -> Iterator[Choice]:
+def dynamic_choices(acceptance: TreeAcceptance, costs: Costs, limits: TreeLimits) -> Iterator[Choice]:
     """Every dynamic tree whose acceptance is known."""
     for top_k, by_depth in acceptance.tau.items():
         for depth, by_nodes in enumerate(by_depth, 1):
             for nodes, tau in zip(NODES, by_nodes, strict=True):
-                there = 1 + top_k + (depth - 1) * top_k**2  # no more can be drafted
-                if depth <= limits.depth and top_k <= limits.top_k and nodes <= min(limits.nodes, there):
+                drafted = 1 + top_k + (depth - 1) * top_k**2
+                if depth <= limits.depth and top_k <= limits.top_k and nodes <= min(limits.nodes, drafted):
                     yield Choice(depth, top_k, nodes, tau, costs.cycle(depth, top_k, nodes))
 
 
-def static_choices(acceptance: Acceptance, costs: Costs, limits: "Limits") -> Iterator[Choice]:
-    """For every depth and size the static tree of the most expected tokens.
+def static_choices(acceptance: TreeAcceptance, costs: Costs, limits: TreeLimits) -> Iterator[Choice]:
+    """For every depth and size the static tree with the most expected tokens.
 
-    A path is worth the product of its candidates' shares, never more than its parent, so the worthiest paths one after the
-    other are the best tree of every size; Sequoia's dynamic programme finds the same, level budgets included.
+    A path is worth the product of its candidates' shares, never more than its parent, so the worthiest paths in order are
+    the best tree of every size; Sequoia's dynamic programme finds the same.
     """
     for depth in range(1, min(limits.depth, len(acceptance.ranks)) + 1):
-        tokens, widths, paths = 1.0, [0] * depth, []
+        tokens, expanded, paths = 1.0, [0] * depth, []
         width = 0
         for worth, path in itertools.islice(worthiest(acceptance.ranks[:depth]), limits.nodes - 1):
             tokens += worth
             paths.append(path)
             width = max(width, path[-1] + 1)
             if path[-1] == 0:
-                widths[len(path) - 1] += 1  # its parent is one that is expanded
+                expanded[len(path) - 1] += 1  # its parent has its first child
             seconds = between(costs.verify, 1 + len(paths)) + between(costs.first, width)
-            seconds += sum(between(costs.level, expanded) for expanded in widths[1:] if expanded)
+            seconds += sum(between(costs.level, count) for count in expanded[1:] if count)
             yield Choice(max(map(len, paths)), width, 1 + len(paths), tokens, seconds, tuple(paths))
 
 
@@ -164,26 +172,17 @@ def worthiest(ranks: Sequence[Sequence[float]]) -> Iterator[tuple[float, tuple[i
     while heap:
         worth, path = heapq.heappop(heap)
         yield -worth, path
-        of = ranks[len(path) - 1]
-        if path[-1] + 1 < len(of) and of[path[-1]] > 0:
-            heapq.heappush(heap, (worth * of[path[-1] + 1] / of[path[-1]], (*path[:-1], path[-1] + 1)))
+        shares = ranks[len(path) - 1]
+        if path[-1] + 1 < len(shares) and shares[path[-1]] > 0:
+            heapq.heappush(heap, (worth * shares[path[-1] + 1] / shares[path[-1]], (*path[:-1], path[-1] + 1)))
         if len(path) < len(ranks):
             heapq.heappush(heap, (worth * ranks[len(path)][0], (*path, 0)))
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The largest tree that is thought of."""
+class _FittedPolicy(TreePolicy):
+    """What fitted policies share: they are fitted before they grow, and record what was chosen."""
 
-    depth: int
-    top_k: int
-    nodes: int
-
-
-class _Fit(TreePolicy):
-    """What fitted policies share: they wait for costs and acceptance, and say what was chosen."""
-
-    limits: Limits
+    limits: TreeLimits
     fitted = True
 
     def limit_depth(self, levels: int) -> None:
@@ -192,82 +191,86 @@ class _Fit(TreePolicy):
         self.limits = replace(self.limits, depth=min(self.limits.depth, levels))
 
     def choose(self, choices: Iterator[Choice], plain: float) -> Choice:
-        """The fastest; it and the runner-up are remembered."""
+        """The fastest; it and the runner-up are recorded. plain: seconds of a cycle of plain decoding."""
         first, *rest = heapq.nlargest(2, choices, key=lambda c: c.speed)
-        self.chosen = {name: c.said(plain) for name, c in zip(("choice", "runner_up"), (first, *rest), strict=False)}
+        self.chosen = {name: c.record(plain) for name, c in zip(("choice", "runner_up"), (first, *rest), strict=False)}
         return first
 
     def require_fit(self) -> None:
-        """Raises `SpecBenchError` where none took place."""
         if not self.chosen:
-            raise SpecBenchError("a fitted tree was not fitted: only doors that know the costs can decode with it")
-
-
-class Fitted(Dynamic, _Fit):
-    """EAGLE-2's dynamic tree at the size that is fastest here.
-
-    Args:
-        depth, top_k, nodes: at most.
-    """
-
-    def __init__(self, depth: Count = 8, top_k: Count = 10, nodes: Nodes = 64):
-        super().__init__(depth, top_k, nodes)
-        self.limits, self.chosen = Limits(depth, top_k, nodes), {}
-
-    def best(self, acceptance: Acceptance, costs: Costs) -> Choice:
-        return self.choose(dynamic_choices(acceptance, costs, self.limits), costs.verify[1])
-
-    def fit(self, acceptance: Acceptance, costs: Costs) -> None:
-        best = self.best(acceptance, costs)
-        Dynamic.__init__(self, best.depth, best.top_k, best.nodes)
+            raise SpecBenchError("a fitted tree was not fitted: only commands that know the costs can decode with it")
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         self.require_fit()
         return super().grow(drafter, root, sampler, generator)
 
 
-class FittedStatic(Static, _Fit):
+class FittedStatic(_FittedPolicy, Static):
     """The static tree that is fastest here; sampled candidates as in `Static`."""
 
     def __init__(self, depth: Count = 8, nodes: Nodes = 64, candidates: Candidates = "top"):
         super().__init__([[0]], candidates)
-        self.limits, self.chosen = Limits(depth, TOP_K[-1], nodes), {}
+        self.limits, self.chosen = TreeLimits(depth, TOP_K[-1], nodes), {}
 
-    def fit(self, acceptance: Acceptance, costs: Costs) -> None:
+    def fit(self, acceptance: TreeAcceptance, costs: Costs) -> None:
         best = self.choose(static_choices(acceptance, costs, self.limits), costs.verify[1])
         Static.__init__(self, best.paths, self.candidates)
 
-    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        self.require_fit()
-        return super().grow(drafter, root, sampler, generator)
+
+class Fitted(_FittedPolicy, Dynamic):
+    """EAGLE-2's dynamic tree at the size that is fastest here.
+
+    Args:
+        depth, top_k, nodes: limits.
+    """
+
+    def __init__(self, depth: Count = 8, top_k: Count = 10, nodes: Nodes = 64):
+        super().__init__(depth, top_k, nodes)
+        self.limits, self.chosen = TreeLimits(depth, top_k, nodes), {}
+
+    def best(self, acceptance: TreeAcceptance, costs: Costs) -> Choice:
+        """The fastest dynamic tree within the limits."""
+        return self.choose(dynamic_choices(acceptance, costs, self.limits), costs.verify[1])
+
+    def fit(self, acceptance: TreeAcceptance, costs: Costs) -> None:
+        best = self.best(acceptance, costs)
+        Dynamic.__init__(self, best.depth, best.top_k, best.nodes)
 
 
 class CostAwareTree(Fitted):
-    """A tree that decides for itself, cycle by cycle and level by level, at the price of a second.
+    """A tree whose levels and nodes are chosen in each cycle, at the price of a second.
 
-    A level is drafted while its nodes' expected children are worth more than the time it takes; of all that was drafted as
-    many nodes are verified as maximise expected tokens - price * seconds, which may be none. The price is the speed of the
-    best fitted tree on held-out answers. Reads each level's values back to the host: on a GPU a wait a level.
+    A level is drafted while its nodes' expected children are worth more than the time it takes; of all drafted nodes as
+    many are verified as maximise expected tokens - price * seconds, possibly none. The price is the speed of the best
+    fitted tree on held-out answers. Reads each level's values back to the host: on a GPU a wait a level.
     """
 
-    def fit(self, acceptance: Acceptance, costs: Costs) -> None:
+    def fit(self, acceptance: TreeAcceptance, costs: Costs) -> None:
         best = self.best(acceptance, costs)
         self.acceptance = acceptance
-        self.price = max(best.speed, 1 / costs.verify[1])  # plain decoding is always to be had
+        self.price = max(best.speed, 1 / costs.verify[1])  # plain decoding is always possible
         self.verify = [self.price * between(costs.verify, nodes) for nodes in range(self.nodes + 1)]  # in tokens
         self.level = [self.price * between(costs.level, width) if width else 0.0 for width in range(self.top_k + 1)]
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         self.require_fit()
         k = self.top_k
-        places, values = best_children(drafter.root_logits()[None], k)  # [1, K]
-        device = places.device
+        logits = drafter.root_logits()[None]
+        device = logits.device
         ranks = torch.arange(k, device=device)
-        pool = Pool(to_target_ids(drafter, places[0]), values[0], torch.full_like(ranks, -1), ranks, torch.ones_like(ranks))
+
+        def children(logits: Tensor, parents: Tensor, values: Tensor, depth: int) -> Pool:
+            """The k best of each parent. logits [F, V]; parents, and the values of their paths [F]"""
+            indices, log_p = best_children(logits, k)  # [F, K]
+            tokens, depths = to_target_ids(drafter, indices).flatten(), torch.full((indices.numel(),), depth, device=device)
+            values = (values[:, None] + log_p).flatten()
+            return Pool(tokens, values, parents.repeat_interleave(k), ranks.repeat(len(parents)), depths)
+
+        pool = children(logits, torch.full((1,), -1, device=device), torch.zeros(1, device=device), 1)
         begin = 0  # of the newest level in the pool
-        of_parents = torch.full_like(ranks, -1)  # [M] rows of the newest level's parents
-        seen = torch.zeros(k, 0, dtype=torch.bool, device=device)  # [M, R] what each one's parent sees
-        worth = self.acceptance.worth(pool.values.exp())  # [N] of every node of the pool
+        parent_rows = torch.full_like(ranks, -1)  # [M] of the newest level
+        seen = torch.zeros(k, 0, dtype=torch.bool, device=device)  # [M, R] rows that each one's parent sees
+        worth = self.acceptance.worth(pool.values.exp())  # [N]
         passes = 1
         for depth in range(1, self.depth):
             best = self.frontier(worth, begin, depth)
@@ -275,19 +278,11 @@ class CostAwareTree(Fitted):
                 break
             width, rows = len(best), seen.shape[1]
             visible = torch.cat([seen[best], torch.eye(width, dtype=torch.bool, device=device)], 1)
-            logits = drafter.expand(pool.tokens[begin + best], of_parents[best], depth, visible)
+            logits = drafter.expand(pool.tokens[begin + best], parent_rows[best], depth, visible)
             passes += 1
-            places, values = best_children(logits, k)  # [F, K]
-            values = pool.values[begin + best][:, None] + values
-            level = Pool(
-                to_target_ids(drafter, places).flatten(),
-                values.flatten(),
-                (begin + best).repeat_interleave(k),
-                ranks.repeat(width),
-                torch.full((width * k,), depth + 1, device=device),
-            )
+            level = children(logits, begin + best, pool.values[begin + best], depth + 1)
             begin = len(pool.tokens)
-            of_parents = torch.arange(rows, rows + width, device=device).repeat_interleave(k)
+            parent_rows = torch.arange(rows, rows + width, device=device).repeat_interleave(k)
             seen = visible.repeat_interleave(k, 0)
             pool = Pool(*(torch.cat(parts) for parts in zip(pool, level, strict=True)))
             worth = torch.cat([worth, self.acceptance.worth(level.values.exp())])
@@ -298,10 +293,10 @@ class CostAwareTree(Fitted):
         return self._verified(worth.tolist())[1]
 
     def frontier(self, worth: Tensor, begin: int, depth: int) -> Tensor:
-        """Which nodes of the newest level to expand, by place there: as many of the best as their children pay for.
+        """Which nodes of the newest level to expand, as indices into it: as many of the best as their children pay for.
 
-        Children are taken for worth what a candidate of their rank is on held-out answers, and stand for verification
-        among all other nodes: a pass costs by steps, so what one more costs depends on how many there are.
+        A child's expected worth is its parent's times the share of its rank on held-out answers. Children are verified
+        among all other nodes: a pass costs by steps, so the price of one more node depends on how many there are.
 
         worth: [N] of the pool, the newest level from `begin` on.
         """
@@ -315,6 +310,6 @@ class CostAwareTree(Fitted):
         return newest.indices[: gains.index(max(gains))]
 
     def _verified(self, worth: Sequence[float]) -> tuple[float, int]:
-        """What verifying the best of these nodes brings, in tokens less their price, and of how many."""
+        """Gain of verifying the best of these nodes, in tokens less their price, and their number."""
         gains = itertools.accumulate(sorted(worth, reverse=True)[: self.nodes - 1], initial=0.0)
         return max(((gain - self.verify[1 + m], m) for m, gain in enumerate(gains)), key=lambda pair: pair[0])

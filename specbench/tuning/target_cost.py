@@ -1,7 +1,8 @@
 """Milliseconds of one pass of the target, by the nodes in it."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -16,12 +17,12 @@ PASSES = 11  # target passes of each size, of which the median counts
 
 
 def text(target: Target, length: int) -> list[int]:
-    """Some ids, as a context behind which passes are timed: what they say does not matter to a clock."""
+    """Arbitrary ids, as a context of timed passes."""
     return [(7 * i + 3) % target.vocab_size for i in range(length)]
 
 
 def passes(target: Target, contexts: Sequence[int]) -> dict[int, dict[str, float]]:
-    """`target_pass` behind so many tokens, by their number; without contexts that leave no room for the largest tree.
+    """`target_pass` by tokens of context, without contexts that leave no room for the largest tree.
 
     Raises:
         SpecBenchError: none leaves room.
@@ -34,24 +35,29 @@ def passes(target: Target, contexts: Sequence[int]) -> dict[int, dict[str, float
 
 @torch.inference_mode()
 def target_pass(target: Target, prompt: list[int]) -> dict[str, float]:
-    """Median milliseconds of a pass over a star of 1 … 64 nodes behind a prompt, all sizes in turn: `ms_1` … `ms_64`."""
-    clock = Clock(target.device)
+    """Median milliseconds of a pass over a star of 1 … 64 nodes after a prompt, all sizes in turn: `ms_1` … `ms_64`."""
     target.reset(len(prompt) + max(NODES))
     target.prefill(torch.tensor(prompt, device=target.device))
-    trees = {nodes: _star(nodes, target) for nodes in NODES}
-    found: dict[int, list[float]] = {nodes: [] for nodes in NODES}
-    for turn in range(PASSES + 1):
-        for nodes, tree in trees.items():
+    passes = {f"ms_{nodes}": partial(target.forward, _star(nodes, target)) for nodes in NODES}
+    return {name: 1000 * seconds for name, seconds in median_seconds(target, passes, PASSES).items()}
+
+
+def median_seconds(target: Target, passes: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """Median seconds of each pass of a target, all passes in turn. What they append to the cache is dropped."""
+    clock, length = Clock(target.device), target.cache.length
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for turn in range(turns + 1):
+        for name, run in passes.items():
             begin = clock()
-            target.forward(tree)
+            run()
             if turn:  # the first one warms up
-                found[nodes].append(1000 * (clock() - begin))
-            target.cache.truncate(len(prompt))
-    return {f"ms_{nodes}": statistics.median(ms) for nodes, ms in found.items()}
+                seconds[name].append(clock() - begin)
+            target.cache.truncate(length)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def _star(nodes: int, target: Target) -> DraftTree:
-    """A root and its children."""
+    """A root and `nodes - 1` children."""
     index = torch.arange(nodes, device=target.device)
     below = (index > 0).long()
     return build(index % target.vocab_size, below - 1, below, (index - 1).clamp(min=0), max_depth=1, width=nodes)

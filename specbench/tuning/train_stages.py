@@ -8,8 +8,7 @@ from specbench.training.drafter_training import train
 from specbench.training.features import held_out
 from specbench.training.job import TrainJob, Workspace, open_workspace
 from specbench.training.trainer import Paused
-from specbench.tuning import acceptance as trees
-from specbench.tuning import layer_search
+from specbench.tuning import acceptance, layer_search
 
 
 def run(job: TrainJob, budget: Budget) -> Iterator[str]:
@@ -29,45 +28,45 @@ def run(job: TrainJob, budget: Budget) -> Iterator[str]:
 
 
 def _train(workspace: Workspace, budget: Budget) -> str:
-    """Train one drafter on the corpus and write its weights, or as much of its training as the budget lasts for."""
+    """Train one drafter and write its weights, or stop at a checkpoint when the budget is over."""
     job = workspace.job
     try:
         trained = train(workspace, budget)
     except Paused as pause:
         return f"{job.drafter['name']}: {pause}"
-    followed = trees.measure(workspace.target, trained.drafter, trained.answers) if job.follow else None
+    followed = acceptance.measure(workspace.target, trained.drafter, trained.answers) if job.follow else None
     if workspace.processes.is_main_process:
         trained.save(job.out)
         if followed is not None:
-            trees.write(job.out, followed)
+            acceptance.write(job.out, followed)
     return f"weights in {job.out}"
 
 
-def _measure_trees(workspace: Workspace) -> str:
-    """How far the held-out answers follow the trees of a drafter whose weights are there, as training says at its end."""
+def _measure_acceptance(workspace: Workspace) -> str:
+    """Measure the acceptance of trees for a drafter whose weights are there, as training does at its end."""
     job = workspace.job
     workspace.build_held_out()
     drafter = job.make_drafter(weights=str(job.out.absolute()))
     drafter.bind(workspace.target)
     drafter.eval()
     drafter.optimize_for_inference()
-    answers = held_out(workspace.shards.folder, trees.ANSWERS)
-    trees.write(job.out, trees.measure(workspace.target, drafter, answers))
-    return f"acceptance in {job.out / trees.FILE}"
+    answers = held_out(workspace.shards.folder, acceptance.ANSWERS)
+    acceptance.write(job.out, acceptance.measure(workspace.target, drafter, answers))
+    return f"acceptance in {job.out / acceptance.FILE}"
 
 
 def _search_layers(workspace: Workspace) -> str:
-    """Which of the target's sublayers a drafter had best leave out, as decoding runs them here."""
+    """Search the sublayers of the target that a drafter should skip, with the target as it decodes."""
     job, target = workspace.job, workspace.target
     workspace.build_held_out()
     target.optimize_for_inference()
     drafter = job.make_drafter(searched=None)
     drafter.bind(target)
     journal = job.progress_folder / f"search-{target.fingerprint()[:12]}.journal"
-    found = layer_search.search(target, drafter, held_out(workspace.shards.folder, layer_search.ANSWERS), journal)
-    about = {"target": job.model.name, "target_fingerprint": target.fingerprint()}
-    layer_search.write(job.out, about | found | {"drafter": job.drafter} | workspace.provenance)
-    return f"skipped sublayers in {job.out / SKIP}: {found['predicted']['speedup']:.2f}x plain decoding expected"
+    result = layer_search.search(target, drafter, held_out(workspace.shards.folder, layer_search.ANSWERS), journal)
+    names = {"target": job.model.name, "target_fingerprint": target.fingerprint()}
+    layer_search.write(job.out, names | result | {"drafter": job.drafter} | workspace.provenance)
+    return f"skipped sublayers in {job.out / SKIP}: {result['predicted']['speedup']:.2f}x plain decoding expected"
 
 
-MEASUREMENTS: dict[str, Callable[[Workspace], str]] = {"acceptance": _measure_trees, "search": _search_layers}
+MEASUREMENTS: dict[str, Callable[[Workspace], str]] = {"acceptance": _measure_acceptance, "search": _search_layers}
