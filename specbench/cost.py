@@ -46,7 +46,7 @@ def main(config: Any) -> None:
         )
     target, _ = arms.load(spec, [made[0]])
     passes = target_cost.passes(target, asked["contexts"])
-    fitted = arms.build(spec, target, made=made).said["fitted"]
+    fitted = arms.build(spec, target, made=made).description["fitted"]
     drafter = spec.drafter["name"]
     cost_tables.show(spec.model.name, drafter, passes, fitted)
     cost_tables.draw(out / f"{spec.model.name}-{drafter}.png", passes, fitted)

@@ -47,7 +47,7 @@ def main(config: Any) -> None:
     torch.set_num_threads(options["threads"] or torch.get_num_threads())
     decoded = study.decode(run, trained, budget, console.live)
     command_output.show_study(run.name, run.study, decoded)
-    if budget.seconds is not None and (left := study.waiting(run, decoded, trained)):
+    if budget.seconds is not None and (left := study.unfinished(run, decoded, trained)):
         print(left)
     study.require_complete(run, decoded, trained)
 

@@ -206,7 +206,7 @@ ARMS = settings("a", "b@0", "b@1")
 
 
 def side(label, **said):
-    return SimpleNamespace(label=label, said=said)
+    return SimpleNamespace(label=label, description=said)
 
 
 def taken(monkeypatch, folder, repetitions, broken=(), budget=None, header=ARMS):
@@ -219,10 +219,10 @@ def taken(monkeypatch, folder, repetitions, broken=(), budget=None, header=ARMS)
             raise ValueError("boom")
         return {"ms": float(len(order))}
 
-    monkeypatch.setitem(measurements.QUANTITIES, "drafting", measurements.Quantity(take, measurements._drafters))
+    monkeypatch.setitem(measurements.QUANTITIES, "drafting", measurements.Quantity(take, lambda arm: arm.label != "none"))
     sides = [side("none"), side("a"), side("b@0", of="b"), side("b@1", of="b")]
     known = ledger(folder, header)
-    return measurements.take({"drafting": repetitions}, known, None, sides, budget or Budget()), order
+    return measurements.measure({"drafting": repetitions}, known, None, sides, budget or Budget()), order
 
 
 def test_arms_are_measured_in_turn_and_what_is_there_is_not_measured_again(tmp_path, monkeypatch):

@@ -198,8 +198,8 @@ def test_a_copy_of_a_drafter_does_not_copy_its_checkpoint():
 
 def test_a_study_asks_for_its_largest_cell():
     def cell(model, *labels):
-        sides = [SimpleNamespace(member=SimpleNamespace(label=n), made=(n.upper(), None)) for n in labels]
-        return SimpleNamespace(base=SimpleNamespace(model=model), sides=sides)
+        arms = [SimpleNamespace(label=n, made=(n.upper(), None)) for n in labels]
+        return SimpleNamespace(base=SimpleNamespace(model=model), arms=arms)
 
     cells = [cell("a", "x"), cell("b", "x", "y", "z"), cell("a", "x", "y")]
     assert study_runs.largest(cells, cells[0], {"y"}) == ["X"]

@@ -195,7 +195,7 @@ def test_every_trial_changes_its_base_and_can_be_trained(name):
 def test_trained_weights_are_the_drafters_or_its_draft_models(arm, tmp_path):
     one = STUDIES["moa_table2"]
     member = Member(arm, 1, f"{arm}@1", one["arms"][arm])
-    (side,) = study_runs.prepare(0, one["cells"][0], [member], [], one, tmp_path).sides
+    (side,) = study_runs.prepare(0, one["cells"][0], [member], [], one, tmp_path).arms
     shared = weights_folder(Member("", 1, "", one["arms"]["independent"]), one, [])
     made = side.made[0]
     assert getattr(made, "base", made).weights == str(shared)
