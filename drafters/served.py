@@ -26,7 +26,7 @@ class Served(ServedEngine):
         model: as the server calls it; None: the only one that it has.
         engine: what runs there, in your words; rows of another one are other rows.
         prompts: sent as ids, or as text to servers that take no ids.
-        patience_s: see `Endpoint`.
+        patience_s: see `Endpoint.timeout_s`.
 
     Attributes:
         contents: a digest of what the server says of its model, by which rows are known beside the options.
