@@ -112,7 +112,7 @@ def _check_phases(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None
     taker: Any = get_class(drafter["_target_"])
     for number, phase in enumerate(recipe["settings"]["phases"]):
         place = f"train.settings.phases[{number}].drafter"
-        validation.hold_some(phase.get("drafter", {}), taker, taker.phased, place)
+        validation.check_some(phase.get("drafter", {}), taker, taker.phased, place)
 
 
 def _protect(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:

@@ -233,7 +233,7 @@ class Server:
         _require("tree", "nodes", count, self.limits["nodes"])
         self._require_ids(tokens)
         if len(parents) != count or any(parent >= node for node, parent in enumerate(parents)):
-            raise SpecBenchError("a tree in which a node does not come after its parent")
+            raise SpecBenchError("a tree in which a node does not stand behind its parent")
         depths = trees.depths_of(parents)
         drawn = request.get("drawn")
         ranks, width = [0] * count, 0
