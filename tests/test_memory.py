@@ -366,7 +366,7 @@ def test_bfloat16_is_packed_only_where_the_processor_can(monkeypatch):
 
 def group(folder, limit, used, files, old=False):
     folder.mkdir(parents=True, exist_ok=True)
-    names = environment.OLD_LIMIT if old else environment.LIMIT
+    names = environment.V1_FILES if old else environment.V2_FILES
     for name, value in zip(names, (limit, used), strict=True):
         (folder / name).write_text(f"{value}\n")
     prefix = "total_" if old else ""

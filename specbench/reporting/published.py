@@ -19,7 +19,7 @@ from pydantic import StringConstraints
 from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.io import validate, read_text, readable
+from specbench.common.io import read_text, readable, validate
 from specbench.records.metrics import RATES
 from specbench.records.statistics import interval
 from specbench.reporting import text
