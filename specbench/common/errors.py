@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import sys
 import tempfile
 import time
 import traceback
@@ -33,6 +34,11 @@ def one_line(error: BaseException) -> str:
     if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
         error = cause
     return visible(" ".join(str(error).split()))
+
+
+def warn(message: str) -> None:
+    """Print a line on a problem after which the work goes on."""
+    print(f"specbench: {visible(message)}", file=sys.stderr, flush=True)
 
 
 def nearest(name: object, known: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.common import storage
-from specbench.common.errors import SpecBenchError, format_exception, one_line, visible
+from specbench.common.errors import SpecBenchError, format_exception, one_line, warn
 from specbench.config import catalog, usage, validation
 
 CONF = str(storage.PROJECT / "conf")
@@ -218,5 +218,5 @@ def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _report(line: str) -> int:
     """Print an error; returns the exit code."""
-    print(f"specbench: {visible(line)}", file=sys.stderr)
+    warn(line)
     return 2

@@ -11,7 +11,7 @@ import sys
 import textwrap
 
 from specbench import __version__
-from specbench.common.errors import SpecBenchError, nearest, visible
+from specbench.common.errors import SpecBenchError, nearest, visible, warn
 from specbench.config import listing, usage
 
 LISTS = f"""usage: specbench list {"|".join(listing.KINDS)} [--model=NAME]
@@ -39,7 +39,7 @@ def main() -> None:
     try:
         print(_text(command, rest))
     except SpecBenchError as error:
-        print(f"specbench: {error}", file=sys.stderr)
+        warn(str(error))
         sys.exit(2)
     sys.exit(0 if command else 2)
 

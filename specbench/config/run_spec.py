@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from specbench.common.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Natural, Positive, Text
 from specbench.config import validation
@@ -279,26 +279,29 @@ def use_simulated_acceptance(options: dict[str, Any]) -> None:
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
-def failure_path(config: DictConfig, label: str | None = None) -> Path:
-    """The path of a failed configuration's record, even if it is invalid. label: instead of the drafter's name."""
-    model, dataset, own = (re.sub(r"[^\w.+=@-]", "_", name) for name in _names(config))
-    results = OmegaConf.select(config, "results") or "results/local"
-    try:
-        options: Any = OmegaConf.to_container(config, resolve=True)
-        settings = {key: value for key, value in options.items() if key not in NON_IDENTITY}
-    except OmegaConfBaseException:  # an interpolation that cannot be resolved
-        settings = {"unresolved": OmegaConf.to_yaml(config, resolve=False)}
-    return CellFailure.path(Path(str(results)) / model / dataset, label or own, settings)
+class FailureRecord:
+    """The file that says that a configuration failed, even an invalid one. label: instead of the drafter's name."""
 
+    def __init__(self, config: DictConfig, label: str | None = None):
+        names = [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]
+        temperature = OmegaConf.select(config, "sampler.temperature")
+        shown = temperature if isinstance(temperature, (int, float)) else str(temperature)
+        self.failure = CellFailure(names[0], names[1], label or names[2], shown, "")
+        try:
+            options: Any = OmegaConf.to_container(config, resolve=True)
+            settings = {key: value for key, value in options.items() if key not in NON_IDENTITY}
+        except OmegaConfBaseException:  # an interpolation that cannot be resolved
+            settings = {"unresolved": OmegaConf.to_yaml(config, resolve=False)}
+        model, dataset, drafter = (re.sub(r"[^\w.+=@-]", "_", name) for name in names)
+        results = Path(str(OmegaConf.select(config, "results") or "results/local"))
+        self.path = CellFailure.path(results / model / dataset, label or drafter, settings)
 
-def failure(config: DictConfig, message: str, label: str | None = None) -> CellFailure:
-    """The record of a failed cell."""
-    model, dataset, own = _names(config)
-    temperature = OmegaConf.select(config, "sampler.temperature")
-    shown = temperature if isinstance(temperature, (int, float)) else str(temperature)
-    return CellFailure(model, dataset, label or own, shown, message)
+    def write(self, error: Exception, announce: bool = True) -> None:
+        """Record an error, and print it unless it is known already."""
+        self.failure.error = format_exception(error)
+        self.failure.write(self.path)
+        if announce:
+            warn(f"{self.failure.drafter} on {self.failure.dataset}: {self.failure.error}")
 
-
-def _names(config: DictConfig) -> list[str]:
-    """The names of model, dataset and drafter, valid or not."""
-    return [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)

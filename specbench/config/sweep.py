@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.common.errors import visible
+from specbench.common.errors import visible, warn
 from specbench.common.io import readable
 from specbench.records.rows import CellFailure, by_error
 
@@ -79,7 +79,7 @@ class Sweep(Callback):
         minutes = (time.time() - begun) / 60
         print(f"sweep: {cells - count} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
         if failed:
-            print(f"specbench: {count} cells failed, named above; the same command tries them again", file=sys.stderr)
+            warn(f"{count} cells failed, named above; the same command tries them again")
             sys.exit(2)
 
 

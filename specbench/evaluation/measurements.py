@@ -4,13 +4,12 @@ All arms are measured once before any is measured again, so that slow changes of
 result is written at once, and what the cell's blocks hold is not measured again.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from specbench.common.budget import Budget, Pace
-from specbench.common.errors import SpecBenchError, format_exception, visible
+from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.progress import progress
 from specbench.engine.drafter import Drafter
 from specbench.engine.target import Target
@@ -132,8 +131,7 @@ def _measure(
             try:
                 measurement.values.update(QUANTITIES[name].measure(load, arm))
             except Exception as error:
-                message = f"specbench: {name} of {arm.label} not measured: {format_exception(error)}"
-                print(visible(message), file=sys.stderr)
+                warn(f"{name} of {arm.label} not measured: {format_exception(error)}")
                 failed.add(arm.label)
             else:
                 ledger.write(measurement)

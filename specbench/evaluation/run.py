@@ -1,6 +1,5 @@
 """One run: a drafter, or several, beside the baseline on one data set."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 import torch
 
 from specbench.common.budget import Budget
-from specbench.common.errors import SpecBenchError, format_exception, visible
+from specbench.common.errors import SpecBenchError
 from specbench.config import run_spec
 from specbench.config.cli import sweeping, typed_overrides
-from specbench.config.run_spec import RunSpec
+from specbench.config.run_spec import FailureRecord, RunSpec
 from specbench.evaluation import arms, cell
 from specbench.evaluation.cell import CellResult, Live
 from specbench.evaluation.targets import Targets, TargetUnavailable
@@ -58,7 +57,7 @@ def other_specs(config: Any) -> list[RunSpec]:
 
 def has_failures(config: Any, spec: RunSpec) -> bool:
     """Did this configuration fail, as a whole or in generations that were not repeated successfully since?"""
-    if run_spec.failure_path(config).exists():
+    if FailureRecord(config).path.exists():
         return True
     name = spec.drafter["name"]
     failed, good = set[tuple[str, str, int]](), set[tuple[str, str, int]]()
@@ -74,15 +73,12 @@ def has_failures(config: Any, spec: RunSpec) -> bool:
 @contextmanager
 def failure_recorded(config: Any) -> Iterator[None]:
     """In a sweep, write a failure to the cell's folder, so that the next cell begins; elsewhere it is raised."""
-    path = run_spec.failure_path(config)
+    record = FailureRecord(config)
     try:
         yield
     except Exception as error:
         if not sweeping():
             raise
-        failure = run_spec.failure(config, format_exception(error))
-        failure.write(path)
-        if not isinstance(error, TargetUnavailable):
-            print(visible(f"specbench: {failure.drafter} on {failure.dataset}: {failure.error}"), file=sys.stderr)
+        record.write(error, announce=not isinstance(error, TargetUnavailable))
     else:
-        path.unlink(missing_ok=True)
+        record.clear()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specbench.common.budget import Budget, Pace, longest
-from specbench.common.errors import SpecBenchError, format_exception
+from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.progress import progress, span
 from specbench.common.timing import BackgroundLoad, Clock
 from specbench.data.chat import Chat, Message
@@ -146,7 +146,7 @@ class Bench:
         restarted = [b for b in self.bound_drafters if b.drafter.state == "run" and b.label in missing]
         if restarted and budget.seconds is not None:
             names = ", ".join(b.label for b in restarted)
-            print(f"specbench: {names} (state=run) needs all prompts in one go; run it without minutes=", file=sys.stderr)
+            warn(f"{names} (state=run) needs all prompts in one go; run it without minutes=")
             self.bound_drafters = [b for b in self.bound_drafters if b not in restarted]
             return []
         for bound in restarted:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from specbench.common.budget import Budget
-from specbench.common.errors import SpecBenchError, visible
+from specbench.common.errors import SpecBenchError, warn
 from specbench.config.cli import typed_overrides
-from specbench.data.chat import Chat
 from specbench.data.prompts import Question
 from specbench.engine.device import pick_device
-from specbench.engine.target import Target
 from specbench.evaluation import arms, cell, study_runs
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.cell import CellResult, Live
@@ -78,29 +76,15 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
 def decode(run: StudyRun, trained: Trained, budget: Budget, live: Live) -> Decoded:
     """Decode what is missing of every cell whose prompts can be loaded, as long as the budget lasts.
 
-    The target stays loaded from one cell to the next, unless that one needs another precision.
-
     Raises:
         SpecBenchError: no cell has its prompts, or the target cannot be loaded.
     """
-    absent = trained.failed | trained.unfinished
-    model, target, chat = run.cells[0].base.model, *_load(run, run.cells[0], absent)
+    decoder = _Decoder(run, trained.failed | trained.unfinished, budget, live)
     ready = list(_ready(run))
-    work = [one.cell.work(one.questions) for one in ready]
-    decoded = []
-    for number, one in enumerate(ready):
-        if one.cell.base.model != model:
-            del target
-            model, target, chat = one.cell.base.model, *_load(run, one.cell, absent)
-        total_work = sum(work[number:]) / work[number]
-        decoded.append((one.cell, _decode(run, one, target, chat, absent, budget, live, total_work)))
-    if not decoded:
+    if not ready:
         raise SpecBenchError(f"study {run.name}: no cell has its prompts, see above")
-    return decoded
-
-
-def _load(run: StudyRun, study_cell: StudyCell, absent: Collection[str]) -> tuple[Target, Chat]:
-    return arms.load(study_cell.base, study_runs.largest(run.cells, study_cell, absent))
+    work = [one.cell.work(one.questions) for one in ready]
+    return [(one.cell, decoder.decode(one, sum(work[n:]) / work[n])) for n, one in enumerate(ready)]
 
 
 def _ready(run: StudyRun) -> Iterator[Ready]:
@@ -110,56 +94,63 @@ def _ready(run: StudyRun) -> Iterator[Ready]:
         try:
             yield Ready(title, study_cell, study_runs.spread(study_cell.base.dataset.load()))
         except SpecBenchError as error:
-            print(visible(f"specbench: {title}: {error}"), file=sys.stderr)
+            warn(f"{title}: {error}")
 
 
-def _decode(
-    run: StudyRun,
-    ready: Ready,
-    target: Target,
-    chat: Chat,
-    absent: Collection[str],
-    budget: Budget,
-    live: Live,
-    total_work: float,
-) -> CellResult:
-    """Decode one cell, whose arms are freed afterwards. total_work: see `cell.run`."""
-    base = ready.cell.base
-    cell_arms = _bind(run, ready, target, chat, absent, live)
-    print(f"{ready.title}: {ready.cell.title}", file=sys.stderr, flush=True)
-    measured = ready.cell.number == studies.measuring_cell(run.study)
-    repetitions = study_runs.repetitions(run.study, base, run.overrides) if measured else {}
-    questions = list(ready.questions)
-    result = cell.run(base, target, chat, cell_arms, questions, run.name, repetitions, budget, live, total_work)
-    if result.failed:
-        print(f"specbench: {result.failed} generations failed; rows in {result.ledger.folder} say why", file=sys.stderr)
-    return result
+class _Decoder:
+    """Decodes the cells of a study. The target stays loaded until a cell needs it in another precision."""
 
+    def __init__(self, run: StudyRun, absent: Collection[str], budget: Budget, live: Live):
+        self.run, self.absent, self.budget, self.live = run, absent, budget, live
+        self._load(run.cells[0])
 
-def _bind(run: StudyRun, ready: Ready, target: Target, chat: Chat, absent: Collection[str], live: Live) -> list[Arm]:
-    """A cell's arms, the baseline first; those that cannot be bound are left out.
+    def _load(self, study_cell: StudyCell) -> None:
+        self.model = study_cell.base.model
+        drafters = study_runs.largest(self.run.cells, study_cell, self.absent)
+        self.target, self.chat = arms.load(study_cell.base, drafters)
 
-    Where trees of some arms have yet to be fitted, the others answer the first question before that.
-    """
-    planned = [arm for arm in ready.cell.arms if arm.label not in absent]
-    baseline = arms.baseline(ready.cell.base, target)
-    early = study_runs.ready_early(planned, target)
-    bound: dict[str, Arm] = {}
+    def decode(self, ready: Ready, total_work: float) -> CellResult:
+        """Decode one cell, whose arms are freed afterwards. total_work: see `cell.run`."""
+        base, run = ready.cell.base, self.run
+        if base.model != self.model:
+            del self.target
+            self._load(ready.cell)
+        cell_arms = self._bind(ready)
+        print(f"{ready.title}: {ready.cell.title}", file=sys.stderr, flush=True)
+        measured = ready.cell.number == studies.measuring_cell(run.study)
+        counts = study_runs.repetitions(run.study, base, run.overrides) if measured else {}
+        decoding = self.target, self.chat, cell_arms, list(ready.questions)
+        result = cell.run(base, *decoding, run.name, counts, self.budget, self.live, total_work)
+        if result.failed:
+            warn(f"{result.failed} generations failed; rows in {result.ledger.folder} say why")
+        return result
 
-    def bind(chosen: Sequence[PlannedArm]) -> None:
+    def _bind(self, ready: Ready) -> list[Arm]:
+        """A cell's arms, the baseline first; those that cannot be bound are left out.
+
+        Where trees of some arms have yet to be fitted, the others answer the first question before that.
+        """
+        planned = [arm for arm in ready.cell.arms if arm.label not in self.absent]
+        baseline = arms.baseline(ready.cell.base, self.target)
+        early = study_runs.ready_early(planned, self.target)
+        bound = self._bind_some(early, planned)
+        if early:
+            title = f"{self.run.name}: one question with arms that are ready, before trees are fitted"
+            print(title, file=sys.stderr, flush=True)
+            decoding = self.target, self.chat, [baseline, *bound.values()], ready.questions[0]
+            if table := cell.decode_early(ready.cell.base, *decoding, self.run.name, self.live):
+                print(table, file=sys.stderr, flush=True)
+        bound |= self._bind_some([arm for arm in planned if arm not in early], planned)
+        return [baseline, *(bound[arm.label] for arm in planned if arm.label in bound)]
+
+    def _bind_some(self, chosen: Sequence[PlannedArm], planned: Sequence[PlannedArm]) -> dict[str, Arm]:
+        """Some of the planned arms, bound, by label."""
+        bound = {}
         for arm in chosen:
             print(f"arm {planned.index(arm) + 1} of {len(planned)}: {arm.label}", file=sys.stderr, flush=True)
-            if (ready_arm := study_runs.bind(arm, target)) is not None:
-                bound[arm.label] = ready_arm
-
-    bind(early)
-    if early:
-        print(f"{run.name}: one question with arms that are ready, before trees are fitted", file=sys.stderr, flush=True)
-        first = [baseline, *bound.values()]
-        if table := cell.decode_early(ready.cell.base, target, chat, first, ready.questions[0], run.name, live):
-            print(table, file=sys.stderr, flush=True)
-    bind([arm for arm in planned if arm not in early])
-    return [baseline, *(bound[arm.label] for arm in planned if arm.label in bound)]
+            if (bound_arm := study_runs.bind(arm, self.target)) is not None:
+                bound[arm.label] = bound_arm
+        return bound
 
 
 def unfinished(run: StudyRun, decoded: Decoded, trained: Trained) -> str:

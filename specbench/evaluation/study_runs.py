@@ -1,16 +1,15 @@
 """From a study to runs: its arms with their seeds, its cells, and the run of every arm in every cell."""
 
 import copy
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbench.common.errors import SpecBenchError, format_exception, visible
+from specbench.common.errors import SpecBenchError, visible, warn
 from specbench.config import run_spec, validation
 from specbench.config.cli import CONF
-from specbench.config.run_spec import GreedyOnly, RunSpec
+from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
 from specbench.data.prompts import Question
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
@@ -18,7 +17,6 @@ from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records.metrics import BASELINE
-from specbench.records.rows import CellFailure
 from specbench.records.studies import Study
 
 GOLDEN = (5**0.5 - 1) / 2
@@ -29,14 +27,13 @@ class PlannedArm:
     """A member in one cell, not yet bound.
 
     Attributes:
-        made: its drafter and rule, see `arms.make`. failure, path: what is written, and where, if it cannot be bound.
+        made: its drafter and rule, see `arms.make`. failure: to be written if it cannot be bound.
     """
 
     member: Member
     spec: RunSpec
     made: tuple[Any, Rule]
-    failure: CellFailure
-    path: Path
+    failure: FailureRecord
 
     @property
     def label(self) -> str:
@@ -130,20 +127,18 @@ def prepare(
     for member in members:
         config = run_spec.compose_run([*overrides, *member.spec["run"], *users])
         config.results = str(results)
-        path = run_spec.failure_path(config, member.label)
+        failure = FailureRecord(config, member.label)
         try:
             trained = weights_folder(member, study, users)
             spec = run_spec.from_config(config, weights=None if trained is None else str(trained))
             if spec.model != base.model:
                 raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")
-            failure = run_spec.failure(config, "", member.label)
-            planned.append(PlannedArm(member, spec, arms.make(spec), failure, path))
+            planned.append(PlannedArm(member, spec, arms.make(spec), failure))
         except GreedyOnly as error:
             expected -= 1
-            message = f"specbench: {member.label} is left out at T={base.sampler.temperature}: {error}"
-            print(visible(message), file=sys.stderr)
+            warn(f"{member.label} is left out at T={base.sampler.temperature}: {error}")
         except Exception as error:
-            _record_failure(run_spec.failure(config, format_exception(error), member.label), path)
+            failure.write(error)
     return StudyCell(number, base, planned, expected)
 
 
@@ -171,16 +166,10 @@ def bind(planned: PlannedArm, target: Target) -> Arm | None:
     try:
         arm = arms.build(planned.spec, target, member.label, copy.deepcopy(planned.made), **more)
     except Exception as error:
-        planned.failure.error = format_exception(error)
-        _record_failure(planned.failure, planned.path)
+        planned.failure.write(error)
         return None
-    planned.path.unlink(missing_ok=True)
+    planned.failure.clear()
     return arm
-
-
-def _record_failure(failure: CellFailure, path: Path) -> None:
-    failure.write(path)
-    print(visible(f"specbench: {failure.drafter} on {failure.dataset}: {failure.error}"), file=sys.stderr)
 
 
 def repetitions(study: Study, base: RunSpec, users: Sequence[str]) -> dict[str, int]:

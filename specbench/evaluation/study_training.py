@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specbench.common import hashing, storage
 from specbench.common.budget import Budget
+from specbench.common.errors import warn
 from specbench.common.processes import dying_with_parent
 from specbench.common.storage import cache_root
 from specbench.records import studies
@@ -84,7 +85,7 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
             unfinished.add(member.label)
         else:
             failed.add(member.label)
-            print(f"specbench: {name}: the training of {member.label} failed; see above", file=sys.stderr)
+            warn(f"{name}: the training of {member.label} failed; see above")
     return Trained(frozenset(failed), frozenset(unfinished))
 
 

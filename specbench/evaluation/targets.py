@@ -1,10 +1,9 @@
 """Loads the target of each cell of a sweep; one that failed to load is not tried again."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from specbench.common.errors import SpecBenchError, one_line
+from specbench.common.errors import SpecBenchError, one_line, warn
 from specbench.config.cli import sweeping
 from specbench.config.run_spec import RunSpec
 from specbench.data.chat import Chat
@@ -46,5 +45,5 @@ class Targets:
         except SpecBenchError as error:
             self._unavailable[key] = one_line(error)
             if sweeping():
-                print(f"specbench: {one_line(error)}", file=sys.stderr)
+                warn(one_line(error))
             raise TargetUnavailable(one_line(error)) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specbench.common import timing
 from specbench.common.budget import Budget
+from specbench.common.errors import warn
 from specbench.common.processes import dying_with_parent
 from specbench.evaluation.plan import Scope, Task, all_tasks
 
@@ -87,7 +88,7 @@ def _wait_until_idle(budget: Budget) -> bool:
     while (busy := _busy()) > MAX_BUSY:
         left = begin + MAX_WAIT_S - time.monotonic()
         if left <= 0 or not budget.allows(MIN_SLICE_S):
-            print(f"specbench: timed work left out: other processes keep {busy:.1f} cores busy", file=sys.stderr)
+            warn(f"timed work left out: other processes keep {busy:.1f} cores busy")
             return False
         if not waiting:
             print(f"other processes keep {busy:.1f} cores busy; waiting up to {left / 60:.0f} minutes", file=sys.stderr)
