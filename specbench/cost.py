@@ -15,7 +15,7 @@ from pydantic import Field
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
 from specbench.common.types import Count, Text
-from specbench.config import run_spec
+from specbench.config import run_spec, validation
 from specbench.config.cli import command, run_cli
 from specbench.config.run_spec import RunOptions
 from specbench.evaluation import arms
@@ -34,7 +34,7 @@ class Options(RunOptions):
 @command("cost")
 def main(config: Any) -> None:
     """Time passes and cycles, fit the drafter's trees to them, print and draw both."""
-    spec, asked = run_spec.from_config(config, Options), run_spec.checked(config, Options)
+    spec, asked = run_spec.from_config(config, Options), validation.check(config, Options)
     out = Path(asked["out"] or spec.results / "costs")
     require_writable(out)
     torch.set_num_threads(spec.threads or torch.get_num_threads())

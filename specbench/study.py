@@ -17,7 +17,7 @@ import torch
 from specbench.common.budget import Budget
 from specbench.common.storage import require_writable
 from specbench.common.types import Name, Natural
-from specbench.config import run_spec
+from specbench.config import validation
 from specbench.config.cli import choice, command, run_cli
 from specbench.config.run_spec import RunOptions
 from specbench.evaluation import several, study
@@ -40,7 +40,7 @@ class Options(RunOptions):
 @command("study")
 def main(config: Any) -> None:
     """Train what is to be trained, decode what is missing, judge."""
-    options, budget = run_spec.checked(config, Options), Budget.of_minutes(config.minutes)
+    options, budget = validation.check(config, Options), Budget.of_minutes(config.minutes)
     require_writable(Path(options["results"]))
     run = study.prepare(choice("study"), options)
     trained = train_missing(run.name, run.members, run.study, run.overrides, budget)

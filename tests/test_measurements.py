@@ -21,6 +21,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from drafters.none import NoDrafter
 from specbench.common.budget import Budget
 from specbench.config import run_spec
+from specbench.config.cli import composed
 from specbench.engine.backends import packed_linear
 from specbench.engine.verify import Lossless
 from specbench.evaluation import costs, isolated, measurements
@@ -345,7 +346,7 @@ def test_a_killed_process_takes_the_one_that_measures_with_it(tmp_path):
 
 def test_a_process_that_measures_takes_the_products_that_were_timed_here(home):
     words = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32", "threads=1"]
-    spec = run_spec.from_config(run_spec.compose_run([*words, "drafter=suffix"]))
+    spec = run_spec.from_config(composed("run", [*words, "drafter=suffix"]))
     timed: packed_linear.Timed = {}
     loaded = isolated.loaded(spec, None, timed)
     assert loaded.packing.timed is timed and timed

@@ -13,6 +13,7 @@ from test_decode import PROMPT, generate, plain
 
 from specbench.common.errors import SpecBenchError
 from specbench.config import run_spec
+from specbench.config.cli import composed
 from specbench.data.prompts import Question
 from specbench.engine.decode import Limits, RunSettings, decode
 from specbench.engine.sampling import Sampler
@@ -89,7 +90,7 @@ def test_remote_equals_local_token_for_token(drafter, temperature, server, folde
 @pytest.mark.parametrize("drafter", [*sorted(NEEDS_LAYERS), "moa"])
 def test_drafters_that_run_the_targets_layers_are_refused_before_anything_is_loaded(drafter):
     more = ["drafter.tli=1"] if drafter == "moa" else []
-    spec = run_spec.from_config(run_spec.compose_run([f"drafter={drafter}", "link=lan", *more]))
+    spec = run_spec.from_config(composed("run", [f"drafter={drafter}", "link=lan", *more]))
     with pytest.raises(SpecBenchError, match="on the server"):
         spec.make_drafter()
 

@@ -12,7 +12,7 @@ from specbench import study
 from specbench.common.errors import SpecBenchError
 from specbench.config import train_spec, validation
 from specbench.config.cli import composed
-from specbench.config.run_spec import compose_run, from_config
+from specbench.config.run_spec import from_config
 from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import Member, training_of, weights_folder
 from specbench.records import studies
@@ -162,7 +162,7 @@ def _alike(one):
 
 
 def _hold(overrides):
-    from_config(compose_run(overrides))
+    from_config(composed("run", list(overrides)))
 
 
 TRAININGS = dict(

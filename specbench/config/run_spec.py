@@ -5,7 +5,7 @@ weights, the rule where acceptance is simulated.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -176,12 +176,6 @@ class RunSpec(Common):
 # From a configuration -------------------------------------------------------------------------------------------------
 
 
-def checked(config: DictConfig, declared: type) -> dict[str, Any]:
-    """A command's options as plain values, validated. Raises `SpecBenchError`."""
-    validation.check(config, declared)
-    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
-
-
 def from_config(config: DictConfig, declared: type = RunOptions, weights: str | None = None) -> RunSpec:
     """The run of a composed configuration.
 
@@ -192,7 +186,7 @@ def from_config(config: DictConfig, declared: type = RunOptions, weights: str | 
     Raises:
         SpecBenchError: an unknown, missing or invalid option, or options that contradict each other.
     """
-    options = checked(config, declared)
+    options = validation.check(config, declared)
     options = {name: options[name] for name in validation.options(RunOptions)}
     if weights is not None:
         weights_node(options["drafter"])["weights"] = weights
@@ -203,11 +197,6 @@ def from_config(config: DictConfig, declared: type = RunOptions, weights: str | 
     made = {name: instantiate(options[name]) for name in ("decode", "sampler", "link", "model", "dataset")}
     plain: dict[str, Any] = {field.name: options.get(field.name) for field in fields(RunSpec)}
     return RunSpec(**plain | made | {"results": Path(options["results"]), "shared": shared})
-
-
-def compose_run(overrides: Sequence[str]) -> DictConfig:
-    """The configuration of `specbench run` with these overrides."""
-    return composed("run", list(overrides))
 
 
 def weights_node(drafter: Any) -> Any:

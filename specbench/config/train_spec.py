@@ -14,7 +14,6 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT, require_writable
 from specbench.common.types import Count, Name, Positive, Text
 from specbench.config import validation
-from specbench.config.run_spec import checked
 from specbench.data.conversations import Conversations
 from specbench.engine.drafter import Drafter
 from specbench.engine.loading import ModelSpec
@@ -70,7 +69,7 @@ def from_config(config: DictConfig) -> TrainJob:
         SpecBenchError: an unknown, missing or invalid option, options that contradict each other, or weights that would be
             overwritten.
     """
-    options = checked(config, TrainOptions)
+    options = validation.check(config, TrainOptions)
     recipe, drafter = options["train"], options["drafter"]
     _require_trainable(recipe, drafter)
     made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}

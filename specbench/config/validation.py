@@ -25,19 +25,19 @@ from specbench.common.io import strict_adapter
 INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
 
 
-def check(config: DictConfig, declared: type) -> None:
-    """Validate a composed configuration against a command's dataclass.
+def check(config: DictConfig, declared: type) -> dict[str, Any]:
+    """The options of a composed configuration as plain values, validated against a command's dataclass.
 
     Raises:
         SpecBenchError: an unknown, missing or invalid option.
     """
     try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "configuration"
         raise SpecBenchError(f"{key}: {str(error).splitlines()[0]}") from error
-    assert isinstance(plain, dict)
     check_node(plain, (declared,))
+    return plain
 
 
 def check_node(node: Mapping[Any, Any], classes: tuple[type, ...], key: str = "") -> None:

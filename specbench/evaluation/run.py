@@ -9,7 +9,7 @@ import torch
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
 from specbench.config import run_spec
-from specbench.config.cli import sweeping, typed_overrides
+from specbench.config.cli import composed, sweeping, typed_overrides
 from specbench.config.run_spec import FailureRecord, RunSpec
 from specbench.evaluation import arms, cell
 from specbench.evaluation.cell import CellResult, Live
@@ -52,7 +52,7 @@ def other_specs(config: Any) -> list[RunSpec]:
     if len(set(names)) < len(names):
         raise SpecBenchError(f"drafter=[{','.join(names)}]: each drafter once; options of one may differ in a study")
     words = [word for key, word in typed_overrides() if key not in ("drafter", "drafters")]
-    return [run_spec.from_config(run_spec.compose_run([f"drafter={name}", *words])) for name in names[1:]]
+    return [run_spec.from_config(composed("run", [f"drafter={name}", *words])) for name in names[1:]]
 
 
 def has_failures(config: Any, spec: RunSpec) -> bool:

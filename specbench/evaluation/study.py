@@ -119,8 +119,10 @@ class _Decoder:
         print(f"{ready.title}: {ready.cell.title}", file=sys.stderr, flush=True)
         measured = ready.cell.number == studies.measuring_cell(run.study)
         counts = study_runs.repetitions(run.study, base, run.overrides) if measured else {}
-        decoding = self.target, self.chat, cell_arms, list(ready.questions)
-        result = cell.run(base, *decoding, run.name, counts, self.budget, self.live, total_work)
+        questions = list(ready.questions)
+        result = cell.run(
+            base, self.target, self.chat, cell_arms, questions, run.name, counts, self.budget, self.live, total_work
+        )
         if result.failed:
             warn(f"{result.failed} generations failed; rows in {result.ledger.folder} say why")
         return result
@@ -137,8 +139,9 @@ class _Decoder:
         if early:
             title = f"{self.run.name}: one question with arms that are ready, before trees are fitted"
             print(title, file=sys.stderr, flush=True)
-            decoding = self.target, self.chat, [baseline, *bound.values()], ready.questions[0]
-            if table := cell.decode_early(ready.cell.base, *decoding, self.run.name, self.live):
+            first, question = [baseline, *bound.values()], ready.questions[0]
+            table = cell.decode_early(ready.cell.base, self.target, self.chat, first, question, self.run.name, self.live)
+            if table:
                 print(table, file=sys.stderr, flush=True)
         bound |= self._bind_some([arm for arm in planned if arm not in early], planned)
         return [baseline, *(bound[arm.label] for arm in planned if arm.label in bound)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from specbench.common.errors import SpecBenchError, visible, warn
 from specbench.config import run_spec, validation
-from specbench.config.cli import CONF
+from specbench.config.cli import CONF, composed
 from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
 from specbench.data.prompts import Question
 from specbench.engine.target import Target
@@ -109,7 +109,7 @@ def cell_overrides(
 
 def base_of(overrides: Sequence[str], results: Path) -> RunSpec:
     """The run that a cell's arms have in common."""
-    config = run_spec.compose_run(overrides)
+    config = composed("run", list(overrides))
     config.results = str(results)
     return run_spec.from_config(config)
 
@@ -125,7 +125,7 @@ def prepare(
     base = base_of([*overrides, *users], results)
     planned, expected = [], len(members)
     for member in members:
-        config = run_spec.compose_run([*overrides, *member.spec["run"], *users])
+        config = composed("run", [*overrides, *member.spec["run"], *users])
         config.results = str(results)
         failure = FailureRecord(config, member.label)
         try:

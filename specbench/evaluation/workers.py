@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,7 @@ class Settings:
     slice: float
 
 
-@dataclass
-class Worker:
-    task: Task
-    process: subprocess.Popen[bytes]
+Process = subprocess.Popen[bytes]
 
 
 def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task]:
@@ -44,25 +41,25 @@ def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task
     A cell that makes no progress within a slice is not continued.
     """
     queue, failed = list(tasks), list[Task]()
-    running: list[Worker] = []
+    running: dict[Process, Task] = {}
     slots = max(1, min(2, os.cpu_count() or 1))
     try:
         while queue or running:
-            while queue and (task := _next(queue, [w.task for w in running], slots, budget)) and budget.allows(MIN_SLICE_S):
+            while queue and (task := _next(queue, [*running.values()], slots, budget)) and budget.allows(MIN_SLICE_S):
                 queue.remove(task)
-                running.append(_start(task, settings, budget))
+                running[_start(task, settings, budget)] = task
             if not running:
                 break
-            worker = _ended(running)
-            running.remove(worker)
-            if worker.process.returncode:
-                failed.append(worker.task)
-            elif (task := _again(worker.task, settings)) is not None:
+            process = _ended(running)
+            ended = running.pop(process)
+            if process.returncode:
+                failed.append(ended)
+            elif (task := _again(ended, settings)) is not None:
                 queue.insert(0, task)
     finally:
-        for worker in running:
-            worker.process.terminate()
-            worker.process.wait()
+        for process in running:
+            process.terminate()
+            process.wait()
     for task in queue:
         print(f"{task.study}, cell {task.cell}: left at {task.done} of {task.planned} questions", file=sys.stderr)
     return failed
@@ -104,7 +101,7 @@ def _busy() -> float:
     return background.read() or 0.0
 
 
-def _start(task: Task, settings: Settings, budget: Budget) -> Worker:
+def _start(task: Task, settings: Settings, budget: Budget) -> Process:
     left = budget.left
     minutes = (settings.slice if left is None else min(settings.slice, left)) / 60
     scope = settings.scope
@@ -121,15 +118,15 @@ def _start(task: Task, settings: Settings, budget: Budget) -> Worker:
     command += [word for word in scope.overrides if word not in flags]
     print(f"{task.study}, cell {task.cell}: {task.done} of {task.planned} questions so far", file=sys.stderr, flush=True)
     prepare = dying_with_parent(0 if task.kind == "timed" else LOW_PRIORITY)
-    return Worker(task, subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=prepare))
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=prepare)
 
 
-def _ended(running: Sequence[Worker]) -> Worker:
+def _ended(running: Iterable[Process]) -> Process:
     """Wait for the first process that ends."""
     while True:
-        for worker in running:
-            if worker.process.poll() is not None:
-                return worker
+        for process in running:
+            if process.poll() is not None:
+                return process
         time.sleep(0.2)
 
 

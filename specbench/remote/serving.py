@@ -34,13 +34,7 @@ def server(
     if model.forward == "lean":
         target.optimize_for_inference()
     context = target.max_context
-    limits: Limits = {
-        "clients": clients,
-        "message": megabytes << 20,
-        "prompt": prompt or context,
-        "context": context,
-        "nodes": nodes,
-    }
+    limits = Limits(clients=clients, message=megabytes << 20, prompt=prompt or context, context=context, nodes=nodes)
     for drafter in condensers:
         drafter.bind(target)
     return Server(target, address, limits, idle_s, [c for c in condensers if c.taps.condensed])
