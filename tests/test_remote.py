@@ -275,9 +275,9 @@ def test_a_rounded_tensor_is_within_half_a_step_of_its_rows_largest_value():
     tensor = (
         torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-4, 1.0, 1e4])[:, None, None]
     )
-    packed = protocol.pack(tensor, int8_states=True)
+    packed = protocol.pack(tensor, int8=True)
     found = protocol.unpack(packed, torch.device("cpu"), (3, 5, 64))
     assert len(packed["b"]) + len(packed["m"]) == tensor.numel() + 4 * 15
     assert bool(((found - tensor).abs() <= tensor.abs().amax(-1, keepdim=True) / 254 * 1.001).all())
     nothing = torch.zeros(2, 4)
-    assert torch.equal(protocol.unpack(protocol.pack(nothing, int8_states=True), torch.device("cpu"), (2, 4)), nothing)
+    assert torch.equal(protocol.unpack(protocol.pack(nothing, int8=True), torch.device("cpu"), (2, 4)), nothing)

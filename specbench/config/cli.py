@@ -31,10 +31,9 @@ QUOTES = "'\""
 
 
 def handle_errors(job: Callable[..., None]) -> Callable[..., bool]:
-    """Print a job's errors here, before Hydra adds lines of its own.
+    """A job that prints its errors, before Hydra adds lines of its own, and ends the process with the exit code.
 
-    Returns:
-        The wrapped job, which ends the process on an error; in a sweep it returns whether it succeeded instead.
+    In a sweep it returns whether it succeeded instead.
     """
 
     @functools.wraps(job)

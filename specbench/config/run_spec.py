@@ -142,8 +142,7 @@ class RunSpec(Common):
     def make_drafter(self, **options: Any) -> Any:
         """The drafter, not yet bound to a target. options: override those of the run.
 
-        Raises:
-            SpecBenchError: it cannot decode with the run's other options (`GreedyOnly`: not at this temperature).
+        Raises `SpecBenchError` if it cannot decode with the run's other options (`GreedyOnly`: at this temperature).
         """
         drafter: Any = instantiate(self.drafter, **options)
         if self.sampler.temperature > 0 and drafter.greedy_only:
@@ -177,14 +176,11 @@ class RunSpec(Common):
 
 
 def from_config(config: DictConfig, declared: type = RunOptions, weights: str | None = None) -> RunSpec:
-    """The run of a composed configuration.
+    """The run of a composed configuration. Raises `SpecBenchError` for invalid options, or contradictions among them.
 
     Args:
         declared: the dataclass of the command's options, of which only those of a run are used.
         weights: folder of the drafter's weights; overrides the configuration, and any checkpoint.
-
-    Raises:
-        SpecBenchError: an unknown, missing or invalid option, or options that contradict each other.
     """
     options = validation.check(config, declared)
     options = {name: options[name] for name in validation.options(RunOptions)}

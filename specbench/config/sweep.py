@@ -64,8 +64,7 @@ class Sweep(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print the table of all cells, the failures, and the number of complete cells.
 
-        Raises:
-            SystemExit: with code 2, if any cell failed. Hydra swallows any other exception of a callback.
+        Exits with code 2 if any cell failed; Hydra swallows all exceptions of a callback but `SystemExit`.
         """
         results = Path(config.results)
         notes = _read_notes(results)

@@ -65,9 +65,7 @@ class TrainOptions:
 def from_config(config: DictConfig) -> TrainJob:
     """The training of a composed configuration.
 
-    Raises:
-        SpecBenchError: an unknown, missing or invalid option, options that contradict each other, or weights that would be
-            overwritten.
+    Raises `SpecBenchError` for invalid options, contradictions among them, or weights that would be overwritten.
     """
     options = validation.check(config, TrainOptions)
     recipe, drafter = options["train"], options["drafter"]

@@ -26,11 +26,7 @@ INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of 
 
 
 def check(config: DictConfig, declared: type) -> dict[str, Any]:
-    """The options of a composed configuration as plain values, validated against a command's dataclass.
-
-    Raises:
-        SpecBenchError: an unknown, missing or invalid option.
-    """
+    """The options of a configuration as plain values, validated against a command's dataclass. Raises `SpecBenchError`."""
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

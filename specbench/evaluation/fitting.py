@@ -21,12 +21,8 @@ from specbench.tuning.cost_aware import Costs
 def fit(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:
     """Fit a bound drafter's tree to the machine, if its policy is a fitted one; of a wrapper, the wrapped drafter's tree.
 
-    Args:
-        label: of the arm in its cell.
-    Returns:
-        The header's entry: the chosen tree, and the costs; empty if there is nothing to fit.
-    Raises:
-        SpecBenchError: acceptance was not measured with these weights, or cannot be.
+    Returns the header's entry, with the chosen tree and the costs; empty if there is nothing to fit. label: of the arm.
+    Raises `SpecBenchError` if acceptance was not measured with these weights, or cannot be.
     """
     fitted = _fitted(drafter, spec)
     if fitted is None:

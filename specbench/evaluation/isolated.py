@@ -38,7 +38,6 @@ def memory(spec: RunSpec, prompt: list[int], tokens: int, timed: Timed) -> dict[
     """Bytes that this process holds once target and drafter are loaded, and its peak while it decodes one prompt.
 
     Args:
-        prompt: ids, after which `tokens` are decoded.
         timed: the calling process's choice of matrix products, which is not timed again.
 
     Returns:

@@ -96,10 +96,9 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
 def measure(
     repetitions: Mapping[str, int], ledger: Ledger, load: Workload, cell_arms: Iterable[Arm], budget: Budget
 ) -> int:
-    """Measure what a cell lacks on this kind of machine. repetitions: by quantity.
+    """Measure what a cell lacks on this kind of machine; returns how many pairs of arm and quantity failed.
 
-    Returns:
-        How many pairs of arm and quantity could not be measured.
+    repetitions: by quantity.
     """
     first_seeds: dict[str, Arm] = {}  # costs do not depend on the seed that an arm was trained with
     for arm in cell_arms:

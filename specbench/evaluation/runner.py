@@ -74,9 +74,7 @@ class Bench:
         self.remote = target if isinstance(target, RemoteTarget) else None
         if replay and target.dtype != torch.float32:
             dtype = str(target.dtype).removeprefix("torch.")
-            raise SpecBenchError(
-                f"replay=true needs model.dtype=float32: {dtype} answers differ at ties; or set replay=false"
-            )
+            raise SpecBenchError(f"replay=true: {dtype} answers differ at ties; set model.dtype=float32, or replay=false")
         taps = [b.drafter.taps.resolve(target.layers) for b in bound_drafters]
         self.taps = Taps(tuple({i for t in taps for i in t.hidden}), tuple({i for t in taps for i in t.kv}))
 
@@ -207,6 +205,7 @@ class Bench:
             record: Row | Failure
             if not self.replay or bound is baseline:
                 record = self._timed(row, bound, prompt, reference, question)
+                reference = record if bound is baseline and isinstance(record, Row) else reference
             elif reference is None:
                 reason = "the baseline failed here, so there is no answer to draft against; run again"
                 record = Failure(row.drafter, row.question, turn, reason, row.text)
@@ -217,8 +216,6 @@ class Bench:
                 replay_target = replay_target or ReplayTarget(self.target, prompt, reference.tokens, self.taps)
                 record = self._guarded(row, self._replayed, bound, replay_target, prompt, reference.tokens)
             ledger.write(record)
-            if isinstance(record, Row) and bound is baseline:
-                reference = record
         return reference
 
     def _timed(
@@ -229,8 +226,8 @@ class Bench:
         record = self._guarded(row, fill, bound, prompt, reference)
         if not self.warned and row.link is None and (row.others or 0.0) > OTHERS * (os.cpu_count() or 1):
             self.warned = True
-            message = f"other processes keep {row.others:.1f} cores busy; speeds will not count"
-            print(f"the machine is busy: {message}", file=sys.stderr, flush=True)
+            message = f"other processes take {row.others:.1f} cores; speeds will not count"
+            print(f"the machine is busy: {message}", file=sys.stderr)
         if isinstance(record, Row) and question.check is not None and row.turn + 1 == len(question.turns):
             record = self._guarded(row, self._score, question.check)
         return record
@@ -323,10 +320,9 @@ class Bench:
             row.audit = audit(self.target, prompt, answer, row.tokens)
 
     def _warm_up(self, question: Question) -> dict[str, float]:
-        """Run each drafter untimed, since first calls pay for kernels and memory that later ones find ready.
+        """Run each drafter once, since first calls pay for kernels and memory that later ones find ready.
 
-        Returns:
-            Seconds a token, by label; empty where nothing is timed.
+        Returns seconds a token, by label; empty where nothing is timed.
         """
         if self.remote is not None:
             self.remote.cutting = False

@@ -24,10 +24,9 @@ def fill(
     seed: int | None,
     reference: Row | None,
 ) -> None:
-    """Fill a row with one answer. reference: the baseline's row, compared with in greedy decoding.
+    """Fill a row with one answer, which in greedy decoding is compared with `reference`, the baseline's row.
 
-    Raises:
-        SpecBenchError: the server fails, the prompt leaves no room, or the answer has ids that the target lacks.
+    Raises `SpecBenchError` if the server fails, the prompt leaves no room, or the answer has ids that the target lacks.
     """
     tokenizer = chat.tokenizer
     answer = engine.answer(prompt, tokenizer.decode(prompt), limits.within(len(prompt), target.max_context), sampler, seed)

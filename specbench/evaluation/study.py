@@ -53,8 +53,7 @@ Decoded = Sequence[tuple[StudyCell, CellResult]]
 def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
     """Check the study, its cells and members, as far as that needs no weights. options: of the command.
 
-    Raises:
-        SpecBenchError: this machine cannot run the study, or there is no such arm or cell.
+    Raises `SpecBenchError` if this machine cannot run the study, or there is no such arm or cell.
     """
     typed = typed_overrides()
     if any(key in ("drafter", "drafters") for key, _ in typed):
@@ -76,8 +75,7 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
 def decode(run: StudyRun, trained: Trained, budget: Budget, live: Live) -> Decoded:
     """Decode what is missing of every cell whose prompts can be loaded, as long as the budget lasts.
 
-    Raises:
-        SpecBenchError: no cell has its prompts, or the target cannot be loaded.
+    Raises `SpecBenchError` if no cell has its prompts, or the target cannot be loaded.
     """
     decoder = _Decoder(run, trained.failed | trained.unfinished, budget, live)
     ready = list(_ready(run))

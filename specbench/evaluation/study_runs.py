@@ -24,11 +24,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """A member in one cell, not yet bound.
-
-    Attributes:
-        made: its drafter and rule, see `arms.make`. failure: to be written if it cannot be bound.
-    """
+    """A member in one cell, not yet bound. made: see `arms.make`. failure: to be written if it cannot be bound."""
 
     member: Member
     spec: RunSpec
@@ -119,8 +115,7 @@ def prepare(
 ) -> StudyCell:
     """A cell and its members, as far as they can be checked without target and weights.
 
-    Args:
-        overrides: of the cell. users: of the command line, for all arms. results: the study's folder.
+    overrides: of the cell. users: overrides of the command line, for all arms. results: the study's folder.
     """
     base = base_of([*overrides, *users], results)
     planned, expected = [], len(members)
@@ -173,7 +168,7 @@ def bind(planned: PlannedArm, target: Target) -> Arm | None:
 
 
 def repetitions(study: Study, base: RunSpec, users: Sequence[str]) -> dict[str, int]:
-    """Repetitions by measured quantity: as study and command line say, peak memory beside timed rows in any case."""
+    """Repetitions by quantity; peak memory is measured beside timed rows unless study or command line say otherwise."""
     counts: dict[str, int] = {"memory": 0 if base.replay else base.memory}
     counts |= {str(quantity): count for quantity, count in study.get("measure", {}).items()}
     return counts | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})

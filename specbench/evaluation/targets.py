@@ -30,9 +30,8 @@ class Targets:
     def load(self, spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
         """Target and chat format of a run, see `arms.load`.
 
-        Raises:
-            TargetUnavailable: it cannot be loaded, or could not be before.
-            SpecBenchError: it does not fit the run's other options, or into memory.
+        Raises `TargetUnavailable` if it cannot be loaded, or could not be before, and `SpecBenchError` if it does not fit
+        the run's other options, or into memory.
         """
         arms.require_backend(spec)
         key = f"{spec.model} {spec.link}"

@@ -47,10 +47,8 @@ def _add(total: dict[str, int], sizes: Mapping[str, int]) -> None:
 class Connection:
     """One client's connection to a server.
 
-    Args:
-        address: tcp://host:port. timeout_s: of an answer.
-
     Attributes:
+        address: tcp://host:port. timeout_s: of an answer.
         welcome: the server's description of itself. traffic: of the current generation.
     """
 

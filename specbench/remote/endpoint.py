@@ -60,11 +60,7 @@ class Endpoint:
 
     The key in the environment variable `KEY` is sent to the server only, and never shown or stored.
 
-    Args:
-        timeout_s: of connecting, of an answer, and from token to token.
-
-    Raises:
-        SpecBenchError: the URL is not valid, or no header can hold the key.
+    timeout_s: of connecting, of an answer, and from token to token. Raises `SpecBenchError` for an invalid URL or key.
     """
 
     def __init__(self, url: str, timeout_s: float):
