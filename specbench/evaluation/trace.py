@@ -43,7 +43,7 @@ class CalibratedDrafter(_DrafterProxy):
 
     def __init__(self, inner: Any):
         super().__init__(inner)
-        self.nodes, self.accepted, self.confidence = [0] * BINS, [0] * BINS, [0.0] * BINS
+        self.bin_nodes, self.bin_accepted, self.bin_confidence = [0] * BINS, [0] * BINS, [0.0] * BINS
 
     def count(self, step: Step) -> None:
         """Add the cycle in which the last tree was verified."""
@@ -59,17 +59,17 @@ class CalibratedDrafter(_DrafterProxy):
             for node in (n for n in range(1, len(tokens)) if parents[n] == parent):
                 confidence = min(1.0, paths[node] / paths[parent]) if paths[parent] > 0 else 0.0
                 bin_ = min(BINS - 1, int(confidence * BINS))
-                self.nodes[bin_] += 1
-                self.confidence[bin_] += confidence
+                self.bin_nodes[bin_] += 1
+                self.bin_confidence[bin_] += confidence
                 if tokens[node] == token:
-                    self.accepted[bin_] += 1
+                    self.bin_accepted[bin_] += 1
                     reached = node
 
     def bins(self) -> list[tuple[int, int, float]]:
         """Nodes, accepted nodes and summed confidence of each bin; empty if the drafter has no confidence."""
-        if not any(self.nodes):
+        if not any(self.bin_nodes):
             return []
-        return list(zip(self.nodes, self.accepted, (round(c, 4) for c in self.confidence), strict=True))
+        return list(zip(self.bin_nodes, self.bin_accepted, (round(c, 4) for c in self.bin_confidence), strict=True))
 
 
 class _TargetProxy(_Proxy):
