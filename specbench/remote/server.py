@@ -142,7 +142,7 @@ class Server:
     def _welcome(self, peer: bytes, request: protocol.Hello) -> dict[str, Any]:
         if request["version"] != protocol.VERSION:
             raise SpecBenchError(
-                f"this server has version {protocol.VERSION}, the client {request['version']}; install the same SpecBench"
+                f"this server speaks version {protocol.VERSION}, you speak {request['version']}; install the same SpecBench"
             )
         if peer not in self.clients and len(self.clients) >= self.limits["clients"]:
             self._drop_gone()
