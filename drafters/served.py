@@ -22,9 +22,11 @@ class Served(ServedEngine):
     """An endpoint as an arm.
 
     Args:
-        endpoint: its address. model: its name on the server; None: the server has only one.
+        endpoint: its address.
+        model: as the server calls it; None: the only one that it has.
         engine: what runs there, in free text, which is part of its rows' identity.
-        prompts: sent as ids, or as text to servers that accept no ids. patience_s: see `Endpoint`.
+        prompts: sent as ids, or as text to servers that take no ids.
+        patience_s: see `Endpoint.timeout_s`.
 
     Attributes:
         contents: a digest of the server's description of its model, part of its rows' identity.

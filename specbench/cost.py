@@ -15,7 +15,7 @@ from pydantic import Field
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
 from specbench.common.types import Count, Text
-from specbench.config import run_spec
+from specbench.config import run_spec, validation
 from specbench.config.cli import command, run_cli
 from specbench.config.run_spec import RunOptions
 from specbench.evaluation import arms
@@ -34,7 +34,7 @@ class Options(RunOptions):
 @command("cost")
 def main(config: Any) -> None:
     """Time passes and cycles, fit the drafter's trees to them, print and draw both."""
-    spec, options = run_spec.from_config(config, Options), run_spec.checked(config, Options)
+    spec, options = run_spec.from_config(config, Options), validation.check(config, Options)
     out = Path(options["out"] or spec.results / "costs")
     require_writable(out)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
@@ -46,7 +46,7 @@ def main(config: Any) -> None:
         )
     target, _ = arms.load(spec, [made[0]])
     passes = target_cost.passes(target, options["contexts"])
-    fitted = arms.build(spec, target, made=made).said["fitted"]
+    fitted = arms.build(spec, target, made=made).description["fitted"]
     drafter = spec.drafter["name"]
     cost_tables.show(spec.model.name, drafter, passes, fitted)
     cost_tables.draw(out / f"{spec.model.name}-{drafter}.png", passes, fitted)

@@ -13,7 +13,7 @@ from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
 from specbench.common.types import Name, Positive, Text
-from specbench.config import run_spec
+from specbench.config import validation
 from specbench.config.cli import command, run_cli
 from specbench.evaluation import plan, workers
 from specbench.records.studies import Override
@@ -38,7 +38,7 @@ class Options:
 @command("evidence")
 def main(config: Any) -> None:
     """Print the plan, or measure what it lacks."""
-    options = run_spec.checked(config, Options)
+    options = validation.check(config, Options)
     results = Path(options["results"])
     scope = plan.Scope(results, options["model"], tuple(options["overrides"]))
     tasks = plan.all_tasks(scope, options["studies"] or None)

@@ -12,7 +12,7 @@ from specbench.common.storage import require_writable
 from specbench.config import run_spec
 from specbench.config.cli import command, run_cli
 from specbench.config.run_spec import RunOptions as Options
-from specbench.evaluation import run
+from specbench.evaluation import cell, run
 from specbench.evaluation.targets import Targets
 from specbench.records.metrics import BASELINE
 from specbench.reporting import command_output, console
@@ -36,12 +36,12 @@ def decode(config: Any, targets: Targets) -> None:
     require_writable(spec.folder)
     if spec.rerun == "failed" and not run.has_failures(config, spec):
         return
-    ran = run.decode([spec, *run.others(config)], targets, console.live)
-    command_output.show_run(spec, ran)
-    if spec.minutes is not None and ran.left:
-        drafters = [label for label in ran.ledger.arms if label != BASELINE] or [BASELINE]
-        print(f"{', '.join(drafters)}: {ran.progress}")
-    run.require_complete(ran)
+    result = run.decode([spec, *run.other_specs(config)], targets, console.live)
+    command_output.show_run(spec, result)
+    if spec.minutes is not None and result.left:
+        drafters = [label for label in result.ledger.arms if label != BASELINE] or [BASELINE]
+        print(f"{', '.join(drafters)}: {cell.progress([result])}")
+    run.require_complete(result)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from specbench.common.budget import Budget
 from specbench.common.storage import require_writable
 from specbench.common.types import Name, Natural
-from specbench.config import run_spec
+from specbench.config import validation
 from specbench.config.cli import choice, command, run_cli
 from specbench.config.run_spec import RunOptions
 from specbench.evaluation import several, study
@@ -40,14 +40,14 @@ class Options(RunOptions):
 @command("study")
 def main(config: Any) -> None:
     """Train missing drafters, decode missing rows, judge."""
-    options, budget = run_spec.checked(config, Options), Budget.of_minutes(config.minutes)
+    options, budget = validation.check(config, Options), Budget.of_minutes(config.minutes)
     require_writable(Path(options["results"]))
     run = study.prepare(choice("study"), options)
     trained = train_missing(run.name, run.members, run.study, run.overrides, budget)
     torch.set_num_threads(options["threads"] or torch.get_num_threads())
     decoded = study.decode(run, trained, budget, console.live)
     command_output.show_study(run.name, run.study, decoded)
-    if budget.seconds is not None and (left := study.waiting(run, decoded, trained)):
+    if budget.seconds is not None and (left := study.unfinished(run, decoded, trained)):
         print(left)
     study.require_complete(run, decoded, trained)
 

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, start, typed, wait_for_rows, weight
 
-from specbench.config.cli import spelt_out
+from specbench.config.cli import expand_shorthands
 from specbench.records import blocks
 from specbench.records.blocks import NAME
 from specbench.reporting import cells
@@ -442,9 +442,9 @@ def test_bad_training_input_is_one_clear_line(home, arguments, said):
 )
 def test_a_folder_alone_names_its_model(typed, added):
     """Else its rows would stand under the default target's name, and that one's weights would be looked for."""
-    assert spelt_out(typed) == [*typed, *added]
+    assert expand_shorthands(typed) == [*typed, *added]
 
 
 def test_an_address_is_a_link_of_its_own():
-    assert spelt_out(["drafter=[a,b]"]) == ["drafter=a", "drafters=[a,b]"]
-    assert spelt_out(["link=tcp://127.0.0.1:5555"]) == ["link=direct", "link.to=tcp://127.0.0.1:5555"]
+    assert expand_shorthands(["drafter=[a,b]"]) == ["drafter=a", "drafters=[a,b]"]
+    assert expand_shorthands(["link=tcp://127.0.0.1:5555"]) == ["link=direct", "link.to=tcp://127.0.0.1:5555"]

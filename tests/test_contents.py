@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hashing, "SETTLED", 0)  # the tests' files are younger than any user's
+    monkeypatch.setattr(hashing, "SETTLED_NS", 0)  # the tests' files are younger than any user's
     return tmp_path / "cache"
 
 
@@ -75,7 +75,7 @@ def test_a_change_of_the_same_size_and_time_is_seen(tmp_path):
 
 
 def test_what_changed_a_moment_ago_is_not_remembered(tmp_path, monkeypatch, reads):
-    monkeypatch.setattr(hashing, "SETTLED", 10**12)
+    monkeypatch.setattr(hashing, "SETTLED_NS", 10**12)
     (tmp_path / "file").write_text("x")
     assert hashing.of_file(tmp_path / "file") == hashing.of_file(tmp_path / "file")
     assert len(reads) == 2

@@ -311,7 +311,7 @@ def test_timed_work_waits_for_a_busy_machine_and_refuses_one_that_stays_so(monke
     assert capsys.readouterr().err == "other processes keep 1.2 cores busy; waiting up to 5 minutes\n"
     readings = iter([1.2])
     assert workers._next([timed], [], 2, Budget(10)) is None, "nothing fits any more"
-    monkeypatch.setattr(workers, "PATIENCE", 0.0)
+    monkeypatch.setattr(workers, "MAX_WAIT_S", 0.0)
     readings = iter([1.2])
     assert workers._next([timed], [], 2, endless) is None
     refused = "specbench: timed work left out: other processes keep 1.2 cores busy\n"

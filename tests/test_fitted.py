@@ -314,7 +314,7 @@ def test_arms_that_need_no_timing_decode_first_where_others_do(monkeypatch):
 
     def side(label, slow=False, state="none", replay=False):
         made = SimpleNamespace(slow=slow, state=state)
-        return SimpleNamespace(made=(made, None), spec=SimpleNamespace(replay=replay), member=SimpleNamespace(label=label))
+        return SimpleNamespace(made=(made, None), spec=SimpleNamespace(replay=replay), label=label)
 
     monkeypatch.setattr(fitting, "takes_time", lambda drafter, *_: drafter.slow)
     ready, slow, ordered = side("a"), side("b", slow=True), side("c", state="run")

@@ -94,7 +94,7 @@ BAD = {
     "no room": ({**PASS, "tokens": [1] * 80, "parents": [0] * 79}, "no room left"),
     "q of another size": ({**PASS, "drawn": q(0.1, width=60)}, "expected"),
     "q that is no number": ({**PASS, "drawn": q(float("nan"))}, "no probability"),
-    "q of nodes that are not there": ({**PASS, "drawn": {**q(0.1), "nodes": [7]}}, "has not"),
+    "q of nodes that are not there": ({**PASS, "drawn": {**q(0.1), "nodes": [7]}}, "does not have"),
     "ranks beyond the width": ({**PASS, "drawn": {**q(0.1), "ranks": [0, 5]}}, "ranks"),
     "a shape of petabytes": ({**PASS, "drawn": {**Q, "q": {"d": "float32", "s": [2**30, 2**30], "b": b""}}}, "expected"),
     "a layer that is not there": ({**BEGIN, "taps": {**TAPS, "kv": [99]}}, "layer 99"),
@@ -107,7 +107,7 @@ BAD = {
         "no probability",
     ),
     "a layer many times": ({**BEGIN, "taps": {**TAPS, "kv": [1] * 50}}, "twice"),
-    "a network that is not there": ({**BEGIN, "taps": {**TAPS, "condensed": "0" * 16}}, "has not the network"),
+    "a network that is not there": ({**BEGIN, "taps": {**TAPS, "condensed": "0" * 16}}, "does not have the network"),
     "a long prompt": ({**BEGIN, "prompt": [1] * 129, "capacity": 200}, "129 tokens"),
     "a huge cache": ({**BEGIN, "capacity": 2**31 - 1}, "positions"),
     "no room for the prompt": ({**BEGIN, "capacity": 3}, "no room"),
@@ -241,7 +241,7 @@ def test_a_killed_server_is_waited_for_and_answers_stay(home):
         pass
 
     Running.address = address
-    with client(Running, home / "model", then="wait") as there:
+    with client(Running, home / "model", on_disconnect="wait") as there:
         found = []
 
         def answer():
@@ -262,6 +262,6 @@ def test_a_killed_server_is_waited_for_and_answers_stay(home):
         assert found == expected
         assert there.traffic.resumed >= 1
         door.send_signal(signal.SIGKILL)
-        there.then, there.connection.patience_s = "stop", 2.0
+        there.on_disconnect, there.connection.timeout_s = "stop", 2.0
         with pytest.raises(LinkLost):
             generate(there, make("none", there), cap=60)

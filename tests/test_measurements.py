@@ -21,6 +21,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from drafters.none import NoDrafter
 from specbench.common.budget import Budget
 from specbench.config import run_spec
+from specbench.config.cli import composed
 from specbench.engine.backends import packed_linear
 from specbench.engine.verify import Lossless
 from specbench.evaluation import costs, isolated, measurements
@@ -206,7 +207,7 @@ ARMS = settings("a", "b@0", "b@1")
 
 
 def side(label, **said):
-    return SimpleNamespace(label=label, said=said)
+    return SimpleNamespace(label=label, description=said)
 
 
 def taken(monkeypatch, folder, repetitions, broken=(), budget=None, header=ARMS):
@@ -219,10 +220,10 @@ def taken(monkeypatch, folder, repetitions, broken=(), budget=None, header=ARMS)
             raise ValueError("boom")
         return {"ms": float(len(order))}
 
-    monkeypatch.setitem(measurements.QUANTITIES, "drafting", measurements.Quantity(take, measurements._drafters))
+    monkeypatch.setitem(measurements.QUANTITIES, "drafting", measurements.Quantity(take, lambda arm: arm.label != "none"))
     sides = [side("none"), side("a"), side("b@0", of="b"), side("b@1", of="b")]
     known = ledger(folder, header)
-    return measurements.take({"drafting": repetitions}, known, None, sides, budget or Budget()), order
+    return measurements.measure({"drafting": repetitions}, known, None, sides, budget or Budget()), order
 
 
 def test_arms_are_measured_in_turn_and_what_is_there_is_not_measured_again(tmp_path, monkeypatch):
@@ -345,7 +346,7 @@ def test_a_killed_process_takes_the_one_that_measures_with_it(tmp_path):
 
 def test_a_process_that_measures_takes_the_products_that_were_timed_here(home):
     words = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32", "threads=1"]
-    spec = run_spec.from_config(run_spec.compose_run([*words, "drafter=suffix"]))
+    spec = run_spec.from_config(composed("run", [*words, "drafter=suffix"]))
     timed: packed_linear.Timed = {}
     loaded = isolated.loaded(spec, None, timed)
     assert loaded.packing.timed is timed and timed

@@ -201,8 +201,8 @@ def test_a_copy_of_a_drafter_does_not_copy_its_checkpoint():
 
 def test_a_study_asks_for_its_largest_cell():
     def cell(model, *labels):
-        sides = [SimpleNamespace(member=SimpleNamespace(label=n), made=(n.upper(), None)) for n in labels]
-        return SimpleNamespace(base=SimpleNamespace(model=model), sides=sides)
+        arms = [SimpleNamespace(label=n, made=(n.upper(), None)) for n in labels]
+        return SimpleNamespace(base=SimpleNamespace(model=model), arms=arms)
 
     cells = [cell("a", "x"), cell("b", "x", "y", "z"), cell("a", "x", "y")]
     assert study_runs.largest(cells, cells[0], {"y"}) == ["X"]
@@ -369,7 +369,7 @@ def test_bfloat16_is_packed_only_where_the_processor_can(monkeypatch):
 
 def group(folder, limit, used, files, old=False):
     folder.mkdir(parents=True, exist_ok=True)
-    names = environment.OLD_LIMIT if old else environment.LIMIT
+    names = environment.V1_FILES if old else environment.V2_FILES
     for name, value in zip(names, (limit, used), strict=True):
         (folder / name).write_text(f"{value}\n")
     prefix = "total_" if old else ""

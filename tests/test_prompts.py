@@ -9,7 +9,7 @@ from doors import blocks_of, call, records_of, run
 from hydra.utils import instantiate
 
 from specbench.common.errors import SpecBenchError
-from specbench.config.cli import spelt_out
+from specbench.config.cli import expand_shorthands
 from specbench.data.prompts import PromptSet
 
 
@@ -73,10 +73,10 @@ def test_bytes_and_cut_off_lines_are_named_too(tmp_path):
 
 
 def test_a_word_of_the_command_line_becomes_a_data_set():
-    assert spelt_out(["prompts=a/b.jsonl,c d.txt"]) == ["dataset=prompts", "dataset.path=a/b.jsonl,'c d.txt'"]
+    assert expand_shorthands(["prompts=a/b.jsonl,c d.txt"]) == ["dataset=prompts", "dataset.path=a/b.jsonl,'c d.txt'"]
     names = {"a/My own (1).jsonl": "My-own-1-", "v1.2.txt": "v1.2", "a/.jsonl": "jsonl", "/ü'.jsonl": "prompts"}
     for path, name in names.items():
-        config = composed("run", *spelt_out([f"prompts={path}"])).dataset
+        config = composed("run", *expand_shorthands([f"prompts={path}"])).dataset
         assert (config.path, config.name) == (path, name)
 
 

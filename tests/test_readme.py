@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, make, tiny
 from forked import FIXED, Door
 
-from specbench.config.cli import composed, spelt_out
+from specbench.config.cli import composed, expand_shorthands
 from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
@@ -71,7 +71,7 @@ def test_options_of_the_pages_are_there(command):
     if entry in ("list", "study"):
         return
     first = [word if "[" in word else word.split(",")[0] for word in words if not word.startswith("-")]  # of a sweep
-    assert composed(entry, spelt_out(first)) is not None
+    assert composed(entry, expand_shorthands(first)) is not None
 
 
 def test_the_drafter_of_the_readme_is_lossless(tmp_path, monkeypatch):

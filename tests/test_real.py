@@ -18,7 +18,7 @@ from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.evaluation.audit import LEAST, MOST, audit
+from specbench.evaluation.audit import MAX_ULPS, MIN_ULPS, audit
 from specbench.training.corpus import settle_precision
 from specbench.training.corpus_file import PACKED, PACKED_PROVENANCE, unpack
 
@@ -190,7 +190,7 @@ def test_the_rounding_of_real_passes_is_measured_and_small(real, answers, dtype)
         logits = target.model(torch.tensor([[*prompts[0], *expected[:9]]])).logits[0, -1].float()
     ulp = torch.finfo(dtype).eps * float(logits.abs().max())
     assert found["verdict"] == "bug" and found["at"] == 9
-    assert LEAST * ulp < found["tolerance"] < 1.01 * MOST[dtype] * ulp
+    assert MIN_ULPS * ulp < found["tolerance"] < 1.01 * MAX_ULPS[dtype] * ulp
     assert 3 * found["tolerance"] < found["gap"] == pytest.approx(float(logits[expected[9]] - logits[other]), rel=0.05)
 
 

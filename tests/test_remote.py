@@ -13,6 +13,7 @@ from test_decode import PROMPT, generate, plain
 
 from specbench.common.errors import SpecBenchError
 from specbench.config import run_spec
+from specbench.config.cli import composed
 from specbench.data.prompts import Question
 from specbench.engine.decode import Limits, RunSettings, decode
 from specbench.engine.sampling import Sampler
@@ -44,7 +45,7 @@ def serving(target, address="tcp://127.0.0.1:0", condensers=(), **limits):
 
 @contextmanager
 def client(server, folder, **more):
-    remote = RemoteTarget.at(server.address, folder, torch.float32, torch.device("cpu"), patience_s=30, **more)
+    remote = RemoteTarget.at(server.address, folder, torch.float32, torch.device("cpu"), timeout_s=30, **more)
     try:
         yield remote
     finally:
@@ -89,7 +90,7 @@ def test_remote_equals_local_token_for_token(drafter, temperature, server, folde
 @pytest.mark.parametrize("drafter", [*sorted(NEEDS_LAYERS), "moa"])
 def test_drafters_that_run_the_targets_layers_are_refused_before_anything_is_loaded(drafter):
     more = ["drafter.tli=1"] if drafter == "moa" else []
-    spec = run_spec.from_config(run_spec.compose_run([f"drafter={drafter}", "link=lan", *more]))
+    spec = run_spec.from_config(composed("run", [f"drafter={drafter}", "link=lan", *more]))
     with pytest.raises(SpecBenchError, match="on the server"):
         spec.make_drafter()
 
@@ -156,7 +157,7 @@ def test_a_stream_ends_at_a_stop_token_or_where_it_was_to_end_and_others_go_on(f
 def test_a_link_that_waits_goes_on_from_what_was_verified(drafter, more, server, folder):
     """Greedy answers do not change when the link breaks in between."""
     expected = plain(tiny(), PROMPT, 24)
-    with client(server, folder, then="wait", cut_after=9) as there:
+    with client(server, folder, on_disconnect="wait", cut_after=9) as there:
         assert generate(there, make(drafter, there, *more), cap=24)[0] == expected
         assert there.traffic.resumed == 1
 
@@ -175,7 +176,7 @@ def benched(there, drafter, *more, cap=20, expected=None):
 @pytest.mark.parametrize("drafter", sorted(set(DRAFTERS) - NEEDS_LAYERS - {"none"}))
 def test_cut_off_a_drafter_goes_on_alone_and_rows_say_what_is_its_own(drafter, server, folder):
     """What was verified is the target's; behind it stands what the drafter says, again and again the same."""
-    with client(server, folder, then="continue", cut_after=6) as there:
+    with client(server, folder, on_disconnect="continue", cut_after=6) as there:
         row = benched(there, drafter)
         assert benched(there, drafter).alone == row.alone, "a second generation begins anew"
     assert row.tokens == plain(tiny(), PROMPT, len(row.tokens)) and len(row.tokens) >= 6
@@ -187,7 +188,7 @@ def test_cut_off_a_drafter_goes_on_alone_and_rows_say_what_is_its_own(drafter, s
 
 def test_alone_a_language_model_says_what_it_would_have_said(server, folder):
     """Vanilla needs no states: cut off, it goes on as its own greedy decoding does."""
-    with client(server, folder, then="continue", cut_after=6) as there:
+    with client(server, folder, on_disconnect="continue", cut_after=6) as there:
         row = benched(there, "vanilla")
         lm = make("vanilla", there).lm
     text = PROMPT + row.tokens
@@ -200,7 +201,7 @@ def test_alone_a_language_model_says_what_it_would_have_said(server, folder):
 
 
 def test_a_link_that_stops_ends_the_row(server, folder):
-    with client(server, folder, then="stop", cut_after=6) as there:
+    with client(server, folder, on_disconnect="stop", cut_after=6) as there:
         row = benched(there, "eagle2")
         assert 6 <= len(row.tokens) < 20 and not row.alone and row.link.cut
 
@@ -208,7 +209,7 @@ def test_a_link_that_stops_ends_the_row(server, folder):
 def test_warming_up_is_never_cut(server, folder):
     """However early the link is to break, the first generation that can lose it is a row."""
     chat = SimpleNamespace(encode=lambda messages: PROMPT)
-    with client(server, folder, then="stop", cut_after=2) as there:
+    with client(server, folder, on_disconnect="stop", cut_after=2) as there:
         bound_drafters = [BoundDrafter("eagle2", make("eagle2", there), Lossless())]
         Bench(there, chat, bound_drafters, Sampler(), RunSettings(20))._warm_up(Question("q", "c", ("anything",)))
         assert there.traffic.round_trips > 2
@@ -221,7 +222,7 @@ def test_an_audit_asks_a_server_in_the_same_passes(server, folder):
     logits = torch.stack([_plain(here, expected), *_narrow(here, expected, [3, 4])])
     assert len(logits) == 3 and (logits - logits[0]).abs().max() < 1e-4
     wrong = [*expected[:9], (expected[9] + 1) % 60]
-    with client(server, folder, then="stop", cut_after=2) as there:
+    with client(server, folder, on_disconnect="stop", cut_after=2) as there:
         row = benched(there, "eagle2", expected=wrong)
         assert row.link.cut and row.audit == {"verdict": "identical"}
         there.connection.close()
@@ -234,7 +235,7 @@ def test_an_audit_asks_a_server_in_the_same_passes(server, folder):
 def test_an_answer_that_parts_is_audited_over_a_link_that_breaks(server, folder):
     """The passes of an audit are no part of the generation: they are never cut."""
     expected = plain(tiny(), PROMPT, 20)
-    with client(server, folder, then="stop", cut_after=4) as there:
+    with client(server, folder, on_disconnect="stop", cut_after=4) as there:
         row = benched(there, "eagle2", expected=[(expected[0] + 1) % 60, *expected[1:]])
     assert row.link.cut and row.audit["verdict"] == "bug" and row.audit["at"] == 0
 
@@ -262,7 +263,7 @@ def test_states_of_eight_bits_are_fewer_bytes_and_the_answer_stays(drafter, serv
         expected, steps = generate(there, make(drafter, there), cap=24)
         kind = "kv" if drafter == "moa" else "last"
         each = there.traffic.received[kind] / there.traffic.round_trips
-    with client(server, folder, eight=True) as there:
+    with client(server, folder, int8_states=True) as there:
         found, others = generate(there, make(drafter, there), cap=24)
         assert (
             there.traffic.received[kind] / there.traffic.round_trips < 0.6 * each
@@ -274,9 +275,9 @@ def test_a_rounded_tensor_is_within_half_a_step_of_its_rows_largest_value():
     tensor = (
         torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-4, 1.0, 1e4])[:, None, None]
     )
-    packed = protocol.pack(tensor, eight=True)
+    packed = protocol.pack(tensor, int8=True)
     found = protocol.unpack(packed, torch.device("cpu"), (3, 5, 64))
     assert len(packed["b"]) + len(packed["m"]) == tensor.numel() + 4 * 15
     assert bool(((found - tensor).abs() <= tensor.abs().amax(-1, keepdim=True) / 254 * 1.001).all())
     nothing = torch.zeros(2, 4)
-    assert torch.equal(protocol.unpack(protocol.pack(nothing, eight=True), torch.device("cpu"), (2, 4)), nothing)
+    assert torch.equal(protocol.unpack(protocol.pack(nothing, int8=True), torch.device("cpu"), (2, 4)), nothing)

@@ -128,7 +128,7 @@ def test_bad_values_of_every_option_are_refused_by_name():
                 tried.add((f"{door} {path} {annotation}", value))
                 bad = put(plain, path, OmegaConf.to_container(OmegaConf.create(f"x: {value}"))["x"])
                 with pytest.raises(SpecBenchError) as refused:
-                    validation.hold(bad, (DOORS[door].Options,))
+                    validation.check_node(bad, (DOORS[door].Options,))
                 said = str(refused.value)
                 assert said.startswith(path) and "\n" not in said, said
     COUNT.tried += len(tried)
@@ -155,7 +155,7 @@ def test_anything_at_all_is_held_or_refused_in_one_line(data):
     path = data.draw(st.sampled_from([path for path, _ in leaves(plain, DOORS[door].Options)] + list(plain)))
     said = None
     try:
-        validation.hold(put(plain, path, data.draw(ANYTHING)), (DOORS[door].Options,))
+        validation.check_node(put(plain, path, data.draw(ANYTHING)), (DOORS[door].Options,))
     except SpecBenchError as error:
         said = str(error)
     assert said is None or (said.startswith(path) and len(said.splitlines()) == 1)
@@ -287,12 +287,12 @@ def test_the_nearest_known_option_is_named():
         kind: Literal["a", "b"] = "a"
 
     with pytest.raises(SpecBenchError, match=r"^tree\.dept: no such option; did you mean depth\?$"):
-        validation.hold({"dept": 3}, (Taker,), "tree")
+        validation.check_node({"dept": 3}, (Taker,), "tree")
     with pytest.raises(SpecBenchError, match=r"^tree\.depth is missing; Taker needs it$"):
-        validation.hold({"kind": "b"}, (Taker,), "tree")
+        validation.check_node({"kind": "b"}, (Taker,), "tree")
     with pytest.raises(SpecBenchError, match=r"^tree\.kind=c: must be 'a' or 'b'$"):
-        validation.hold({"depth": 1, "kind": "c"}, (Taker,), "tree")
-    validation.hold({"depth": 1}, (Taker,), "tree")
+        validation.check_node({"depth": 1, "kind": "c"}, (Taker,), "tree")
+    validation.check_node({"depth": 1}, (Taker,), "tree")
 
 
 def test_a_fault_of_the_program_leaves_its_traceback_in_a_file(tmp_path, monkeypatch):

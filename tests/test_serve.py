@@ -8,7 +8,7 @@ import time
 import pytest
 from doors import run, start, weight
 
-from specbench.remote.network_emulator import Shape, listen
+from specbench.remote.network_emulator import Network, listen
 
 
 def served(home, *arguments, **more):
@@ -144,25 +144,25 @@ def shaped(shape, messages):
 
 
 def test_a_link_is_as_late_as_it_says():
-    assert max(shaped(Shape(), [b"x"] * 20)) < 0.001
-    assert shaped(Shape(delay_ms=40), [b"x"] * 8) == pytest.approx([0.08] * 8, abs=0.001)
+    assert max(shaped(Network(), [b"x"] * 20)) < 0.001
+    assert shaped(Network(delay_ms=40), [b"x"] * 8) == pytest.approx([0.08] * 8, abs=0.001)
 
 
 def test_a_link_takes_no_more_than_it_says():
     """200 kB at 8 Mbit/s: 0.2 s in each direction, of which what came already goes back meanwhile."""
-    (seconds,) = shaped(Shape(mbit=8), [bytes(range(256)) * 800])
+    (seconds,) = shaped(Network(mbit=8), [bytes(range(256)) * 800])
     assert 0.19 < seconds < 0.35
 
 
 def test_a_lost_packet_is_a_pause():
-    always = shaped(Shape(loss=1.0, pause_ms=50), [b"x"] * 3)
+    always = shaped(Network(loss=1.0, pause_ms=50), [b"x"] * 3)
     assert min(always) > 0.09
-    some = shaped(Shape(loss=0.5, pause_ms=50), [b"x"] * 24)
+    some = shaped(Network(loss=0.5, pause_ms=50), [b"x"] * 24)
     assert len({round(s / 0.05) for s in some}) > 1 and sum(some) == pytest.approx(24 * 0.05, rel=0.6)
 
 
 def test_jitter_keeps_the_order_and_its_spread():
     """Two independent delays N(30, 10) ms a message."""
-    found = shaped(Shape(delay_ms=30, jitter_ms=10), [bytes([i]) * 10 for i in range(30)])
+    found = shaped(Network(delay_ms=30, jitter_ms=10), [bytes([i]) * 10 for i in range(30)])
     assert statistics.mean(found) == pytest.approx(0.06, abs=0.015)
     assert 0.006 < statistics.stdev(found) < 0.03

@@ -12,7 +12,7 @@ from specbench import study
 from specbench.common.errors import SpecBenchError
 from specbench.config import train_spec, validation
 from specbench.config.cli import composed
-from specbench.config.run_spec import compose_run, from_config
+from specbench.config.run_spec import from_config
 from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import Member, training_of, weights_folder
 from specbench.records import studies
@@ -162,7 +162,7 @@ def _alike(one):
 
 
 def _hold(overrides):
-    from_config(compose_run(overrides))
+    from_config(composed("run", list(overrides)))
 
 
 TRAININGS = dict(
@@ -195,7 +195,7 @@ def test_every_trial_changes_its_base_and_can_be_trained(name):
 def test_trained_weights_are_the_drafters_or_its_draft_models(arm, tmp_path):
     one = STUDIES["moa_table2"]
     member = Member(arm, 1, f"{arm}@1", one["arms"][arm])
-    (side,) = study_runs.prepare(0, one["cells"][0], [member], [], one, tmp_path).sides
+    (side,) = study_runs.prepare(0, one["cells"][0], [member], [], one, tmp_path).arms
     shared = weights_folder(Member("", 1, "", one["arms"]["independent"]), one, [])
     made = side.made[0]
     assert getattr(made, "base", made).weights == str(shared)

@@ -9,7 +9,7 @@ from test_decode import PROMPT
 from test_remote import benched, client, folder, server  # noqa: F401 - fixtures
 
 from specbench.remote.link import Link
-from specbench.remote.network_emulator import Shape
+from specbench.remote.network_emulator import Network
 from specbench.remote.target import RemoteTarget
 from specbench.remote.throughput import throughput
 from specbench.reporting.links import predicted
@@ -17,14 +17,14 @@ from specbench.reporting.links import predicted
 
 def test_a_delay_cut_off_at_nothing_has_the_mean_that_is_drawn():
     for delay, jitter in ((10.0, 10.0), (21.0, 19.0), (5.0, 0.0)):
-        drawn = statistics.mean(Shape(delay, jitter, loss=0.01, pause_ms=200).late_s(100) for _ in range(40_000))
-        assert Shape(delay, jitter, loss=0.01, pause_ms=200).mean_late_s() == pytest.approx(drawn, rel=0.05)
+        drawn = statistics.mean(Network(delay, jitter, loss=0.01, pause_ms=200).latency_s(100) for _ in range(40_000))
+        assert Network(delay, jitter, loss=0.01, pause_ms=200).mean_latency_s() == pytest.approx(drawn, rel=0.05)
 
 
 @pytest.mark.parametrize(("drafter", "more", "trips"), [("eagle2", [], 1), ("none", ["drafter.streamed=true"], 0)])
 def test_predicted_speed_is_that_of_the_link(drafter, more, trips, server, folder):  # noqa: F811
     """From rows without delay, 60 ms of round trip: both sides of the prediction are what the shaped link then shows."""
-    shape = Shape(delay_ms=30.0, mbit=20.0)
+    shape = Network(delay_ms=30.0, mbit=20.0)
     link = Link("slow", to=server.address, delay_ms=shape.delay_ms, mbit=shape.mbit)
     plainly, shaped = [], []  # rows so far: the quickest of each is what a machine with nothing else to do would show
     with client(server, folder) as near:

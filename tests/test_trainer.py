@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def said_by_a_configuration(settings: dict[str, Any]) -> TrainSettings:
-    validation.hold(settings, (TrainSettings,), "train.settings")
+    validation.check_node(settings, (TrainSettings,), "train.settings")
     return TrainSettings(**settings)
 
 

@@ -1,4 +1,4 @@
-"""The time that a command may measure for, and estimates of how long a question takes, so that whole questions fit."""
+"""A command's time limit, and estimates of how long a question takes, so that only whole questions are begun."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,11 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Budget:
-    """Time to measure in, from the making of this object on.
-
-    Attributes:
-        seconds: None for as long as it takes.
-    """
+    """A time limit that begins when this object is made. seconds: None for no limit."""
 
     seconds: float | None = None
     started: float = field(default_factory=time.monotonic)
@@ -22,9 +18,13 @@ class Budget:
         return None if self.seconds is None else self.started + self.seconds - time.monotonic()
 
     def allows(self, seconds: float | None) -> bool:
-        """Does work of so many seconds fit? None: unknown, which fits while any time is left."""
+        """Does work of so many seconds fit? Work of unknown length (None) fits while any time is left."""
         left = self.left
         return left is None or (left > 0 and (seconds is None or seconds <= left))
+
+    def cap(self, seconds: float) -> float:
+        """Seconds, or the time that is left if that is shorter."""
+        return seconds if self.left is None else min(seconds, max(self.left, 0.0))
 
     @classmethod
     def of_minutes(cls, minutes: float | None) -> "Budget":
@@ -32,10 +32,7 @@ class Budget:
 
 
 class Pace:
-    """Mean seconds of the generations that this process decoded; unknown before the first, so that one always begins.
-
-    Times of earlier runs are not used: they could keep a slow question from ever beginning.
-    """
+    """Mean seconds of the generations that this process decoded; unknown before the first, so that one always begins."""
 
     def __init__(self) -> None:
         self.generations, self.seconds = 0, 0.0
@@ -44,7 +41,7 @@ class Pace:
         self.generations, self.seconds = self.generations + generations, self.seconds + seconds
 
     def of(self, generations: int) -> float | None:
-        """Seconds that so many are likely to take; None: unknown."""
+        """Seconds that so many generations are likely to take; None: unknown."""
         return self.seconds / self.generations * generations if self.generations else None
 
 
@@ -52,10 +49,9 @@ def longest(missing: Iterable[Sequence[tuple[str, int]]], pace: Mapping[str, flo
     """An upper bound of decoding's seconds: every answer at full length, within the budget.
 
     Args:
-        missing: labels and turns, question by question. Where any of a turn is missing the baseline decodes it as well.
-        pace: seconds a token, by label, the baseline's first. tokens: of an answer at most.
+        missing: labels and turns, by question. The baseline decodes every turn of which anything is missing.
+        pace: seconds a token, by label, the baseline's first. tokens: the most of an answer.
     """
-    first = next(iter(pace))
-    decoded = ({*found, *((first, turn) for _, turn in found)} for found in missing)
-    seconds = sum(tokens * pace.get(label, 0.0) for found in decoded for label, _ in found)
-    return seconds if budget.left is None else min(seconds, max(budget.left, 0.0))
+    baseline = next(iter(pace))
+    decoded = ({*lacking, *((baseline, turn) for _, turn in lacking)} for lacking in missing)
+    return budget.cap(sum(tokens * pace.get(label, 0.0) for generations in decoded for label, _ in generations))

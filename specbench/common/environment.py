@@ -1,4 +1,4 @@
-"""What machine, software and commit this is, and how much memory is left. Knows no drafter."""
+"""The machine, its free memory, software versions and the commit."""
 
 import functools
 import os
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
 
 CGROUPS = Path("/sys/fs/cgroup")
-LIMIT, OLD_LIMIT = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2_FILES, V1_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def free_memory(device: "torch.device", everywhere: bool = False) -> int:
-    """Bytes that a device can still give; `everywhere`: all GPUs that torch sees.
+    """Free bytes of a device; `everywhere`: of all GPUs that torch sees.
 
-    On a CPU what is available, the kernel's file cache included, to this machine and to each control group around this
-    process (a container, a batch job).
+    On a CPU the file cache counts as free, and limits of this process's control groups (container, batch job) apply.
     """
     if device.type == "cuda":
         import torch
@@ -37,57 +36,58 @@ def free_memory(device: "torch.device", everywhere: bool = False) -> int:
 
 
 def _left_in_groups(root: Path, own: Path) -> Iterator[int]:
-    """Bytes that control groups still allow, version 2 or 1. root: where they lie. own: which ones this process is in."""
+    """Free bytes of control groups, version 2 or 1. root: their folder. own: the list of this process's groups."""
     try:
         lines = own.read_text().splitlines()
     except OSError:  # not Linux
         return
     for line in lines:
-        _, kinds, place = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
             continue
-        top, (limit, used) = (root / "memory", OLD_LIMIT) if kinds else (root, LIMIT)
-        group = top / place.lstrip("/")
-        for folder in (one for one in (group, *group.parents) if one.is_relative_to(top)):
+        top, (limit, used) = (root / "memory", V1_FILES) if controllers else (root, V2_FILES)
+        group = top / path.lstrip("/")
+        for folder in (parent for parent in (group, *group.parents) if parent.is_relative_to(top)):
             try:
                 sizes = [int((folder / name).read_text()) for name in (limit, used)]
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):  # no limit, or a group of the host that a container does not see
                 continue
-            files = sum(int(stat.get(f"{'total_' * bool(kinds)}{part}_file", 0)) for part in ("inactive", "active"))
+            prefix = "total_" if controllers else ""
+            files = sum(int(stat.get(f"{prefix}{part}_file", 0)) for part in ("inactive", "active"))
             yield sizes[0] - sizes[1] + files
 
 
 def hardware(device: "torch.device") -> dict[str, Any]:
-    """The machine, in words a table can show."""
+    """The machine as headers of blocks describe it."""
     import torch
 
     cpu = platform.processor() or platform.machine()
     try:
-        names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
-        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     except OSError:
         pass
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "cpu": cpu,
-        "instructions": torch.backends.cpu.get_cpu_capability(),  # widest vectors: models of one name differ in them
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # the widest vectors
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "waiting": os.environ.get("OMP_WAIT_POLICY", "default").lower(),  # of threads: spinning or asleep
+        "waiting": os.environ.get("OMP_WAIT_POLICY", "default").lower(),  # of threads: spinning or sleeping
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": torch.cuda.device_count(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Of everything that can change a number."""
+    """Versions of all software that can change a number."""
     return {"python": platform.python_version()} | {p: version(p) for p in ("torch", "transformers", "accelerate")}
 
 
 @functools.cache
 def commit() -> str:
-    """The checkout's commit, `+` behind it where tracked files differ from it; `unknown` outside git."""
+    """The checkout's commit, with `+` appended if tracked files differ from it; `unknown` outside git."""
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PROJECT, capture_output=True, text=True, check=True)
         dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=PROJECT, capture_output=True, text=True)
@@ -97,5 +97,5 @@ def commit() -> str:
 
 
 def load() -> float | None:
-    """Processes that wanted a core over the last minute, on average; None where the system does not tell."""
+    """Mean number of runnable processes over the last minute; None where the system does not say."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

@@ -1,11 +1,9 @@
-"""The one exception a user is meant to read, and any other exception as one line.
-
-A mistake says what to change; a fault of this program names the file with its traceback.
-"""
+"""The exception for errors that users can fix, and one-line messages of all others, whose traceback goes to a file."""
 
 import difflib
 import os
 import re
+import sys
 import tempfile
 import time
 import traceback
@@ -13,34 +11,38 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Their errors are mistakes in what was asked for; of what they wrap, only the inside is worth reading.
-_CONFIG_LIBRARIES = ("hydra.", "omegaconf.")
-# Control characters of both kinds, marks of direction, what has no width, ends of lines, halves of pairs, tags.
-_UNSEEN = re.compile(
+_CONFIG_LIBRARIES = ("hydra.", "omegaconf.")  # their errors are errors of the user, often wrapped around one of ours
+# Control characters, marks of direction, characters without width, line separators, lone surrogates, tags.
+_INVISIBLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 
 class SpecBenchError(Exception):
-    """Something the user can fix: the message says in one line what is wrong and how to fix it."""
+    """An error that the user can fix: the message says in one line what is wrong and how to fix it."""
 
 
 def visible(text: str) -> str:
     """Text whose control characters and marks of direction are escaped, as `\\x1b`; idempotent."""
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line; of a configuration library's wrapping only what it wraps."""
+    """The error's text on one line; of an error that a configuration library wraps, the inner one's."""
     cause = error.__cause__
     if type(error).__module__.startswith(_CONFIG_LIBRARIES) and isinstance(cause, (SpecBenchError, ValueError)):
         error = cause
     return visible(" ".join(str(error).split()))
 
 
+def warn(message: str) -> None:
+    """Print a line on a problem after which the work goes on."""
+    print(f"specbench: {visible(message)}", file=sys.stderr, flush=True)
+
+
 def nearest(name: object, known: Collection[str]) -> str:
-    """The end of a message on an unknown name: the nearest known one, or all if they are few."""
+    """The end of a message on an unknown name: the nearest known name, or all if they are few."""
     near = difflib.get_close_matches(str(name), known, n=1)
     if near:
         return f"; did you mean {near[0]}?"
@@ -48,19 +50,15 @@ def nearest(name: object, known: Collection[str]) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """A text of at most so many characters."""
+    """A text cut to at most `length` characters."""
     return text if len(text) <= length else text[: length - 1].rstrip(" ,;:") + "…"
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Around one call into another library that reads what others wrote: whatever it raises becomes one line.
+def refusing(message: str) -> Iterator[None]:
+    """Around a library's call that reads foreign data: any exception becomes a `SpecBenchError`, except lack of memory.
 
-    Such libraries raise anything at all on a damaged file, so nothing short of `Exception` will do. A line that is ours
-    already passes, and so does memory that ran out, which says nothing about the file.
-
-    Args:
-        what: the line, naming the file and how to fix it; the library's reason stands behind it.
+    message: names the file and how to fix it; the library's reason is appended.
     """
     try:
         yield
@@ -72,11 +70,11 @@ def refusing(what: str) -> Iterator[None]:
         reason = one_line(error)
         if len(reason.split()) < 2:  # a KeyError's text is the key alone
             reason = f"{type(error).__name__} {reason}".strip()
-        raise SpecBenchError(f"{what} ({shorten(reason, 300)})") from error
+        raise SpecBenchError(f"{message} ({shorten(reason, 300)})") from error
 
 
 def format_exception(error: BaseException) -> str:
-    """One line on an exception. The traceback of one that nobody foresaw goes to a file under the cache."""
+    """An exception as one line. The traceback of an unexpected one goes to a file under the cache."""
     if isinstance(error, SpecBenchError) or type(error).__module__.startswith(_CONFIG_LIBRARIES):
         return one_line(error)  # some of Hydra's are OSErrors too
     if _out_of_memory(error):
@@ -93,7 +91,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _write_log(text: str) -> Path:
-    """Write a traceback to a file, if not under the cache then wherever files can be written."""
+    """Write a traceback to a file under the cache, or to the folder for temporary files if that fails."""
     from specbench.common.storage import cache_root
 
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"

@@ -1,13 +1,12 @@
-"""Imported before torch, this lets threads sleep while they wait for one another, unless the user has said how they should.
+"""Import before torch: sets `OMP_WAIT_POLICY=PASSIVE` for training and tests, unless the user has set a policy.
 
-Threads that spin instead are faster on an idle machine, which timed runs are made on, and many times slower as soon as
-anything else runs beside them: so corpora are written, drafters trained and tests run with `OMP_WAIT_POLICY=PASSIVE`.
-A search times passes for decoding, and waits as that does.
+Spinning threads, the default, are faster on an idle machine, as in timed runs, but many times slower as soon as anything
+else runs. A search for layers to skip times passes for decoding, so it waits as decoding does.
 """
 
 import os
 import sys
 
-# Where torch is there already it has read the policy; only processes started from here would notice.
+# If torch is imported already, it has read the policy, and only child processes would change.
 if "torch" not in sys.modules and "train.until=search" not in sys.argv:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""Processes that a process starts for itself. Knows nothing else in the project."""
+"""Child processes that end with their parent."""
 
 import ctypes
 import os
@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
 
-PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the one that started it ends
+PR_SET_PDEATHSIG = 1  # option of Linux' prctl: the signal that a process receives when its parent ends
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends: a killed parent cannot end it, and its memory would stay in use."""
+    """Start a thread that ends this process when its parent ends, even if that is killed."""
 
     def watch() -> None:
         if (parent := parent_process()) is not None:
@@ -23,10 +23,7 @@ def end_with_parent() -> None:
 
 
 def dying_with_parent(nice: int = 0) -> Callable[[], None]:
-    """A `preexec_fn` for `subprocess`: on Linux the child is terminated when its parent is killed.
-
-    nice: by how much its priority is lowered.
-    """
+    """A `preexec_fn` for `subprocess`: on Linux the child is terminated when its parent ends. nice: its nice value."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""The checkout's and the cache's folder, and files that are written whole or not at all."""
+"""Folders of checkout and cache, and atomic writing."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ def cache_root() -> Path:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
+    """Hexadecimal digest of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -29,9 +29,9 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def atomic_path(final: Path):
-    """A temporary sibling to write to, a file or a folder; renamed to `final` only if the block ends well.
+    """A temporary path for a file or folder, which is renamed to `final` if the block raises nothing.
 
-    Of two processes that race, the last rename wins for a file and the first for a folder; both are whole.
+    Of two processes, the last one wins for a file, the first one for a folder.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
@@ -48,18 +48,18 @@ def atomic_path(final: Path):
 
 
 def require_writable(folder: Path) -> None:
-    """Refuse a place where nothing can be written, before the work whose result belongs there."""
-    above = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not above.is_dir():
-        raise SpecBenchError(f"{folder} cannot be a folder, since {above} is a file; choose another one")
+    """Raises `SpecBenchError` for a folder in which nothing can be written, before the work whose result goes there."""
+    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise SpecBenchError(f"{folder} cannot be a folder, since {parent} is a file; choose another one")
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".specbench.", dir=above))  # permissions alone do not say it
+        os.rmdir(tempfile.mkdtemp(prefix=".specbench.", dir=parent))  # permissions alone do not decide it
     except OSError as error:
         raise SpecBenchError(f"nothing can be written to {folder} ({error.strerror}); choose another folder") from error
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The cache entry `name`, made by `make(temporary path)` if it is not there yet."""
+    """The path of the cache entry `name`, written by `make(temporary path)` if it is missing."""
     final = cache_root() / name
     if not final.exists():
         with atomic_path(final) as temporary:

@@ -1,4 +1,4 @@
-"""Clock, peak memory, and how busy other processes keep the machine. Knows no drafter."""
+"""Clock, peak memory, and the load of other processes."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import torch
 
 
 class Clock:
-    """Seconds on the clock once all issued work has run: on a GPU each reading waits for the device."""
+    """A clock in seconds, which waits for the work that a GPU was given."""
 
     def __init__(self, device: torch.device):
         self.cuda = device if device.type == "cuda" else None
@@ -22,13 +22,13 @@ class Clock:
 
 
 class BackgroundLoad:
-    """The mean number of cores that other processes kept busy since `start`; a busy machine makes timings worthless."""
+    """The mean number of cores that other processes kept busy since `start`."""
 
     def start(self) -> None:
         self.begin = self._now()
 
     def read(self) -> float | None:
-        """Cores; None where the kernel does not tell."""
+        """Cores; None where the kernel does not say."""
         if self.begin is None or (now := self._now()) is None:
             return None
         seconds, busy, own = (b - a for a, b in zip(self.begin, now, strict=True))
@@ -36,20 +36,20 @@ class BackgroundLoad:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Seconds on the clock, of all processors' work, of this process's and its dead children's."""
+        """Seconds on the clock, of all processors' work, and of the work of this process and its ended children."""
         try:
             total, own = psutil.cpu_times(), os.times()
         except OSError:  # a container without /proc/stat
             return None
-        busy = sum(total[:8]) - total.idle - getattr(total, "iowait", 0.0)  # what follows on Linux is counted in user time
+        busy = sum(total[:8]) - total.idle - getattr(total, "iowait", 0.0)  # later fields are part of user time
         return time.perf_counter(), busy, own.user + own.system + own.children_user + own.children_system
 
 
 class PeakMemory:
-    """Peak memory since `start`. On a GPU the allocator's peak and the driver's view; else the peak resident set.
+    """Peak memory since `start`: on a GPU of torch's allocator and of the driver, else the peak resident set.
 
-    Where the kernel cannot reset a process's peak (`/proc/self/clear_refs`), the peak is that of the whole process so
-    far, which the result then says.
+    If the kernel cannot reset a process's peak (`/proc/self/clear_refs`), it is the peak since the process began, and
+    `since_start` is False.
     """
 
     def __init__(self, device: torch.device):
@@ -80,12 +80,12 @@ class PeakMemory:
 
     def bytes(self) -> int:
         """Peak bytes: the allocator's on a GPU, else of the process."""
-        found = self.read()
-        return int(found["allocator"] if "allocator" in found else found["resident"])
+        peaks = self.read()
+        return int(peaks["allocator"] if "allocator" in peaks else peaks["resident"])
 
 
 def _driver_bytes(device: torch.device) -> int:
-    """This process's memory as the NVIDIA driver counts it; 0 where the driver does not tell."""
+    """This process's memory as the NVIDIA driver counts it; 0 where the driver does not say."""
     import pynvml
 
     pynvml.nvmlInit()

@@ -1,7 +1,4 @@
-"""What an option may be, as types: its range stands where the option is declared. Knows nothing else in the project.
-
-Commands hold a configuration to these types before anything is loaded (`specbench/config/validation.py`).
-"""
+"""Types of options with their ranges, against which `specbench/config/validation.py` validates a configuration."""
 
 from typing import Annotated
 

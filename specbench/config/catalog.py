@@ -1,6 +1,6 @@
-"""The files of `conf/`: what each is, its options, their defaults, and their meanings from the comments beside them.
+"""The files of `conf/`: their options, defaults, and meanings from the comments beside them.
 
-Reads YAML together with its comments and imports neither Hydra nor torch, so that help and lists are there at once.
+Imports neither Hydra nor torch, so that help and lists appear at once.
 """
 
 import functools
@@ -24,7 +24,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True)
 class Option:
-    """One option. name: as it is typed. default: as it is written; empty for a part that has options of its own."""
+    """One option. name: as it is typed. default: as in the file; empty for a part that has options of its own."""
 
     name: str
     default: str
@@ -37,7 +37,7 @@ class File:
 
     Attributes:
         about: its first comment, on one line. whole: its options are named from the configuration's root.
-        options: those that stand in it, by name.
+        options: those of the file itself, without its parents', by name.
     """
 
     path: Path
@@ -58,9 +58,8 @@ class File:
 
     @property
     def node(self) -> Mapping[str, Any]:
-        """The part of the content that is passed to the class that the file configures."""
-        node: Mapping[str, Any] = self.content.get(self.path.parent.name, {}) if self.whole else self.content
-        return node
+        """The part of the content that configures the file's class."""
+        return self.content.get(self.path.parent.name, {}) if self.whole else self.content
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,12 @@ class Group:
     """A folder of files of which a command takes one.
 
     Attributes:
-        place: of its options. chosen: by default. fixed: only the user may choose otherwise. optional: it may be none.
+        prefix: of its options' names. chosen: the default file. fixed: no other file overrides the choice.
+        optional: no file need be chosen.
     """
 
     folder: str
-    place: str
+    prefix: str
     chosen: str
     fixed: bool
     optional: bool
@@ -98,10 +98,10 @@ def read(path: Path) -> File:
     return File(path, " ".join(comment), text.startswith("# @package _global_"), content, options)
 
 
-def _options(node: yaml.MappingNode, lines: Sequence[str], place: str = "") -> Iterator[Option]:
-    """The options below a node. A part with a comment of its own is one option, of another part each option is one."""
+def _options(node: yaml.MappingNode, lines: Sequence[str], prefix: str = "") -> Iterator[Option]:
+    """The options below a node. A part with a comment of its own is one option; other parts are listed by option."""
     for key, value in node.value:
-        name = place + str(key.value)
+        name = prefix + str(key.value)
         if key.value.startswith("_") or name in ("defaults", "hydra"):
             continue
         part = isinstance(value, yaml.MappingNode) and not value.flow_style
@@ -116,8 +116,8 @@ def _comment(key: yaml.Node, value: yaml.Node, lines: Sequence[str]) -> str:
     """The comment behind a value on one line, else the one behind its key."""
     block = getattr(value, "flow_style", None) is False or getattr(value, "style", None) in ("|", ">")
     end = key.end_mark if block or value.start_mark.line < value.end_mark.line else value.end_mark
-    found = re.search(r"(?:^|\s)#\s*(.*)", lines[end.line][end.column :])
-    return found[1].strip() if found else ""
+    match = re.search(r"(?:^|\s)#\s*(.*)", lines[end.line][end.column :])
+    return match[1].strip() if match else ""
 
 
 def _written(value: yaml.Node, lines: Sequence[str]) -> str:
@@ -149,25 +149,24 @@ def unknown(folder: str, name: str, known: Collection[str]) -> str:
 
 
 def where(folder: str) -> str:
-    """How a user can list the files of a folder of `conf/`."""
-    named = f"specbench list {LISTED[folder]}" if folder in LISTED else f"ls conf/{folder}"
-    return f"`{named}` shows what there is"
+    """The end of a message: the command that lists the files of a folder of `conf/`."""
+    command = f"specbench list {LISTED[folder]}" if folder in LISTED else f"ls conf/{folder}"
+    return f"`{command}` shows what there is"
 
 
 def groups(command: str) -> dict[str, Group]:
     """The groups of a command's configuration, by the names under which they are typed."""
-    found: dict[str, Group] = {}
+    by_name: dict[str, Group] = {}
     for item in read(CONF / f"{command}.yaml").content.get("defaults", []):
         if isinstance(item, str):
-            found |= groups(item) if item != "_self_" else {}
+            by_name |= groups(item) if item != "_self_" else {}
             continue
         ((key, chosen),) = item.items()
-        typed = key.split()[-1]
-        folder, _, place = typed.partition("@")
+        keyword, name = key.split()[0], key.split()[-1]
+        folder, _, prefix = name.partition("@")
         if not folder.startswith("hydra/"):
-            how = key.split()[0]
-            found[typed] = Group(folder, place or folder, chosen, how == "override", how == "optional")
-    return found
+            by_name[name] = Group(folder, prefix or folder, chosen, keyword == "override", keyword == "optional")
+    return by_name
 
 
 def choices(command: str, words: Sequence[str] = ()) -> dict[str, str]:
@@ -175,16 +174,16 @@ def choices(command: str, words: Sequence[str] = ()) -> dict[str, str]:
     known = groups(command)
     pairs = (word.partition("=") for word in words)
     typed = {key: value.split(",")[0] for key, equals, value in pairs if equals and key in known}
-    found = {key: group.chosen for key, group in known.items()} | typed
+    chosen = {key: group.chosen for key, group in known.items()} | typed
     for key, name in typed.items():
         file(known[key].folder, name)
-    for key, name in [*found.items()]:
+    for key, name in [*chosen.items()]:
         if known[key].folder in PRESETS:
             continue
         for other, value in _overridden(file(known[key].folder, name)):
             if other in known and other not in typed and not known[other].fixed:
-                found[other] = value
-    return found
+                chosen[other] = value
+    return chosen
 
 
 def require_optional(command: str, words: Sequence[str]) -> None:
@@ -208,36 +207,30 @@ def _overridden(chosen: File) -> Iterator[tuple[str, str]]:
 
 
 def options(path: Path) -> dict[str, Option]:
-    """A file's options after those of its parents; the first file that has an option gives its meaning."""
+    """A file's options after those of its parents; an option has the meaning that the first file gives it."""
     own = read(path)
-    found: dict[str, Option] = {}
+    by_name: dict[str, Option] = {}
     for parent in own.parents:
-        found |= options(path.with_name(f"{parent}.yaml"))
+        by_name |= options(path.with_name(f"{parent}.yaml"))
     for name, option in own.options.items():
-        known = found.get(name)
-        found[name] = replace(option, meaning=known.meaning) if known and known.meaning else option
-    return found
+        inherited = by_name.get(name)
+        by_name[name] = replace(option, meaning=inherited.meaning) if inherited and inherited.meaning else option
+    return by_name
 
 
 def chosen_options(group: Group, name: str, default: str) -> list[Option]:
-    """The options of a group's file. One that it says nothing of means what it means elsewhere.
-
-    That is in another file of the same class, or in the group's default one.
-    """
-    found = file(group.folder, name)
-    same = [other for other in names(group.folder) if _class(file(group.folder, other)) == _class(found)]
+    """The options of a group's file; those without a comment have it from a file of the same class, or the default file."""
+    configured = file(group.folder, name).node.get("_target_")
+    same = [other for other in names(group.folder) if file(group.folder, other).node.get("_target_") == configured]
     meanings: dict[str, str] = {}
     for other in (name, *same, default):
-        for option in _placed(group, other):
+        for option in _full_names(group, other):
             meanings[option.name] = meanings.get(option.name) or option.meaning
-    return [replace(option, meaning=meanings[option.name]) for option in _placed(group, name)]
+    return [replace(option, meaning=meanings[option.name]) for option in _full_names(group, name)]
 
 
-def _placed(group: Group, name: str) -> list[Option]:
-    found = file(group.folder, name)
-    place = "" if found.whole else f"{group.place}."
-    return [replace(option, name=place + option.name) for option in options(found.path).values()]
-
-
-def _class(found: File) -> Any:
-    return found.node.get("_target_")
+def _full_names(group: Group, name: str) -> list[Option]:
+    """The options of a group's file, named as they are typed."""
+    chosen = file(group.folder, name)
+    prefix = "" if chosen.whole else f"{group.prefix}."
+    return [replace(option, name=prefix + option.name) for option in options(chosen.path).values()]

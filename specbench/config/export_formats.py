@@ -1,4 +1,4 @@
-"""Which drafters the serving engines can load, as they are configured."""
+"""Which drafters the serving engines can load, as configured."""
 
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,7 +13,7 @@ Format = Literal["vllm", "sglang"]
 
 
 def require_exportable(config: DictConfig) -> None:
-    """Raises `SpecBenchError` for a drafter whose trained weights its format cannot hold, as `specbench.export` is told."""
+    """Raises `SpecBenchError` if `config.format` cannot hold the trained weights of `config.drafter`."""
     if config.drafter.get("weights", "") is None:
         raise SpecBenchError("drafter.weights=null would export random weights; name the folder of trained ones")
     if config.drafter.get("vocabulary") is not None:
@@ -24,13 +24,12 @@ def require_exportable(config: DictConfig) -> None:
 
 
 def exportable(server: str) -> list[str]:
-    """The drafters of `conf/drafter` that a server can load, as they are configured there."""
+    """The drafters of `conf/drafter` that a server can load."""
     files: dict[str, Any] = {path.stem: OmegaConf.load(path) for path in Path(CONF, "drafter").glob("*.yaml")}
     return sorted(name for name, file in files.items() if _obstacle(file.get("drafter", file), server) is None)
 
 
 def _obstacle(options: Any, server: str) -> str | None:
-    """Why a server cannot load a drafter of these options; None: it can."""
-    kind: Any = get_class(options["_target_"])
-    reason: str | None = kind.export_obstacle(server, options)
-    return reason
+    """Why a server cannot load a drafter with these options; None: it can."""
+    drafter: Any = get_class(options["_target_"])
+    return drafter.export_obstacle(server, options)

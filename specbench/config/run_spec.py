@@ -1,11 +1,11 @@
-"""One run, composed, checked and settled: a frozen `RunSpec`. What takes it imports neither Hydra nor OmegaConf.
+"""One run as a frozen `RunSpec`, from a composed configuration. Code that uses it imports neither Hydra nor OmegaConf.
 
-A composed configuration holds what the user typed over the files of `conf/`. Settling it adds what follows from that: the
-precision of a replay, the published checkpoint of a drafter without weights, the rule where acceptance is simulated.
+Options that follow from others are resolved here: the precision of a replay, the published checkpoint of a drafter without
+weights, the rule where acceptance is simulated.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from specbench.common.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Natural, Positive, Text
 from specbench.config import validation
@@ -39,7 +39,7 @@ NON_IDENTITY = ("baseline", "drafters", "endpoint", "results", "rerun", "show", 
 
 
 class GreedyOnly(SpecBenchError):
-    """A drafter that cannot sample was asked to."""
+    """A drafter for greedy decoding at a temperature above 0."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Common:
-    """Fields that a run's options and the settled run share."""
+    """Fields that `RunOptions` and `RunSpec` share."""
 
     threads: Annotated[int, Field(ge=1, le=4096)] | None
     rerun: Literal["missing", "failed", "all"]
@@ -73,7 +73,7 @@ class Common:
 
 @dataclass(frozen=True)
 class RunOptions(Common):
-    """What `conf/run.yaml` and its groups may say; what each means stands there."""
+    """The options of `conf/run.yaml` and its groups, which explain them."""
 
     drafters: list[Name] | None
     results: Text
@@ -89,12 +89,12 @@ class RunOptions(Common):
 
 @dataclass(frozen=True)
 class RunSpec(Common):
-    """A settled run. `RunOptions` declares what each option may be, `conf/run.yaml` says what it means.
+    """A resolved run.
 
     Attributes:
         results: the folder that rows are written to.
-        drafter, tree, verify, baseline: options of these parts as plain values; `_target_` names the class of each.
-        shared: all options that the drafters of a cell have in common and that can change a row, as plain values.
+        drafter, tree, verify, baseline: options as plain values; `_target_` names the class of each.
+        shared: options that the drafters of a cell have in common and that can change a row, as plain values.
     """
 
     results: Path
@@ -112,14 +112,14 @@ class RunSpec(Common):
 
     @property
     def folder(self) -> Path:
-        """Where rows of this target lie."""
+        """The folder of this target's rows."""
         return self.results / self.model.name
 
     @property
     def cell_folder(self) -> Path:
-        """Where the blocks of this cell lie."""
-        drawn = self.sampler.temperature, self.sampler.top_p, self.sampler.top_k
-        name = cell_name(self.dataset.name, drawn, self.decode.max_new_tokens, self.link.name, self.replay)
+        """The folder of this cell's blocks."""
+        sampling = self.sampler.temperature, self.sampler.top_p, self.sampler.top_k
+        name = cell_name(self.dataset.name, sampling, self.decode.max_new_tokens, self.link.name, self.replay)
         return self.folder / name
 
     @property
@@ -133,19 +133,17 @@ class RunSpec(Common):
         return {**self.shared, **self.own}
 
     def as_baseline(self) -> "RunSpec":
-        """The same run of plain decoding."""
+        """The same run with plain decoding."""
         return replace(self, drafter=self.baseline, checkpoint=None)
 
     def make_rule(self) -> Rule:
-        """How the target decides what is accepted."""
-        rule: Rule = instantiate(self.verify)
-        return rule
+        """The rule of acceptance."""
+        return instantiate(self.verify)
 
     def make_drafter(self, **options: Any) -> Any:
-        """The drafter, not yet bound to a target. options: instead of those that the run says.
+        """The drafter, not yet bound to a target. options: override those of the run.
 
-        Raises:
-            SpecBenchError: it cannot decode as the run says (`GreedyOnly`), or takes no checkpoint.
+        Raises `SpecBenchError` if it cannot decode with the run's other options (`GreedyOnly`: at this temperature).
         """
         drafter: Any = instantiate(self.drafter, **options)
         if self.sampler.temperature > 0 and drafter.greedy_only:
@@ -156,17 +154,17 @@ class RunSpec(Common):
                 "drafter=, or set link=local"
             )
         if isinstance(drafter, ServedEngine):
-            self._require_beside(drafter)
+            self._require_served(drafter)
         if self.checkpoint is not None:
             if not drafter.trained.takes_checkpoint:
                 raise SpecBenchError(f"drafter={self.drafter['name']} takes no checkpoint; leave checkpoint out")
             drafter.trained.checkpoint = checkpoints.read(self.checkpoint)
         return drafter
 
-    def _require_beside(self, engine: ServedEngine) -> None:
-        """Before any model is loaded, refuse settings that another engine cannot share, and one that is unreachable."""
+    def _require_served(self, engine: ServedEngine) -> None:
+        """Raises `SpecBenchError` for options that do not apply to another engine, or if it is unreachable."""
         for refused, reason in (
-            (self.replay, "replay=true: its drafts are not seen, so there is nothing to replay; set replay=false"),
+            (self.replay, "replay=true: its drafts are not visible, so there is nothing to replay; set replay=false"),
             (not self.link.local, f"link={self.link.name}: it is a server by itself; set link=local"),
             (self.model.weights == "random", "model.weights=random: it serves a real model; choose one that is here, too"),
         ):
@@ -178,39 +176,24 @@ class RunSpec(Common):
 # From a configuration -------------------------------------------------------------------------------------------------
 
 
-def checked(config: DictConfig, declared: type) -> dict[str, Any]:
-    """A command's options as plain values, interpolations resolved, validated. Raises `SpecBenchError`."""
-    validation.check(config, declared)
-    options: Any = OmegaConf.to_container(config, resolve=True)
-    return dict(options)
-
-
 def from_config(config: DictConfig, declared: type = RunOptions, weights: str | None = None) -> RunSpec:
-    """The run that a composed configuration asks for.
+    """The run of a composed configuration. Raises `SpecBenchError` for invalid options, or contradictions among them.
 
     Args:
-        declared: the dataclass that declares these options; those that a run has not are left out.
-        weights: folder of the drafter's weights, whatever the configuration says; no checkpoint is then taken.
-
-    Raises:
-        SpecBenchError: an unknown, missing or unfit option, or options that contradict each other.
+        declared: the dataclass of the command's options, of which only those of a run are used.
+        weights: folder of the drafter's weights; overrides the configuration, and any checkpoint.
     """
-    options = checked(config, declared)
+    options = validation.check(config, declared)
     options = {name: options[name] for name in validation.options(RunOptions)}
     if weights is not None:
         weights_node(options["drafter"])["weights"] = weights
-    _settle(options)
+    _resolve(options)
     if weights is not None:
         options["checkpoint"] = None
     shared = {name: value for name, value in options.items() if name not in (*OWN, *NON_IDENTITY)}
     made = {name: instantiate(options[name]) for name in ("decode", "sampler", "link", "model", "dataset")}
-    kept: dict[str, Any] = {field.name: options.get(field.name) for field in fields(RunSpec)}
-    return RunSpec(**kept | made | {"results": Path(options["results"]), "shared": shared})
-
-
-def compose_run(overrides: Sequence[str]) -> DictConfig:
-    """The configuration of a run as if these overrides had been typed."""
-    return composed("run", list(overrides))
+    plain: dict[str, Any] = {field.name: options.get(field.name) for field in fields(RunSpec)}
+    return RunSpec(**plain | made | {"results": Path(options["results"]), "shared": shared})
 
 
 def weights_node(drafter: Any) -> Any:
@@ -219,10 +202,9 @@ def weights_node(drafter: Any) -> Any:
 
 
 def state_compressors(name: str | None, model: Mapping[str, Any]) -> list[Any]:
-    """The drafter of this name, not yet bound, with which a server condenses states; none for None. model: its options.
+    """The drafter of this name, not yet bound, with which a server condenses states; none for None.
 
-    Raises:
-        SpecBenchError: this drafter makes nothing shorter of states.
+    model: options of the target. Raises `SpecBenchError` if this drafter does not condense states.
     """
     if name is None:
         return []
@@ -230,27 +212,22 @@ def state_compressors(name: str | None, model: Mapping[str, Any]) -> list[Any]:
     config.model = model
     drafter: Any = instantiate(config.drafter)
     if not drafter.compresses_states:
-        raise SpecBenchError(f"condense={name}: this drafter makes nothing shorter of states; leave condense out")
+        raise SpecBenchError(f"condense={name}: this drafter does not condense states; leave condense out")
     return [drafter]
 
 
-def _settle(options: dict[str, Any]) -> None:
-    """Add what follows from other options, so that headers record it."""
+def _resolve(options: dict[str, Any]) -> None:
+    """Set options that follow from others, so that headers record them. Raises `SpecBenchError` for contradictions."""
     model = options["model"]
     if options["replay"] and (options["sampler"]["temperature"] > 0 or model.get("weights") == "random"):
         raise SpecBenchError(
             "replay=true follows the target's own greedy answers; set sampler.temperature=0, or replay=false"
         )
     if options["replay"] and model.get("dtype") == "auto":
-        model["dtype"] = "float32"  # in others answers part at ties
+        model["dtype"] = "float32"  # in half precision answers differ at ties
     if options["link"]["name"] != "local":
-        _settle_link(options)
-    _settle_weights(options)
-
-
-def _settle_weights(options: dict[str, Any]) -> None:
-    """Set where the drafter's weights come from; with a target without weights, simulate acceptance."""
-    node, model = weights_node(options["drafter"]), options["model"]
+        _resolve_link(options)
+    node = weights_node(options["drafter"])
     if model.get("weights") == "random":
         use_simulated_acceptance(options)
     elif options["alpha"] is not None:
@@ -259,8 +236,8 @@ def _settle_weights(options: dict[str, Any]) -> None:
         options["checkpoint"] = (model.get("published") or {}).get(node["name"])
 
 
-def _settle_link(options: dict[str, Any]) -> None:
-    """Refuse what a target on a server cannot do; memory is measured only where both sides are one process."""
+def _resolve_link(options: dict[str, Any]) -> None:
+    """Refuse what a target on a server cannot do; memory and traces need both sides in one process."""
     if options["replay"]:
         raise SpecBenchError(
             "replay=true runs no target passes, so there is nothing to send; set replay=false or link=local"
@@ -273,47 +250,44 @@ def _settle_link(options: dict[str, Any]) -> None:
 
 
 def use_simulated_acceptance(options: dict[str, Any]) -> None:
-    """Without the target's weights acceptance is drawn at random by depth, and the drafter's weights are random too."""
+    """Draw acceptance at random by depth, since target and drafter have random weights."""
     if options["alpha"] is None:
         raise SpecBenchError("model.weights=random accepts nothing by itself; give alpha=[0.8,0.7,…], one number a depth")
     part: Any = options["drafter"]
     while part:
-        for files in ("weights", "searched"):
-            if files in part:
-                part[files] = None
+        for name in ("weights", "searched"):
+            if name in part:
+                part[name] = None
         part = part.get("base")
-    options["verify"] = {
-        "_target_": "specbench.engine.verify.Simulated",
-        "alpha": list(options["alpha"]),
-    }
+    options["verify"] = {"_target_": "specbench.engine.verify.Simulated", "alpha": list(options["alpha"])}
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
-def failure_path(config: DictConfig, label: str | None = None) -> Path:
-    """Where the failure of this configuration is written down, also where it is not fit to run.
+class FailureRecord:
+    """The file that says that a configuration failed, even an invalid one. label: instead of the drafter's name."""
 
-    label: of the drafter, by another name than its own.
-    """
-    model, dataset, own = (re.sub(r"[^\w.+=@-]", "_", name) for name in _names(config))
-    results = OmegaConf.select(config, "results") or "results/local"
-    try:
-        options: Any = OmegaConf.to_container(config, resolve=True)
-        settings = {key: value for key, value in options.items() if key not in NON_IDENTITY}
-    except OmegaConfBaseException:  # an interpolation into nothing
-        settings = {"unresolved": OmegaConf.to_yaml(config, resolve=False)}
-    return CellFailure.path(Path(str(results)) / model / dataset, label or own, settings)
+    def __init__(self, config: DictConfig, label: str | None = None):
+        names = [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]
+        temperature = OmegaConf.select(config, "sampler.temperature")
+        shown = temperature if isinstance(temperature, (int, float)) else str(temperature)
+        self.failure = CellFailure(names[0], names[1], label or names[2], shown, "")
+        try:
+            options: Any = OmegaConf.to_container(config, resolve=True)
+            settings = {key: value for key, value in options.items() if key not in NON_IDENTITY}
+        except OmegaConfBaseException:  # an interpolation that cannot be resolved
+            settings = {"unresolved": OmegaConf.to_yaml(config, resolve=False)}
+        model, dataset, drafter = (re.sub(r"[^\w.+=@-]", "_", name) for name in names)
+        results = Path(str(OmegaConf.select(config, "results") or "results/local"))
+        self.path = CellFailure.path(results / model / dataset, label or drafter, settings)
 
+    def write(self, error: Exception, announce: bool = True) -> None:
+        """Record an error, and print it unless it is known already."""
+        self.failure.error = format_exception(error)
+        self.failure.write(self.path)
+        if announce:
+            warn(f"{self.failure.drafter} on {self.failure.dataset}: {self.failure.error}")
 
-def failure(config: DictConfig, message: str, label: str | None = None) -> CellFailure:
-    """The record of a failed cell."""
-    model, dataset, own = _names(config)
-    temperature = OmegaConf.select(config, "sampler.temperature")
-    known = temperature if isinstance(temperature, (int, float)) else str(temperature)
-    return CellFailure(model, dataset, label or own, known, message)
-
-
-def _names(config: DictConfig) -> list[str]:
-    """The names of model, dataset and drafter, valid or not."""
-    return [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""A sweep as a whole: how far it is, and at its end its table, what failed, and the exit code.
+"""Progress of a sweep, and at its end the table of all cells, the failures, and the exit code.
 
-`conf/run.yaml` names the callback, which Hydra calls around every job of `-m`. At the sweep's end the numbers come from the
-results folder, not from memory, so that jobs on other machines (Slurm, Ray) count too.
+Hydra calls the callback, which `conf/run.yaml` names, around every job of `-m`. The summary is read from the results
+folder, so that jobs in other processes and on other machines (Slurm, Ray) count too.
 """
 
 import json
@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.common.errors import visible
+from specbench.common.errors import visible, warn
 from specbench.common.io import readable
 from specbench.records.rows import CellFailure, by_error
 
@@ -30,18 +30,18 @@ class Sweep(Callback):
     """Progress and summary. See Hydra's documentation of callbacks for when each method is called.
 
     Args:
-        show: prints one table of what the jobs noted (see `note`). It is called with that, the results folder, and whether
-            details are wanted. Tables belong to `specbench.reporting`, which this package does not import.
+        show: prints one table of all cells, from the jobs' notes (see `note`), the results folder, and whether to print
+            details. It comes from `specbench.reporting`, which this package does not import.
     """
 
     def __init__(self, show: Callable[[Sequence[Mapping[str, Any]], Path, bool], None]) -> None:
         self.show = show
         self.done, self.seconds = 0, 0.0
-        self.varied: set[str] = set()  # options that the sweep goes through, beside those that a cell is named by
+        self.varied: set[str] = set()  # options with several values, except those that a cell is named by
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         cells = count_cells(config)
-        self.varied = swept(config) - {"drafter", "dataset"}
+        self.varied = {o.key_or_group for o in _overrides(config) if o.is_sweep_override()} - {"drafter", "dataset"}
         os.environ[BEGUN], os.environ[CELLS] = str(time.time()), str(cells)
         print(f"sweep: {cells} cells into {config.results}", file=sys.stderr, flush=True)
 
@@ -62,15 +62,14 @@ class Sweep(Callback):
         self.done, self.seconds = self.done + 1, self.seconds + time.time() - self.started
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """The table of all cells, then what failed, then how many cells there are.
+        """Print the table of all cells, the failures, and the number of complete cells.
 
-        Raises:
-            SystemExit: with code 2, if any cell failed. Hydra swallows any other exception of a callback.
+        Exits with code 2 if any cell failed; Hydra swallows all exceptions of a callback but `SystemExit`.
         """
         results = Path(config.results)
-        noted = _read_notes(results)
-        if noted and config.get("show"):
-            self.show(noted, results, bool(config.get("details")))
+        notes = _read_notes(results)
+        if notes and config.get("show"):
+            self.show(notes, results, bool(config.get("details")))
         begun, cells = float(os.environ.pop(BEGUN)), int(os.environ.pop(CELLS))
         failed = failed_cells(results, begun)
         for error, names in failed.items():
@@ -79,7 +78,7 @@ class Sweep(Callback):
         minutes = (time.time() - begun) / 60
         print(f"sweep: {cells - count} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
         if failed:
-            print(f"specbench: {count} cells failed, named above; the same command tries them again", file=sys.stderr)
+            warn(f"{count} cells failed, named above; the same command tries them again")
             sys.exit(2)
 
 
@@ -91,25 +90,25 @@ def failed_cells(results: Path, since: float) -> dict[str, list[str]]:
     return {**failed, **{problem: ["a cell"] for problem in problems}}
 
 
-def note(results: Path, asked: Mapping[str, Any]) -> None:
-    """Write down what a job of a sweep was asked for, in a line of a file that the sweep's end reads and removes."""
+def note(results: Path, cell: Mapping[str, Any]) -> None:
+    """In a sweep, append a description of a job's cell to a file that the sweep's end reads and removes."""
     if os.environ.get(BEGUN):
-        with _notes(results).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asked) + "\n")
+        with _notes_path(results).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(cell) + "\n")
 
 
-def _notes(results: Path) -> Path:
+def _notes_path(results: Path) -> Path:
     return results / f".sweep-{os.environ[BEGUN]}.jsonl"
 
 
 def _read_notes(results: Path) -> list[Mapping[str, Any]]:
-    """What the jobs noted; their file is removed."""
-    path = _notes(results)
+    """The notes of all jobs, whose file is removed."""
+    path = _notes_path(results)
     if not path.exists():
         return []
-    noted = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    notes = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     path.unlink()
-    return noted
+    return notes
 
 
 def _option(word: str) -> str:
@@ -117,8 +116,8 @@ def _option(word: str) -> str:
     return str(word).split("=")[0].lstrip("+~")
 
 
-def _asked(config: DictConfig) -> list[Override]:
-    """The sweep's overrides: those typed, and those of its configuration that were not."""
+def _overrides(config: DictConfig) -> list[Override]:
+    """The sweep's overrides: of the command line, and of its configuration where the command line has none."""
     task = list(config.hydra.overrides.task)
     fixed: Any = OmegaConf.to_container(config.hydra.sweeper.params) if config.hydra.sweeper.params else {}
     typed = set(map(_option, task))
@@ -126,11 +125,6 @@ def _asked(config: DictConfig) -> list[Override]:
     return list(OverridesParser.create().parse_overrides(task))
 
 
-def swept(config: DictConfig) -> set[str]:
-    """The options of which the sweep tries several values."""
-    return {o.key_or_group for o in _asked(config) if o.is_sweep_override()}
-
-
 def count_cells(config: DictConfig) -> int:
-    """How many jobs the sweep's overrides make."""
-    return math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in _asked(config) if o.is_sweep_override())
+    """The number of jobs of a sweep."""
+    return math.prod(sum(1 for _ in o.sweep_string_iterator()) for o in _overrides(config) if o.is_sweep_override())

@@ -1,4 +1,4 @@
-"""One training, composed, checked and settled: a frozen `TrainJob`. What takes it imports neither Hydra nor OmegaConf."""
+"""One training as a frozen `TrainJob`, from a composed configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,7 +14,6 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT, require_writable
 from specbench.common.types import Count, Name, Positive, Text
 from specbench.config import validation
-from specbench.config.run_spec import checked
 from specbench.data.conversations import Conversations
 from specbench.engine.drafter import Drafter
 from specbench.engine.loading import ModelSpec
@@ -28,7 +27,7 @@ from specbench.training.recipe import TrainSettings
 
 @dataclass(frozen=True)
 class Train:
-    """What `conf/train/*.yaml` and `conf/recipe/*.yaml` may say; what each means stands in `conf/train/small.yaml`."""
+    """The options of `conf/train/*.yaml` and `conf/recipe/*.yaml`, explained in `conf/train/small.yaml`."""
 
     name: Name | None
     out: Text
@@ -53,7 +52,7 @@ class Train:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What `conf/train.yaml` and its groups may say."""
+    """The options of `conf/train.yaml` and its groups."""
 
     threads: Annotated[int, Field(ge=1, le=4096)] | None
     model: ModelSpec
@@ -63,19 +62,23 @@ class TrainOptions:
 
 
 def from_config(config: DictConfig) -> TrainJob:
-    """The training that a composed configuration asks for.
+    """The training of a composed configuration.
 
-    Raises:
-        SpecBenchError: an unknown, missing or unfit option, options that contradict each other, or weights that would be
-            written over.
+    Raises `SpecBenchError` for invalid options, contradictions among them, or weights that would be overwritten.
     """
-    options = checked(config, TrainOptions)
+    options = validation.check(config, TrainOptions)
     recipe, drafter = options["train"], options["drafter"]
     _require_trainable(recipe, drafter)
     made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
-    _check_phases(recipe, drafter)
+    drafter_class: Any = get_class(drafter["_target_"])
+    for number, phase in enumerate(recipe["settings"]["phases"]):
+        key = f"train.settings.phases[{number}].drafter"
+        validation.check_some(phase.get("drafter", {}), drafter_class, drafter_class.phased, key)
     if not (recipe["overwrite"] or recipe["missing"]):
-        _protect(recipe, drafter)
+        if recipe["until"] == "search":
+            refuse_overwriting(Path(recipe["out"]) / SKIP)
+        elif recipe["until"] == "weights":
+            refuse_overwriting(Path(recipe["out"]) / WEIGHTS, made_by(drafter, recipe))
     plain = {field.name: recipe[field.name] for field in fields(TrainJob) if field.name in recipe}
     folders = {"out": Path(recipe["out"]), "packed": PROJECT / recipe["packed"]}
     return TrainJob(
@@ -89,7 +92,7 @@ def from_config(config: DictConfig) -> TrainJob:
 
 
 def _require_trainable(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
-    """Refuse what cannot end well, before anything is loaded."""
+    """Raises `SpecBenchError`, before anything is loaded, for a training that would fail."""
     if recipe["shard_target"] and recipe["build"]:
         raise SpecBenchError(
             "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
@@ -99,24 +102,7 @@ def _require_trainable(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) ->
         return
     if drafter.get("vocabulary") is not None:
         raise SpecBenchError("drafter.vocabulary needs no training; train without it, and draft with it")
-    made, verb = ("searched", "search") if recipe["until"] == "search" else ("weights", "train")
-    if made not in drafter:
+    option, verb = ("searched", "search") if recipe["until"] == "search" else ("weights", "train")
+    if option not in drafter:
         raise SpecBenchError(f"drafter={drafter['name']} has nothing to {verb}; choose another drafter=")
     require_writable(Path(recipe["out"]))
-
-
-def _check_phases(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
-    """Phases may change those options of the drafter that its class declares as `phased`."""
-    taker: Any = get_class(drafter["_target_"])
-    for number, phase in enumerate(recipe["settings"]["phases"]):
-        place = f"train.settings.phases[{number}].drafter"
-        validation.hold_some(phase.get("drafter", {}), taker, taker.phased, place)
-
-
-def _protect(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
-    """Refuse to write over what another training made, before anything is loaded."""
-    out = Path(recipe["out"])
-    if recipe["until"] == "search":
-        refuse_overwriting(out / SKIP)
-    elif recipe["until"] == "weights":
-        refuse_overwriting(out / WEIGHTS, made_by(drafter, recipe))

@@ -1,4 +1,4 @@
-"""What `--help` says: a command's options, their defaults and meanings, and the files it chooses among."""
+"""The text of `--help`: a command's options, their defaults and meanings, and the files to choose among."""
 
 import ast
 import re
@@ -11,22 +11,22 @@ from specbench.config import catalog
 
 WIDTH, COLUMN = 80, 28
 FLAGS = ("-h", "--help")
-REFUSED = {"study": "drafter"}  # a group that a command takes no choice of: a study has arms
+HIDDEN = {"study": "drafter"}  # by command, a group that it lets nobody choose: a study has arms
 COMMANDS = ("run", "study", "train", "report", "export", "cost", "serve", "evidence")
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
-    """Does a command line ask for help?"""
+    """Does a command line contain a help flag?"""
     return any(word in FLAGS for word in words)
 
 
 def help_text(command: str, words: Sequence[str] = ()) -> str:
-    """The help of a command. Raises `SpecBenchError` for a file that there is not.
+    """The help of a command. Raises `SpecBenchError` for an unknown file.
 
-    words: of its command line; of the files that they choose the options are shown, else of those that it takes by itself.
+    words: of its command line; the options of the files that they choose are shown, else those of the default ones.
     """
     chosen = catalog.choices(command, words)
-    groups = {key: group for key, group in catalog.groups(command).items() if key != REFUSED.get(command)}
+    groups = {key: group for key, group in catalog.groups(command).items() if key != HIDDEN.get(command)}
     first, *rest = _docstring(command)
     blocks = [[f"usage: specbench {command} [OPTION=VALUE ...]"], textwrap.wrap(first, WIDTH), *_paragraphs(rest)]
     blocks.append(["options:", *_options(catalog.options(catalog.CONF / f"{command}.yaml").values())])
@@ -37,7 +37,9 @@ def help_text(command: str, words: Sequence[str] = ()) -> str:
             title = f"{key}={chosen[key]}: {catalog.file(group.folder, chosen[key]).sentence}"
             options = catalog.chosen_options(group, chosen[key], group.chosen)
             blocks.append([*textwrap.wrap(visible(title), WIDTH), *_options(options)])
-    blocks.append(_end(command, groups))
+    example = next((key for key in ("drafter", "model") if key in groups), None)
+    hint = f"Options of another file: specbench {command} --help {example}=NAME. " if example else ""
+    blocks.append(textwrap.wrap(f"{hint}Hydra's own flags, such as --multirun and --cfg job: --hydra-help.", WIDTH))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -47,7 +49,7 @@ def summary(command: str) -> str:
 
 
 def row(left: str, right: str, column: int = COLUMN) -> list[str]:
-    """Lines of two columns; a left text that is too long has a line of its own."""
+    """Lines of two columns; a left text that is too long gets a line of its own."""
     lines = textwrap.wrap(visible(right), WIDTH - column, break_on_hyphens=False) or [""]
     left = f"  {visible(left)}"
     if len(left) + 2 > column:
@@ -56,22 +58,22 @@ def row(left: str, right: str, column: int = COLUMN) -> list[str]:
 
 
 def _docstring(command: str) -> list[str]:
-    """The docstring of a command's module, which is not imported, since that takes seconds."""
+    """Lines of the docstring of a command's module, read without importing it, which takes seconds."""
     text = (PROJECT / "specbench" / f"{command}.py").read_text()
     first, *rest = (ast.get_docstring(ast.parse(text)) or "").replace("python -m specbench.", "specbench ").split("\n")
     return [first.rstrip("."), *rest]
 
 
 def _paragraphs(lines: Iterable[str]) -> list[list[str]]:
-    """Examples with their comments below, and prose, wrapped."""
-    found = []
+    """Paragraphs of a docstring, wrapped; in those with examples, comments follow on lines of their own."""
+    wrapped = []
     for paragraph in "\n".join(lines).strip().split("\n\n"):
         if "specbench " in paragraph.split("\n")[0]:
             examples = (re.split(r"\s+# ", line, maxsplit=1) for line in paragraph.split("\n"))
-            found.append([line for words in examples for line in _example(*words)])
+            wrapped.append([line for words in examples for line in _example(*words)])
         else:
-            found.append(textwrap.wrap(paragraph, WIDTH))
-    return found
+            wrapped.append(textwrap.wrap(paragraph, WIDTH))
+    return wrapped
 
 
 def _example(command: str, comment: str = "") -> list[str]:
@@ -86,14 +88,7 @@ def _options(options: Iterable[catalog.Option]) -> list[str]:
 
 
 def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str]:
-    found: dict[str, list[str]] = {}
+    lines = []
     for key, group in groups.items():
-        title = f"{key}={chosen[key].replace('???', 'NAME')}"
-        found.setdefault(title, row(title, ", ".join(catalog.names(group.folder))))
-    return [line for lines in found.values() for line in lines]
-
-
-def _end(command: str, groups: dict[str, catalog.Group]) -> list[str]:
-    example = next((key for key in ("drafter", "model") if key in groups), None)
-    hint = f"Options of another file: specbench {command} --help {example}=NAME. " if example else ""
-    return textwrap.wrap(f"{hint}Hydra's own flags, such as --multirun and --cfg job: --hydra-help.", WIDTH)
+        lines += row(f"{key}={chosen[key].replace('???', 'NAME')}", ", ".join(catalog.names(group.folder)))
+    return lines

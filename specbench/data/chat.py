@@ -1,4 +1,4 @@
-"""Messages to token ids, by the model's own chat template."""
+"""From messages to token ids, by the model's chat template."""
 
 import zlib
 from typing import Any
@@ -20,14 +20,13 @@ class Chat:
         self.tokenizer, self.system = tokenizer, system
 
     def encode(self, messages: list[Message], answer_follows: bool = True) -> list[int]:
-        """Token ids of a conversation; with the header of the coming answer if one follows.
+        """Token ids of a conversation. answer_follows: append the header of the next answer.
 
-        Raises:
-            SpecBenchError: a template that is damaged, or that does not take these messages.
+        Raises `SpecBenchError` if the template is damaged, or refuses these messages.
         """
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
-        if self.tokenizer.chat_template is None:  # a base model: plain text is all it knows
+        if self.tokenizer.chat_template is None:  # a base model
             text = "\n\n".join(m["content"] for m in messages) + ("\n\n" if answer_follows else "")
             return self.tokenizer(text)["input_ids"]
         name = getattr(self.tokenizer, "name_or_path", "this tokenizer")
@@ -36,10 +35,9 @@ class Chat:
             return encoded["input_ids"]
 
     def follow_up(self, content: str) -> list[int]:
-        """Ids between an answer's text and the next one: the answer's end, the user's turn, the coming answer's header.
+        """Ids between the texts of two answers: the end of the first, the user's turn, the header of the next.
 
-        Raises:
-            SpecBenchError: a template that does not lay turns end to end.
+        Raises `SpecBenchError` if the template does not concatenate turns.
         """
         user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
         opening = self.encode([user])
@@ -51,7 +49,7 @@ class Chat:
 
 
 class Pieces:
-    """Replaces a tokenizer where only time and memory count: one arbitrary id for every four characters."""
+    """A stand-in for a tokenizer, for measuring time and memory: one arbitrary id for every four characters."""
 
     chat_template = None
 
@@ -63,4 +61,4 @@ class Pieces:
         return {"input_ids": [zlib.crc32(p.encode()) % self.vocab_size for p in pieces]}
 
     def decode(self, ids: list[int]) -> str:
-        return " ".join(f"{i:03}" for i in ids)  # as long as its ids say
+        return " ".join(f"{i:03}" for i in ids)  # encodes to as many ids

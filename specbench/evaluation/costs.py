@@ -1,12 +1,12 @@
-"""What the engine and its drafters cost: functions of a target and a drafter, each of which takes one repetition.
+"""What the engine and its drafters cost: each public function measures one repetition.
 
-    overhead              what the loop adds to the forwards of target and drafter
-    against_transformers  the same greedy answers by Transformers' own `generate`, both sides in turn
-    drafting              where drafting goes: LM head, the drafter's own layers, growth and caches
+    overhead              time of the loop outside the forwards of target and drafter
+    against_transformers  the same greedy answers by Transformers' own `generate`, in turn
+    drafting              shares of drafting time: LM head, the drafter's own layers, growth and caches
     training              seconds, tokens a second and peak memory of a training step
 
-What is wrapped to be timed is put back, so these may run between generations; `training` trains, and a peak of memory
-cannot be taken back: it belongs into a process of its own (`specbench.evaluation.isolated`). Knows no concrete drafter.
+Functions that are wrapped for timing are restored, so these may run between generations; `training` changes the drafter
+and belongs into a process of its own (`specbench.evaluation.isolated`). Knows no concrete drafter.
 """
 
 import gc
@@ -31,54 +31,47 @@ from specbench.evaluation.runner import BoundDrafter
 SEQUENCES, LENGTH, VOCABULARY = 8, 256, 8192  # of a training batch; ids that its classification loss runs over
 STEPS = 5  # training steps, of which the median counts
 Prompts = Sequence[list[int]]
-Timed = tuple[Any, str, str]  # whose function, its name, the part that its seconds belong to
+Timed = tuple[Any, str, str]  # owner of a function, its name, the part that its seconds belong to
 
 
 def overhead(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
-    """What of the cycles is neither a forward of the target nor one of the drafter.
-
-    Returns:
-        share: of the cycles' time. ms_per_cycle: milliseconds of it.
-    """
+    """Time of the cycles outside forwards of target and drafter. share: of the cycles' time. ms_per_cycle: milliseconds."""
     clock = Clock(target.device)
-    ours = [(target, "run", "forward"), (target.head, "forward", "forward")]
-    theirs = [(owner, name, "forward") for owner, name, _ in _forwards(target, bound)]
-    with _timed([*ours, *theirs], clock) as seconds:
+    of_target = [(target, "run", "forward"), (target.head, "forward", "forward")]
+    of_drafter = [(owner, name, "forward") for owner, name, _ in _forwards(target, bound)]
+    with _timed([*of_target, *of_drafter], clock) as seconds:
         steps, inside = _steps(target, bound, prompts, tokens, clock, seconds)
-    whole = sum(s.draft_s + s.target_s + s.verify_s + s.rest_s for s in steps)
-    outside = whole - inside["forward"]
-    return {"share": outside / whole, "ms_per_cycle": 1000 * outside / len(steps)}
+    total = sum(s.draft_s + s.target_s + s.verify_s + s.rest_s for s in steps)
+    outside = total - inside["forward"]
+    return {"share": outside / total, "ms_per_cycle": 1000 * outside / len(steps)}
 
 
 def assistance(bound: BoundDrafter) -> dict[str, Any]:
-    """What Transformers' `generate` is told so that it drafts as a contender does; nothing if it cannot.
-
-    A draft model must be a whole language model and its candidates a chain; see `Drafter.generation`.
-    """
+    """Arguments with which Transformers' `generate` drafts as this drafter does, see `Drafter.generation`; else empty."""
     return {} if bound.rule.simulated else dict(bound.drafter.generation)
 
 
 def against_transformers(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
     """Greedy answers of as many tokens by this engine and by Transformers' `generate`, prompt by prompt in turn.
 
-    The baseline stands against plain generation, a draft model against assisted generation with as long a chain, prompt
-    lookup against Transformers' own.
+    The baseline is compared with plain generation, a draft model with assisted generation of the same chain length,
+    prompt lookup with Transformers' own.
 
     Returns:
         ours, theirs: tokens a second, prefill included. ratio: of the two. identical: share of answers with the same ids.
     """
-    clock, more = Clock(target.device), assistance(bound)
+    clock, arguments = Clock(target.device), assistance(bound)
     emitted, same, ours, theirs = 0, 0, 0.0, 0.0
     for number, prompt in enumerate([prompts[0], *prompts]):
         begin = clock()
         answer = _answer(target, bound, prompt, tokens)
         middle = clock()
-        with _generating(target, more, bound.drafter.passes) as generate:
+        with _generating(target, arguments, bound.drafter.passes) as generate:
             prepared = clock()
-            found = generate(prompt, len(answer))
+            generated = generate(prompt, len(answer))
             end = clock()
         if number:  # the first one warms up
-            emitted, same = emitted + len(answer), same + (found == answer)
+            emitted, same = emitted + len(answer), same + (generated == answer)
             ours, theirs = ours + middle - begin, theirs + end - prepared
     return {"ours": emitted / ours, "theirs": emitted / theirs, "ratio": theirs / ours, "identical": same / len(prompts)}
 
@@ -89,14 +82,16 @@ def _answer(target: Target, bound: BoundDrafter, prompt: list[int], tokens: int)
 
 
 @contextmanager
-def _generating(target: Target, more: Mapping[str, Any], gamma: int) -> Iterator[Callable[[list[int], int], list[int]]]:
-    """Transformers' greedy generation of so many tokens. more: it is told, see `assistance`.
+def _generating(
+    target: Target, arguments: Mapping[str, Any], gamma: int
+) -> Iterator[Callable[[list[int], int], list[int]]]:
+    """Transformers' greedy generation after a prompt, of a number of tokens. arguments: see `assistance`.
 
-    What the models' own generation configurations want would come back wherever a setting is None, as the stop token is:
-    these are set aside meanwhile.
+    The models' own generation configurations are replaced meanwhile, since `generate` takes from them every setting that
+    is None, such as the stop token.
     """
-    models = [target.model, *(more[key] for key in more if key == "assistant_model")]
-    kept = [model.generation_config for model in models]
+    models = [target.model, *(arguments[key] for key in arguments if key == "assistant_model")]
+    configs = [model.generation_config for model in models]
     fixed = {
         "num_assistant_tokens": gamma,
         "num_assistant_tokens_schedule": "constant",
@@ -106,9 +101,8 @@ def _generating(target: Target, more: Mapping[str, Any], gamma: int) -> Iterator
     def generate(prompt: list[int], tokens: int) -> list[int]:
         ids = torch.tensor([prompt], device=target.device)
         settings = GenerationConfig(do_sample=False, max_new_tokens=tokens)
-        out = target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, **more)
-        found: list[int] = out[0, len(prompt) :].tolist()
-        return found
+        out = target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, **arguments)
+        return out[0, len(prompt) :].tolist()
 
     try:
         for model in models:
@@ -116,33 +110,29 @@ def _generating(target: Target, more: Mapping[str, Any], gamma: int) -> Iterator
         with quiet(), unpacked(models):
             yield generate
     finally:
-        for model, own in zip(models, kept, strict=True):
-            model.generation_config = own
+        for model, config in zip(models, configs, strict=True):
+            model.generation_config = config
 
 
 def drafting(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
-    """Milliseconds of drafting a cycle, and what it goes into.
-
-    Returns:
-        ms: a cycle. head, network, rest: shares of it; the rest is growing trees and keeping caches.
-    """
+    """Drafting time. ms: a cycle. head, network, rest: shares of it; the rest is growing trees and keeping caches."""
     clock = Clock(target.device)
-    # The target multiplies the same head: the outermost function counts, so that its passes stay apart.
+    # The target calls the same head: since the outermost function counts, its calls are not counted as drafting.
     with _timed([(target, "forward", "target"), *_forwards(target, bound)], clock) as seconds:
         steps, inside = _steps(target, bound, prompts, tokens, clock, seconds)
-    whole = sum(step.draft_s for step in steps)
-    head, network = (inside.get(part, 0.0) / whole for part in ("head", "network"))
-    return {"ms": 1000 * whole / len(steps), "head": head, "network": network, "rest": 1 - head - network}
+    total = sum(step.draft_s for step in steps)
+    head, network = (inside.get(part, 0.0) / total for part in ("head", "network"))
+    return {"ms": 1000 * total / len(steps), "head": head, "network": network, "rest": 1 - head - network}
 
 
 def _forwards(target: Target, bound: BoundDrafter) -> list[Timed]:
-    """What a drafter multiplies, and layers of the target that it runs on top of its own, or instead of any."""
+    """Forwards of a drafter: its own, and those of target layers that it runs."""
     return [*bound.drafter.timed_functions(), (target, "tail", "network"), (target, "subset", "network")]
 
 
 @contextmanager
 def _timed(functions: Iterable[Timed], clock: Clock) -> Iterator[dict[str, float]]:
-    """Seconds inside some functions, by part; of calls inside one another the outermost counts."""
+    """Inside, measures seconds in these functions, by part; of nested calls the outermost counts."""
     functions = list(functions)
     seconds = {part: 0.0 for _, _, part in functions}
     inside = False
@@ -163,24 +153,19 @@ def _timed(functions: Iterable[Timed], clock: Clock) -> Iterator[dict[str, float
 
     with ExitStack() as undo:
         for owner, name, part in functions:
-            undo.callback(_put_back, owner, name, vars(owner).get(name))
+            if name in vars(owner):  # set on the instance itself, else inherited from its class
+                undo.callback(object.__setattr__, owner, name, vars(owner)[name])
+            else:
+                undo.callback(object.__delattr__, owner, name)
             object.__setattr__(owner, name, around(getattr(owner, name), part))
         yield seconds
-
-
-def _put_back(owner: Any, name: str, before: Any) -> None:
-    """before: what stood on the instance itself; None where its class had the function."""
-    if before is None:
-        object.__delattr__(owner, name)
-    else:
-        object.__setattr__(owner, name, before)
 
 
 def _steps(
     target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int, clock: Clock, seconds: dict[str, float]
 ) -> tuple[list[Step], dict[str, float]]:
-    """The cycles of some answers, and what `seconds` grew by in them, prefill aside."""
-    found: list[Step] = []
+    """The cycles of some answers, and by how much `seconds` grew in them, prefill excluded."""
+    all_steps: list[Step] = []
     inside = dict.fromkeys(seconds, 0.0)
     for number, prompt in enumerate([prompts[0], *prompts]):
         events = decode(target, bound.drafter, prompt, Limits(tokens), bound.rule, Sampler(), clock=clock)
@@ -188,11 +173,11 @@ def _steps(
         before = dict(seconds)
         steps = [event for event in events if isinstance(event, Step)]
         if number:  # the first one warms up
-            found += steps
+            all_steps += steps
             inside = {part: inside[part] + seconds[part] - before[part] for part in seconds}
-    if not found:
+    if not all_steps:
         raise SpecBenchError("there was no cycle to measure; raise decode.max_new_tokens, or model.max_context")
-    return found, inside
+    return all_steps, inside
 
 
 def training(target: Target, drafter: Any) -> dict[str, float]:
@@ -201,11 +186,11 @@ def training(target: Target, drafter: Any) -> dict[str, float]:
     Returns:
         peak: bytes above what was held before the first step. seconds: a step. tokens_per_s. parameters: trained.
     """
-    own = [p for p in drafter.parameters() if p.requires_grad]
-    if not own:
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    if not parameters:
         raise SpecBenchError("this drafter has nothing to train")
     drafter.train()
-    optimizer, clock, memory = torch.optim.AdamW(own), Clock(target.device), PeakMemory(target.device)
+    optimizer, clock, memory = torch.optim.AdamW(parameters), Clock(target.device), PeakMemory(target.device)
     tokens = torch.randint(target.vocab_size, (SEQUENCES, min(LENGTH, target.max_context)), device=target.device)
     states = torch.randn(*tokens.shape, target.hidden_size, dtype=target.dtype, device=target.device)
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
@@ -222,10 +207,10 @@ def training(target: Target, drafter: Any) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(clock() - begin)
-    middle = statistics.median(seconds[1:])  # the first one warms up
+    median = statistics.median(seconds[1:])  # the first one warms up
     return {
         "peak": memory.bytes() - before,
-        "seconds": middle,
-        "tokens_per_s": tokens.numel() / middle,
-        "parameters": sum(p.numel() for p in own),
+        "seconds": median,
+        "tokens_per_s": tokens.numel() / median,
+        "parameters": sum(p.numel() for p in parameters),
     }

@@ -1,16 +1,15 @@
-"""What is measured of a cell's arms beside their rows: which quantities there are, whose they are, and where taken.
+"""Quantities that are measured of a cell's arms beside their rows, a given number of times each.
 
-Each is taken so many times over, all arms once before any arm again, so that what the machine does meanwhile meets all
-alike, and each is on disk before the next begins. What is there is not measured again.
+All arms are measured once before any is measured again, so that slow changes of the machine's speed meet all alike. Each
+result is written at once, and what the cell's blocks hold is not measured again.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from specbench.common.budget import Budget, Pace
-from specbench.common.errors import SpecBenchError, format_exception, visible
+from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.progress import progress
 from specbench.engine.drafter import Drafter
 from specbench.engine.target import Target
@@ -24,12 +23,12 @@ from specbench.remote.throughput import throughput
 from specbench.tuning import target_cost
 
 CLIENTS = (1, 2, 4, 8)  # of one server
-PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and tokens of each answer at most
+PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and the most tokens of each answer
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a measurement decodes: prompts as ids, and so many tokens of an answer."""
+class Workload:
+    """What a measurement decodes: prompts as ids, and how many tokens of each answer."""
 
     target: Target
     prompts: list[list[int]]
@@ -38,136 +37,103 @@ class Setting:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One of them. take: one repetition of one arm. whose: is it measured of this arm?"""
+    """measure: one repetition of one arm. applies: is it measured of this arm?"""
 
-    take: Callable[[Setting, Arm], dict[str, float]]
-    whose: Callable[[Arm], bool]
-
-
-def _everyone(arm: Arm) -> bool:
-    return True
+    measure: Callable[[Workload, Arm], dict[str, float]]
+    applies: Callable[[Arm], bool] = lambda arm: True
 
 
-def _baseline(arm: Arm) -> bool:
+def _is_baseline(arm: Arm) -> bool:
     return arm.label == BASELINE
 
 
-def _drafters(arm: Arm) -> bool:
-    return not _baseline(arm)
+def _memory(load: Workload, arm: Arm) -> dict[str, float]:
+    return isolated.call(isolated.memory, arm.spec, load.prompts[0], load.tokens, load.target.packing.timed)
 
 
-def _trained(arm: Arm) -> bool:
-    return arm.spec.trained
-
-
-def _known_to_transformers(arm: Arm) -> bool:
-    return _baseline(arm) or bool(costs.assistance(arm.bound))
-
-
-def _memory(setting: Setting, arm: Arm) -> dict[str, float]:
-    found: dict[str, float] = isolated.call(
-        isolated.memory, arm.spec, setting.prompts[0], setting.tokens, setting.target.packing.timed
-    )
-    return found
-
-
-def _training(setting: Setting, arm: Arm) -> dict[str, float]:
-    found: dict[str, float] = isolated.call(isolated.training, arm.spec)
-    return found
-
-
-def _clients(setting: Setting, arm: Arm) -> dict[str, float]:
-    if not isinstance(setting.target, RemoteTarget):
+def _clients(load: Workload, arm: Arm) -> dict[str, float]:
+    if not isinstance(load.target, RemoteTarget):
         raise SpecBenchError("a target in this process has no clients; choose another link=")
-    spec = replace(arm.spec, link=replace(arm.spec.link, to=setting.target.server))
+    spec = replace(arm.spec, link=replace(arm.spec.link, to=load.target.server))
 
     def connect() -> tuple[RemoteTarget, Drafter]:
         target, _ = arms.load(spec)
         assert isinstance(target, RemoteTarget)
         return target, arms.build(spec, target, arm.label).bound.drafter
 
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for count in CLIENTS:
-        took = throughput(count, connect, setting.prompts, setting.tokens)
-        found |= {f"{name}_{count}": value for name, value in took.items()}
-        found[f"gain_{count}"] = took["together"] / found["together_1"]
-    return found
+        speeds = throughput(count, connect, load.prompts, load.tokens)
+        values |= {f"{name}_{count}": value for name, value in speeds.items()}
+        values[f"gain_{count}"] = speeds["together"] / values["together_1"]
+    return values
 
 
-def _target_pass(setting: Setting, arm: Arm) -> dict[str, float]:
-    return target_cost.target_pass(setting.target, setting.prompts[0])
+def _decoding(cost: Callable[..., dict[str, float]]) -> Callable[[Workload, Arm], dict[str, float]]:
+    """A cost that is measured by decoding the prompts in this process."""
 
-
-def _decoding(cost: Callable[..., dict[str, float]]) -> Callable[[Setting, Arm], dict[str, float]]:
-    """A cost of decoding the prompts in this very process."""
-
-    def take(setting: Setting, arm: Arm) -> dict[str, float]:
+    def measure(load: Workload, arm: Arm) -> dict[str, float]:
         if arm.spec.backend == "compile":
-            raise SpecBenchError("a compiled pass cannot be taken apart; measure with backend=eager")
-        return cost(setting.target, arm.bound, setting.prompts, setting.tokens)
+            raise SpecBenchError("the parts of a compiled pass cannot be timed; measure with backend=eager")
+        return cost(load.target, arm.bound, load.prompts, load.tokens)
 
-    return take
+    return measure
 
 
 QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
-    "memory": Quantity(_memory, _everyone),
-    "training": Quantity(_training, _trained),
-    "drafting": Quantity(_decoding(costs.drafting), _drafters),
-    "overhead": Quantity(_decoding(costs.overhead), _everyone),
-    "target_pass": Quantity(_target_pass, _baseline),
-    "clients": Quantity(_clients, _everyone),
-    "generate": Quantity(_decoding(costs.against_transformers), _known_to_transformers),
+    "memory": Quantity(_memory),
+    "training": Quantity(lambda _, arm: isolated.call(isolated.training, arm.spec), lambda arm: arm.spec.trained),
+    "drafting": Quantity(_decoding(costs.drafting), lambda arm: not _is_baseline(arm)),
+    "overhead": Quantity(_decoding(costs.overhead)),
+    "target_pass": Quantity(lambda load, _: target_cost.target_pass(load.target, load.prompts[0]), _is_baseline),
+    "clients": Quantity(_clients),
+    "generate": Quantity(
+        _decoding(costs.against_transformers), lambda arm: _is_baseline(arm) or bool(costs.assistance(arm.bound))
+    ),
 }
 
 
-def take(repetitions: Mapping[str, int], ledger: Ledger, setting: Setting, sides: Iterable[Arm], budget: Budget) -> int:
-    """Measure what a cell lacks on this kind of machine; returns of how many arms something could not be measured.
-
-    repetitions: how many times over, by quantity.
-    """
-    sides = _once_an_arm(sides)
-    lost = 0
-    for what, times in repetitions.items():
-        quantity = QUANTITIES[what]
-        mine = [side for side in sides if quantity.whose(side)]
-        wanted = [(side, Measurement(side.label, what, r, {})) for r in range(times) for side in mine]
-        missing = [(side, measurement) for side, measurement in wanted if measurement.key not in ledger.measured]
-        if missing:
-            lost += _take(what, missing, len(wanted), ledger, setting, budget)
-    return lost
-
-
-def _take(
-    what: str, missing: list[tuple[Arm, Measurement]], wanted: int, ledger: Ledger, setting: Setting, budget: Budget
+def measure(
+    repetitions: Mapping[str, int], ledger: Ledger, load: Workload, cell_arms: Iterable[Arm], budget: Budget
 ) -> int:
-    """Of one quantity; the number of arms that it cannot be measured of, which are tried once."""
-    broken: set[str] = set()
+    """Measure what a cell lacks on this kind of machine; returns how many pairs of arm and quantity failed.
+
+    repetitions: by quantity.
+    """
+    first_seeds: dict[str, Arm] = {}  # costs do not depend on the seed that an arm was trained with
+    for arm in cell_arms:
+        first_seeds.setdefault(arm.description.get("of", arm.label), arm)
+    failed = 0
+    for name, count in repetitions.items():
+        measured = [arm for arm in first_seeds.values() if QUANTITIES[name].applies(arm)]
+        planned = [(arm, Measurement(arm.label, name, r, {})) for r in range(count) for arm in measured]
+        missing = [(arm, measurement) for arm, measurement in planned if measurement.key not in ledger.measured]
+        if missing:
+            failed += _measure(name, missing, len(planned), ledger, load, budget)
+    return failed
+
+
+def _measure(
+    name: str, missing: list[tuple[Arm, Measurement]], planned: int, ledger: Ledger, load: Workload, budget: Budget
+) -> int:
+    """Measure one quantity; returns the number of arms that raised, which are not tried again."""
+    failed: set[str] = set()
     pace = Pace()
-    with progress(f"measuring {what}", wanted, "measurements") as reached:
-        reached(wanted - len(missing))
-        for left, (side, measurement) in enumerate(missing, 1 - len(missing)):
-            if side.label in broken:
+    with progress(f"measuring {name}", planned, "measurements") as reached:
+        reached(planned - len(missing))
+        for count, (arm, measurement) in enumerate(missing, planned - len(missing) + 1):
+            if arm.label in failed:
                 continue
             if not budget.allows(pace.of(1)):
                 break
             begin = time.monotonic()
             try:
-                measurement.values.update(QUANTITIES[what].take(setting, side))
+                measurement.values.update(QUANTITIES[name].measure(load, arm))
             except Exception as error:
-                print(
-                    visible(f"specbench: {what} of {side.label} not measured: {format_exception(error)}"), file=sys.stderr
-                )
-                broken.add(side.label)
+                warn(f"{name} of {arm.label} not measured: {format_exception(error)}")
+                failed.add(arm.label)
             else:
                 ledger.write(measurement)
             pace.add(1, time.monotonic() - begin)
-            reached(wanted + left)
-    return len(broken)
-
-
-def _once_an_arm(sides: Iterable[Arm]) -> list[Arm]:
-    """Of an arm that was trained several times the first seed: cost is no matter of the seed."""
-    found: dict[str, Arm] = {}
-    for side in sides:
-        found.setdefault(side.said.get("of", side.label), side)
-    return list(found.values())
+            reached(count)
+    return len(failed)

@@ -1,5 +1,6 @@
-"""What all studies plan, what of it is there, and about how long the rest takes: read off blocks, without any model."""
+"""The plan of all studies: what their cells have, and about how long the rest takes; read from blocks, without models."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +27,10 @@ class Task:
     """One cell of one study.
 
     Attributes:
-        cell: its number in the study. kind: replayed; trained, where arms are trained for the study; timed, where seconds
-            count. planned, done: questions that every arm has decoded. measured: are the quantities beside them there?
-        generations: that are missing. pace: seconds of one, trainings not counted; None: none was decoded for this cell.
-        waiting: claims of the study that its rows decide. missing: what keeps it from being testable here.
+        cell: its number in the study. kind: `timed`, or replayed with arms that are `trained` for the study or not.
+        planned, done: questions, all and those that every arm has decoded. measured: are all other quantities there?
+        generations: that are missing. pace: seconds of one, without trainings; None: unknown.
+        claims: of the study, which its rows decide. missing: needs of the study that this machine does not meet.
     """
 
     study: str
@@ -42,17 +43,17 @@ class Task:
     measured: bool
     generations: int
     pace: float | None
-    waiting: int
+    claims: int
     missing: tuple[str, ...] = ()
 
     @property
     def open(self) -> bool:
-        """Is there anything left to do, and can it be done here?"""
+        """Is anything left to do that can be done here?"""
         return not self.missing and (self.done < self.planned or not self.measured)
 
     @property
     def seconds(self) -> float | None:
-        """That the rest is likely to take."""
+        """Estimate of the time that the rest takes."""
         return None if self.pace is None else self.pace * self.generations
 
     @property
@@ -61,12 +62,11 @@ class Task:
 
     @property
     def folder(self) -> str:
-        """Of the cell, by its name."""
         return folder_name(self.words)
 
 
 def folder_name(words: Sequence[str]) -> str:
-    """The folder of a study's cell, as `RunSpec.cell_folder` names it."""
+    """The folder's name of a study's cell, as `RunSpec.cell_folder` has it. words: overrides of the cell."""
     temperature, top_p = float(option(words, "sampler.temperature", "0")), float(option(words, "sampler.top_p", "1"))
     drawn = temperature, top_p, int(option(words, "sampler.top_k", "0"))
     tokens, link = int(option(words, "decode.max_new_tokens", "1024")), option(words, "link", "local")
@@ -75,11 +75,11 @@ def folder_name(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Scope:
-    """Whose plan it is.
+    """What a plan is made for.
 
     Attributes:
-        results: folder of blocks. model: target of all cells that name no other. overrides: what every study is told
-            beside. folder: of the studies.
+        results: folder of blocks. model: target of all cells that name no other. overrides: for all studies.
+        folder: of the studies' files.
     """
 
     results: Path
@@ -89,11 +89,7 @@ class Scope:
 
 
 def all_tasks(scope: Scope, only: Sequence[str] | None = None) -> list[Task]:
-    """Every cell of every study that is asked for, in the order in which it is worth measuring.
-
-    Raises:
-        SpecBenchError: a study that is not there.
-    """
+    """Every cell of these studies, or of all, in the order to measure. Raises `SpecBenchError` for an unknown study."""
     listed = studies.load(scope.folder)
     unknown = [name for name in only or () if name not in listed]
     if unknown:
@@ -103,32 +99,23 @@ def all_tasks(scope: Scope, only: Sequence[str] | None = None) -> list[Task]:
         for name, study in listed.items() if only is None or name in only
         for number, words in enumerate(study["cells"])
     ]  # fmt: skip
-    tasks = _paced(tasks)
+    for kind in ORDER:
+        paces = [task.pace for task in tasks if task.kind == kind and task.pace is not None]
+        usual = sum(paces) / len(paces) if paces else None
+        tasks = [replace(t, pace=usual) if t.kind == kind and t.pace is None else t for t in tasks]
     return sorted(tasks, key=lambda task: (task.priority, ORDER[task.kind], task.study, task.cell))
 
 
-def _paced(tasks: Sequence[Task]) -> list[Task]:
-    """Where a cell says nothing of how long a generation takes, cells of its kind do."""
-    found = []
-    for task in tasks:
-        alike = [t.pace for t in tasks if t.kind == task.kind and t.pace is not None]
-        usual = sum(alike) / len(alike) if alike else None
-        found.append(replace(task, pace=task.pace if task.pace is not None else usual))
-    return found
-
-
-def kind_of(study: Study, words: Sequence[str]) -> Kind:
-    if not replayed(words):
-        return "timed"
-    return "trained" if any("train" in arm for arm in study["arms"].values()) else "replayed"
-
-
 def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) -> Task:
-    kind = kind_of(study, words)
+    kind: Kind = "timed"
+    if replayed(words):
+        kind = "trained" if any("train" in arm for arm in study["arms"].values()) else "replayed"
     planned = int(option(words, "data.limit", "80"))
     target = option(words, "model.name", option(words, "model", scope.model))
-    known = _there(scope.results / name / target / folder_name(words), kind)
-    labels = _labels(study, words, known)
+    known = _blocks(scope.results / name / target / folder_name(words), kind)
+    labels = [BASELINE, *(member.label for member in study_runs.members(study, None))]
+    if float(option(words, "sampler.temperature", "0")) > 0 and known:  # without arms that cannot sample
+        labels = [label for label in labels if label == BASELINE or label in known[-1].arms]
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
     done = min(planned, _done(known, labels, turns))
     return Task(
@@ -142,13 +129,13 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         measured=number != measuring_cell(study) or _measured(known, study),
         generations=(planned - done) * len(labels) * turns,
         pace=blocks.pace(known),
-        waiting=len(study.get("claims", [])),
+        claims=len(study.get("claims", [])),
         missing=tuple(studies.unmet(study.get("needs", {}), None, torch.cuda.is_available())),
     )
 
 
-def _there(folder: Path, kind: Kind) -> list[Known]:
-    """Blocks of a cell that count here: of timed ones those of this kind of machine."""
+def _blocks(folder: Path, kind: Kind) -> list[Known]:
+    """The blocks of a cell that count here: if timed, only those of this kind of machine."""
     known = [k for k in blocks.scan_all(folder, BASELINE) if k.header["decoding"] == identity.DECODING]
     if kind != "timed":
         return known
@@ -159,46 +146,35 @@ def _there(folder: Path, kind: Kind) -> list[Known]:
     ]  # fmt: skip
 
 
-def _labels(study: Study, words: Sequence[str], known: Sequence[Known]) -> list[str]:
-    """Which arms a question needs; of those that cannot sample none is wanted where the others do."""
-    labels = [member.label for member in study_runs.members(study, None)]
-    if float(option(words, "sampler.temperature", "0")) > 0 and known:
-        labels = [label for label in labels if label in known[-1].arms]
-    return [BASELINE, *labels]
-
-
 def _done(known: Sequence[Known], labels: Sequence[str], turns: int) -> int:
-    """Questions of which every arm, as it is now, has every turn."""
+    """How many questions every arm, as its newest block describes it, has decoded with all turns."""
     rows: dict[str, set[tuple[str, int]]] = {label: set() for label in labels}
     for label in labels:
         newest = next((k for k in reversed(known) if label in k.arms), None)
         if newest is None or _stale(newest.header["arms"][label]):
             return 0
         recipe = newest.arms[label][0]
-        by_tree: dict[str, set[tuple[str, int]]] = {}
+        by_tree: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
         for k in known:
             if label in k.arms and k.arms[label][0] == recipe:
-                mine = {(text, turn) for who, text, turn in k.rows if who == label}
-                by_tree[k.arms[label][1]] = by_tree.get(k.arms[label][1], set()) | mine
+                by_tree[k.arms[label][1]] |= {(text, turn) for drafter, text, turn in k.rows if drafter == label}
         rows[label] = max(by_tree.values(), key=len)
     common = set.intersection(*rows.values())
     return sum(all((text, turn) in common for turn in range(turns)) for text in {text for text, _ in common})
 
 
 def _stale(arm: Any) -> bool:
-    """Do the weights that the arm names hold something else by now?"""
+    """Did the arm's weights change since the block was written?"""
     path = PROJECT / str(arm["drafter"].get("weights")) / WEIGHTS
     known = (arm.get("contents") or {}).get(WEIGHTS)
     return known is not None and path.is_file() and hashing.of_file(path) != known
 
 
 def _measured(known: Sequence[Known], study: Study) -> bool:
-    """Has every quantity of the study all of its repetitions, of every arm of which it was taken at all?"""
-    for what, times in study.get("measure", {}).items():
-        by_label: dict[str, int] = {}
-        for label, quantity, _ in {key for k in known for key in k.measured}:
-            if quantity == what:
-                by_label[label] = by_label.get(label, 0) + 1
-        if times and (not by_label or min(by_label.values()) < times):
+    """Has every quantity of the study all repetitions, for every arm that it was measured of at least once?"""
+    measured = {key for k in known for key in k.measured}
+    for name, repetitions in study.get("measure", {}).items():
+        counts = Counter(label for label, quantity, _ in measured if quantity == name)
+        if repetitions and min(counts.values(), default=0) < repetitions:
             return False
     return True

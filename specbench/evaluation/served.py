@@ -1,8 +1,6 @@
-"""Answers of another engine as rows: its own clock, its own arithmetic, and never an audit.
+"""Answers of another engine as rows: tokens, prefill and decoding time, but no cycles, since its passes are not visible.
 
-Such a row has tokens, the time to the first and the time of the others, but no cycles, since nobody saw its passes. Its
-answer is held against the baseline's, and how many are alike is said wherever the row is shown; where they part, rounding
-there, another precision or another model can be the cause, and nothing here can tell.
+Answers are compared with the baseline's but not audited: a difference can come from rounding, precision or another model.
 """
 
 from typing import Any
@@ -17,7 +15,7 @@ from specbench.records.rows import Row, Served
 
 def fill(
     row: Row,
-    engine: Any,  # an `drafter.ServedEngine`
+    engine: Any,  # a `ServedEngine`, bound
     target: Target,
     chat: Chat,
     prompt: list[int],
@@ -26,10 +24,9 @@ def fill(
     seed: int | None,
     reference: Row | None,
 ) -> None:
-    """Fill a row with one answer. reference: the baseline's; compared if nothing is drawn.
+    """Fill a row with one answer, which in greedy decoding is compared with `reference`, the baseline's row.
 
-    Raises:
-        SpecBenchError: the server fails, the prompt leaves no room, or its ids are none of the target's.
+    Raises `SpecBenchError` if the server fails, the prompt leaves no room, or the answer has ids that the target lacks.
     """
     tokenizer = chat.tokenizer
     answer = engine.answer(prompt, tokenizer.decode(prompt), limits.within(len(prompt), target.max_context), sampler, seed)
@@ -40,11 +37,11 @@ def fill(
     row.served = Served(counted=answer.ids is None)
     if reference is None or not sampler.greedy:
         return
-    ours, theirs = ([t for t in said if t not in limits.stop_ids] for said in (reference.tokens, ids))
-    if answer.ids is None:  # texts then, since a text has more than one way into tokens
-        row.served.equal = tokenizer.decode(ours, skip_special_tokens=True).strip() == answer.text.strip()
+    expected, received = ([t for t in tokens if t not in limits.stop_ids] for tokens in (reference.tokens, ids))
+    if answer.ids is None:  # compare texts, since a text can be tokenised in several ways
+        row.served.equal = tokenizer.decode(expected, skip_special_tokens=True).strip() == answer.text.strip()
     else:
-        row.served.equal = ours == theirs
+        row.served.equal = expected == received
     if not row.served.equal:
-        alike = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-        row.served.at = next(alike, min(len(ours), len(theirs)))
+        differing = (i for i, (a, b) in enumerate(zip(expected, received, strict=False)) if a != b)
+        row.served.at = next(differing, min(len(expected), len(received)))

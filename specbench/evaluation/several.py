@@ -1,4 +1,4 @@
-"""Several studies named in one command: one after the other, each in a process of its own, the time shared."""
+"""Several studies in one command: one after the other, each in a process of its own, sharing the time."""
 
 import re
 import subprocess
@@ -11,13 +11,13 @@ from specbench.common.errors import SpecBenchError
 
 def run_named(typed: Sequence[str], one: Callable[[], None]) -> None:
     """Run the studies that a command line names; a single one by `one`, in this process."""
-    if found := named(typed):
-        sys.exit(run(*found))
+    if studies := named(typed):
+        sys.exit(run(*studies))
     one()
 
 
 def named(typed: Sequence[str]) -> tuple[list[str], list[str], float | None] | None:
-    """The studies of `study=a,b,c`, the other words, and the minutes; None where there are not several, or in a sweep."""
+    """The studies of `study=a,b,c`, the other words, and the minutes; None for a single study, and in a sweep."""
     words = [word for word in typed if word.startswith("study=")]
     names = words[-1].partition("=")[2].split(",") if words else []
     if len(names) < 2 or {"-m", "--multirun"} & set(typed):
@@ -36,14 +36,14 @@ def _minutes(text: str) -> float | None:
 
 
 def run(names: Sequence[str], rest: Sequence[str], minutes: float | None) -> int:
-    """The first exit code that is not 0, after all of them."""
+    """Run all studies; returns the first exit code that is not 0. rest: other words of the command line."""
     budget, code = Budget.of_minutes(minutes), 0
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         left = budget.left
         if left is not None and left <= 0:
             print(f"{name}: no time left; run it again", file=sys.stderr)
             continue
-        share = [] if left is None else [f"minutes={max(left / 60 / (len(names) - place), 0.01):.2f}"]
+        share = [] if left is None else [f"minutes={max(left / 60 / (len(names) - index), 0.01):.2f}"]
         done = subprocess.run([sys.executable, "-m", "specbench.study", f"study={name}", *share, *rest]).returncode
         if done < 0 or done == 130:
             raise KeyboardInterrupt

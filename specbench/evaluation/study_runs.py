@@ -1,16 +1,15 @@
-"""From a study to runs: which arms and seeds, which cells, each with the run that every arm decodes there."""
+"""From a study to runs: its arms with their seeds, its cells, and the run of every arm in every cell."""
 
 import copy
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbench.common.errors import SpecBenchError, format_exception, visible
+from specbench.common.errors import SpecBenchError, visible, warn
 from specbench.config import run_spec, validation
-from specbench.config.cli import CONF
-from specbench.config.run_spec import GreedyOnly, RunSpec
+from specbench.config.cli import CONF, composed
+from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
 from specbench.data.prompts import Question
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
@@ -18,25 +17,23 @@ from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records.metrics import BASELINE
-from specbench.records.rows import CellFailure
 from specbench.records.studies import Study
 
 GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
-class Side:
-    """A member in one cell, ready to be bound.
-
-    Attributes:
-        made: its drafter and rule. failure: what is written down, and where, if it cannot be bound.
-    """
+class PlannedArm:
+    """A member in one cell, not yet bound. made: see `arms.make`. failure: to be written if it cannot be bound."""
 
     member: Member
     spec: RunSpec
     made: tuple[Any, Rule]
-    failure: CellFailure
-    path: Path
+    failure: FailureRecord
+
+    @property
+    def label(self) -> str:
+        return self.member.label
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,14 @@ class StudyCell:
     """One cell of a study.
 
     Attributes:
-        number: in the study's list. base: what its arms have in common. wanted: how many arms there should be; one that
-            cannot sample has no place where the others do.
+        number: in the study's list. base: what its arms have in common.
+        expected: how many arms it should have, without those that cannot sample where the others do.
     """
 
     number: int
     base: RunSpec
-    sides: Sequence[Side]
-    wanted: int
+    arms: Sequence[PlannedArm]
+    expected: int
 
     @property
     def title(self) -> str:
@@ -60,27 +57,27 @@ class StudyCell:
         return f"{self.base.dataset.name}, {drawn}{', replayed' if self.base.replay else ''}"
 
     def work(self, questions: Sequence[Question]) -> int:
-        """Tokens that decoding it takes at most, with all arms: what cells are weighed by."""
+        """The most tokens that all arms can decode in it, as the cell's share of the study's duration."""
         turns = sum(len(question.turns) for question in questions)
-        return max(1, turns * (1 + len(self.sides)) * self.base.decode.max_new_tokens)
+        return max(1, turns * (1 + len(self.arms)) * self.base.decode.max_new_tokens)
 
 
-def chosen(study: Study, wanted: Sequence[str] | None, name: str) -> Study:
-    """The study with the arms that were asked for; a drafter's name that is no arm's is an arm by itself."""
-    if wanted is None:
+def choose_arms(study: Study, names: Sequence[str] | None, name: str) -> Study:
+    """The study with these arms only; the name of a drafter that is no arm becomes an arm. None: all arms."""
+    if names is None:
         return study
     known = dict(study["arms"])
-    for arm in wanted:
+    for arm in names:
         if arm not in known and arm != BASELINE:
             if not (Path(CONF) / "drafter" / f"{arm}.yaml").is_file():
                 near = validation.nearest(arm, known)
                 raise SpecBenchError(f"arms: study {name} has no arm {visible(arm)}, and there is no such drafter{near}")
             known[arm] = {"run": [f"drafter={arm}"]}
-    return {**study, "arms": {arm: known[arm] for arm in wanted if arm != BASELINE}}
+    return {**study, "arms": {arm: known[arm] for arm in names if arm != BASELINE}}
 
 
 def members(study: Study, seeds: Sequence[int] | None) -> Iterator[Member]:
-    """Every arm with each of its seeds; one that is not trained here has none."""
+    """Every arm with each of its seeds; an arm that the study does not train has none."""
     for name, spec in study["arms"].items():
         trained = spec if "train" in spec else study["arms"].get(spec.get("weights", ""), spec)
         if "train" not in trained:
@@ -93,7 +90,7 @@ def members(study: Study, seeds: Sequence[int] | None) -> Iterator[Member]:
 def cell_overrides(
     study: Study, cells: Sequence[int] | None, datasets: Sequence[str] | None
 ) -> Iterator[tuple[int, list[str]]]:
-    """What each chosen cell says, with its number; with other datasets, each cell for each of them."""
+    """Numbers and overrides of the chosen cells; with `datasets`, each cell once for each of these."""
     count = len(study["cells"])
     for number in range(count) if cells is None else cells:
         if number >= count:
@@ -107,8 +104,8 @@ def cell_overrides(
 
 
 def base_of(overrides: Sequence[str], results: Path) -> RunSpec:
-    """What a cell's arms have in common."""
-    config = run_spec.compose_run(overrides)
+    """The run that a cell's arms have in common."""
+    config = composed("run", list(overrides))
     config.results = str(results)
     return run_spec.from_config(config)
 
@@ -118,83 +115,65 @@ def prepare(
 ) -> StudyCell:
     """A cell and its members, as far as they can be checked without target and weights.
 
-    Args:
-        overrides: of the cell. users: what the command line says for all arms. results: the study's folder.
+    overrides: of the cell. users: overrides of the command line, for all arms. results: the study's folder.
     """
     base = base_of([*overrides, *users], results)
-    sides, wanted = [], len(members)
+    planned, expected = [], len(members)
     for member in members:
-        config = run_spec.compose_run([*overrides, *member.spec["run"], *users])
+        config = composed("run", [*overrides, *member.spec["run"], *users])
         config.results = str(results)
-        path = run_spec.failure_path(config, member.label)
+        failure = FailureRecord(config, member.label)
         try:
             trained = weights_folder(member, study, users)
             spec = run_spec.from_config(config, weights=None if trained is None else str(trained))
             if spec.model != base.model:
                 raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")
-            failure = run_spec.failure(config, "", member.label)
-            sides.append(Side(member, spec, arms.make(spec), failure, path))
+            planned.append(PlannedArm(member, spec, arms.make(spec), failure))
         except GreedyOnly as error:
-            wanted -= 1
-            print(
-                visible(f"specbench: {member.label} is left out at T={base.sampler.temperature}: {error}"), file=sys.stderr
-            )
+            expected -= 1
+            warn(f"{member.label} is left out at T={base.sampler.temperature}: {error}")
         except Exception as error:
-            _fail(run_spec.failure(config, format_exception(error), member.label), path)
-    return StudyCell(number, base, sides, wanted)
+            failure.write(error)
+    return StudyCell(number, base, planned, expected)
 
 
 def largest(cells: Sequence[StudyCell], loaded: StudyCell, absent: Collection[str]) -> list[Any]:
-    """The drafters of the cell that has most of them, of those that share a cell's target. absent: labels left out."""
-    alike = [
-        [s.made[0] for s in c.sides if s.member.label not in absent] for c in cells if c.base.model == loaded.base.model
-    ]
-    return max(alike, key=len)
+    """Of the cells with the same target as `loaded`, the drafters of the one that has most. absent: labels left out."""
+    same_target = [cell for cell in cells if cell.base.model == loaded.base.model]
+    return max(([arm.made[0] for arm in cell.arms if arm.label not in absent] for cell in same_target), key=len)
 
 
-def ready_early(sides: Sequence[Side], target: Target) -> list[Side]:
-    """Those that can decode at once, if others cannot; none where all can, or where there is no clock.
+def ready_early(planned: Sequence[PlannedArm], target: Target) -> list[PlannedArm]:
+    """The arms that can decode at once while trees of others have to be fitted; none if all can, or in a replay.
 
-    A drafter that remembers earlier prompts is none of them: it answers all questions in one go.
+    A `state=run` drafter is not among them, since it answers all questions in one go.
     """
-    slow = [side for side in sides if fitting.takes_time(side.made[0], side.spec, target, side.member.label)]
+    slow = [arm for arm in planned if fitting.takes_time(arm.made[0], arm.spec, target, arm.label)]
     if not slow or slow[0].spec.replay:
         return []
-    return [side for side in sides if side not in slow and side.made[0].state != "run"]
+    return [arm for arm in planned if arm not in slow and arm.made[0].state != "run"]
 
 
-def bind(side: Side, target: Target, place: str) -> Arm | None:
-    """A member bound to the target; None, and its failure written down, where that cannot be. place: `arm 1 of 7`.
-
-    What is bound is a copy, so that it goes with its cell.
-    """
-    member = side.member
-    print(f"{place}: {member.label}", file=sys.stderr, flush=True)
+def bind(planned: PlannedArm, target: Target) -> Arm | None:
+    """A copy of an arm, which is freed with its cell, bound to the target; None, with its failure recorded, on errors."""
+    member = planned.member
     more = {} if member.seed is None else {"of": member.name, "seed": member.seed}
     try:
-        arm = arms.build(side.spec, target, member.label, copy.deepcopy(side.made), **more)
+        arm = arms.build(planned.spec, target, member.label, copy.deepcopy(planned.made), **more)
     except Exception as error:
-        side.failure.error = format_exception(error)
-        _fail(side.failure, side.path)
+        planned.failure.write(error)
         return None
-    side.path.unlink(missing_ok=True)
+    planned.failure.clear()
     return arm
 
 
-def _fail(failure: CellFailure, path: Path) -> None:
-    """The others are worth having."""
-    failure.write(path)
-    print(visible(f"specbench: {failure.drafter} on {failure.dataset}: {failure.error}"), file=sys.stderr)
-
-
 def repetitions(study: Study, base: RunSpec, users: Sequence[str]) -> dict[str, int]:
-    """How many times over each quantity is measured. Peak memory is beside timed rows, unless the study or the command
-    line says otherwise."""
-    times: dict[str, int] = {"memory": 0 if base.replay else base.memory}
-    times |= {str(what): count for what, count in study.get("measure", {}).items()}
-    return times | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
+    """Repetitions by quantity; peak memory is measured beside timed rows unless study or command line say otherwise."""
+    counts: dict[str, int] = {"memory": 0 if base.replay else base.memory}
+    counts |= {str(quantity): count for quantity, count in study.get("measure", {}).items()}
+    return counts | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
 
 
 def spread(questions: Sequence[Question]) -> list[Question]:
-    """The same questions in an order whose beginnings are spread over the whole set, as its categories are."""
+    """The questions in an order of which every beginning is spread evenly over the whole set."""
     return [questions[i] for i in sorted(range(len(questions)), key=lambda i: i * GOLDEN % 1)]

@@ -1,10 +1,9 @@
-"""Loading the target of each cell of a sweep, without looking again for one that is not to be had."""
+"""Loads the target of each cell of a sweep; one that failed to load is not tried again."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from specbench.common.errors import SpecBenchError, one_line
+from specbench.common.errors import SpecBenchError, one_line, warn
 from specbench.config.cli import sweeping
 from specbench.config.run_spec import RunSpec
 from specbench.data.chat import Chat
@@ -14,14 +13,14 @@ from specbench.evaluation import arms
 
 
 class TargetUnavailable(SpecBenchError):
-    """A target that could not be loaded. In a sweep that was printed when it was first tried."""
+    """A target that could not be loaded. A sweep prints this at the first attempt only."""
 
 
 class Targets:
-    """Loads the targets of one command, which may be a sweep of many cells with few targets.
+    """Loads the targets of one command, which may be a sweep of many cells.
 
-    One that could not be loaded is not tried again: a missing download takes as long each time. One that had no room beside
-    some drafters is, since the next cell's drafters may be smaller.
+    A target that failed to load is not tried again, since a failing download takes long each time. One that lacked memory
+    is: the next cell's drafters may be smaller.
     """
 
     def __init__(self) -> None:
@@ -29,11 +28,10 @@ class Targets:
         self._unavailable: dict[str, str] = {}  # by model and link: the error
 
     def load(self, spec: RunSpec, beside: Sequence[Any] = ()) -> tuple[Target, Chat]:
-        """Target and chat format of a run. beside: drafters that will be bound to it at the same time.
+        """Target and chat format of a run, see `arms.load`.
 
-        Raises:
-            TargetUnavailable: it cannot be loaded, or could not be before.
-            SpecBenchError: it does not fit the run's other options.
+        Raises `TargetUnavailable` if it cannot be loaded, or could not be before, and `SpecBenchError` if it does not fit
+        the run's other options, or into memory.
         """
         arms.require_backend(spec)
         key = f"{spec.model} {spec.link}"
@@ -46,5 +44,5 @@ class Targets:
         except SpecBenchError as error:
             self._unavailable[key] = one_line(error)
             if sweeping():
-                print(f"specbench: {one_line(error)}", file=sys.stderr)
+                warn(one_line(error))
             raise TargetUnavailable(one_line(error)) from error

@@ -1,73 +1,72 @@
-"""Works through a plan: a process a cell, a slice of time each; replays and trainings side by side, timed work alone."""
+"""Works through a plan, one process a cell, each for a slice of time: timed work alone, other work side by side."""
 
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specbench.common import timing
 from specbench.common.budget import Budget
+from specbench.common.errors import warn
 from specbench.common.processes import dying_with_parent
 from specbench.evaluation.plan import Scope, Task, all_tasks
 
-SHORTEST = 30.0  # seconds that a slice must have
-BUSY, WATCHED = 0.3, 2.0  # cores that others may keep busy while work is timed, and seconds of looking
-PATIENCE = 300.0  # seconds that timed work waits for a busy machine to come to rest
-LOW = 10  # priority of what does not count seconds, as `nice` has it
+MIN_SLICE_S = 30.0
+MAX_BUSY, OBSERVED_S = (
+    0.3,
+    2.0,
+)  # cores that others may keep busy during timed work, and seconds over which they are counted
+MAX_WAIT_S = 300.0  # of timed work for an idle machine
+LOW_PRIORITY = 10  # of untimed work, as a `nice` value
 
 
 @dataclass(frozen=True)
 class Settings:
-    """scope: of the plan. data: folder of prompts that neither wheel nor cache has. slice: seconds of a cell at a time."""
+    """scope: of the plan. data: folder of prompts. slice: seconds that a cell is worked on before it makes room."""
 
     scope: Scope
     data: str | None
     slice: float
 
 
-@dataclass
-class Worker:
-    """A process that measures a cell."""
-
-    task: Task
-    process: subprocess.Popen[bytes]
+Process = subprocess.Popen[bytes]
 
 
 def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task]:
-    """Measure cell after cell until the time is over; returns the cells whose study failed.
+    """Measure cell after cell until the time is over; returns the cells whose process failed.
 
-    A cell that comes no further within a slice makes room for the others.
+    A cell that makes no progress within a slice is not continued.
     """
-    queue, broken = list(tasks), list[Task]()
-    running: list[Worker] = []
+    queue, failed = list(tasks), list[Task]()
+    running: dict[Process, Task] = {}
     slots = max(1, min(2, os.cpu_count() or 1))
     try:
         while queue or running:
-            while queue and (task := _next(queue, [w.task for w in running], slots, budget)) and budget.allows(SHORTEST):
+            while queue and (task := _next(queue, [*running.values()], slots, budget)) and budget.allows(MIN_SLICE_S):
                 queue.remove(task)
-                running.append(_start(task, settings, budget))
+                running[_start(task, settings, budget)] = task
             if not running:
                 break
-            worker = _ended(running)
-            running.remove(worker)
-            if worker.process.returncode:
-                broken.append(worker.task)
-            elif (task := _again(worker.task, settings)) is not None:
+            process = _ended(running)
+            ended = running.pop(process)
+            if process.returncode:
+                failed.append(ended)
+            elif (task := _again(ended, settings)) is not None:
                 queue.insert(0, task)
     finally:
-        for worker in running:
-            worker.process.terminate()
-            worker.process.wait()
+        for process in running:
+            process.terminate()
+            process.wait()
     for task in queue:
         print(f"{task.study}, cell {task.cell}: left at {task.done} of {task.planned} questions", file=sys.stderr)
-    return broken
+    return failed
 
 
 def _next(queue: Sequence[Task], running: Sequence[Task], slots: int, budget: Budget) -> Task | None:
-    """What can begin now: work whose seconds count alone and on a machine that does nothing else, after waiting for it.
+    """The task that can begin now: untimed work, or timed work if nothing else runs and the machine becomes idle.
 
     A study trains its arms in one process at a time.
     """
@@ -77,16 +76,16 @@ def _next(queue: Sequence[Task], running: Sequence[Task], slots: int, budget: Bu
     untimed = [t for t in queue if t.kind == "replayed" or (t.kind == "trained" and t.study not in training)]
     if untimed or running:
         return untimed[0] if untimed else None
-    return queue[0] if _quiet(budget) else None
+    return queue[0] if _wait_until_idle(budget) else None
 
 
-def _quiet(budget: Budget) -> bool:
-    """Wait until the machine does nothing else; False, with a line, if it does not come to that in time."""
+def _wait_until_idle(budget: Budget) -> bool:
+    """Wait until other processes leave the machine idle; False, with a line, if that takes too long."""
     begin, waiting = time.monotonic(), False
-    while (busy := _busy()) > BUSY:
-        left = begin + PATIENCE - time.monotonic()
-        if left <= 0 or not budget.allows(SHORTEST):
-            print(f"specbench: timed work left out: other processes keep {busy:.1f} cores busy", file=sys.stderr)
+    while (busy := _busy()) > MAX_BUSY:
+        left = begin + MAX_WAIT_S - time.monotonic()
+        if left <= 0 or not budget.allows(MIN_SLICE_S):
+            warn(f"timed work left out: other processes keep {busy:.1f} cores busy")
             return False
         if not waiting:
             print(f"other processes keep {busy:.1f} cores busy; waiting up to {left / 60:.0f} minutes", file=sys.stderr)
@@ -95,18 +94,18 @@ def _quiet(budget: Budget) -> bool:
 
 
 def _busy() -> float:
-    """Cores that other processes keep busy; 0 where nobody can tell."""
-    others = timing.BackgroundLoad()
-    others.start()
-    time.sleep(WATCHED)
-    return others.read() or 0.0
+    """Cores that other processes keep busy; 0 where the kernel does not say."""
+    background = timing.BackgroundLoad()
+    background.start()
+    time.sleep(OBSERVED_S)
+    return background.read() or 0.0
 
 
-def _start(task: Task, settings: Settings, budget: Budget) -> Worker:
+def _start(task: Task, settings: Settings, budget: Budget) -> Process:
     left = budget.left
     minutes = (settings.slice if left is None else min(settings.slice, left)) / 60
     scope = settings.scope
-    flags = [word for word in scope.overrides if word.startswith("-")]  # which Hydra wants in front
+    flags = [word for word in scope.overrides if word.startswith("-")]  # Hydra requires them in front
     command = [
         sys.executable, "-m", "specbench.study", *flags, f"study={task.study}", f"cells=[{task.cell}]",
         f"minutes={minutes:.2f}", f"results={scope.results}", "show=false",
@@ -118,23 +117,23 @@ def _start(task: Task, settings: Settings, budget: Budget) -> Worker:
         command.append("threads=1")
     command += [word for word in scope.overrides if word not in flags]
     print(f"{task.study}, cell {task.cell}: {task.done} of {task.planned} questions so far", file=sys.stderr, flush=True)
-    begin = dying_with_parent(0 if task.kind == "timed" else LOW)
-    return Worker(task, subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=begin))
+    prepare = dying_with_parent(0 if task.kind == "timed" else LOW_PRIORITY)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=prepare)
 
 
-def _ended(running: Sequence[Worker]) -> Worker:
-    """The first one that is through."""
+def _ended(running: Iterable[Process]) -> Process:
+    """Wait for the first process that ends."""
     while True:
-        for worker in running:
-            if worker.process.poll() is not None:
-                return worker
+        for process in running:
+            if process.poll() is not None:
+                return process
         time.sleep(0.2)
 
 
 def _again(task: Task, settings: Settings) -> Task | None:
-    """The same cell as it stands now, if it came further and is not through."""
+    """The cell as it is now, if it made progress and is not complete."""
     tasks = all_tasks(settings.scope, [task.study])
     now = next(t for t in tasks if t.cell == task.cell)
     print(f"{now.study}, cell {now.cell}: {now.done} of {now.planned} questions", file=sys.stderr, flush=True)
-    further = now.done > task.done or (now.measured and not task.measured) or (task.kind == "trained" and not now.done)
-    return now if now.open and further else None
+    progress = now.done > task.done or (now.measured and not task.measured) or (task.kind == "trained" and not now.done)
+    return now if now.open and progress else None

@@ -1,7 +1,4 @@
-"""A client's connection to a server: one request, one answer, and their bytes by kind.
-
-An answer has a deadline, and a link that breaks is noticed at once.
-"""
+"""A client's connection to a server: requests with answers within a deadline, and their bytes by kind."""
 
 import sys
 import time
@@ -15,7 +12,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.remote import protocol
 from specbench.remote.transport import TOKEN, client_socket
 
-NOTICE_S = 4.0  # of waiting, before the user is told
+NOTICE_S = 4.0  # of waiting before a line says so
 
 
 class LinkLost(SpecBenchError):
@@ -27,9 +24,9 @@ class Traffic:
     """What one generation sent and received.
 
     Attributes:
-        sent, received: bytes of messages by kind. round_trips: questions answered. resumed: how often another link went on.
-        waited_s: from questions to their answers; server_s: of that, in passes.
-        prompt_bytes, prompt_s: of `sent` and `received`, and of server_s, what the prompt took.
+        sent, received: bytes of messages by kind. round_trips: answered requests. resumed: successful reconnections.
+        waited_s: from requests to their answers; server_s: the part of it in passes.
+        prompt_bytes, prompt_s: the prompt's part of `sent` and `received`, and of `server_s`.
     """
 
     sent: dict[str, int] = field(default_factory=dict)
@@ -42,37 +39,34 @@ class Traffic:
     prompt_s: float = 0.0
 
 
-def _count(into: dict[str, int], found: Mapping[str, int]) -> None:
-    for kind, size in found.items():
-        into[kind] = into.get(kind, 0) + size
+def _add(total: dict[str, int], sizes: Mapping[str, int]) -> None:
+    for kind, size in sizes.items():
+        total[kind] = total.get(kind, 0) + size
 
 
 class Connection:
-    """One client's way to a server.
-
-    Args:
-        address: tcp://host:port. patience_s: how long an answer may take.
+    """One client's connection to a server.
 
     Attributes:
-        welcome: the server's description of itself. traffic: of the generation that runs.
+        address: tcp://host:port. timeout_s: of an answer.
+        welcome: the server's description of itself. traffic: of the current generation.
     """
 
-    def __init__(self, address: str, patience_s: float):
-        self.address, self.patience_s = address, patience_s
+    def __init__(self, address: str, timeout_s: float):
+        self.address, self.timeout_s = address, timeout_s
         self.socket: zmq.Socket[bytes] | None = None
         self.traffic, self.number = Traffic(), 0
 
     def open(self) -> None:
-        """Connect anew. Raises `SpecBenchError` for a server of another version, `LinkLost` if none answers."""
+        """Connect, or reconnect. Raises `SpecBenchError` for a server of another version, `LinkLost` if none answers."""
         self.close()
         self.socket = client_socket(self.address)
         self.watch = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self.welcome: protocol.Welcome = self.request({"kind": "hello", "version": protocol.VERSION})
         except LinkLost as error:
-            raise LinkLost(
-                f"no answer from {self.address}: is specbench.serve running there, with the same {TOKEN}?"
-            ) from error
+            hint = f"is specbench.serve running there, with the same {TOKEN}?"
+            raise LinkLost(f"no answer from {self.address}: {hint}") from error
         if self.welcome["version"] != protocol.VERSION:
             raise SpecBenchError(f"{self.address} speaks version {self.welcome['version']}; install the same SpecBench")
 
@@ -96,31 +90,31 @@ class Connection:
         if message["kind"] != "hello" and len(data) > (limit := self.welcome["limits"]["message"]):
             raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {limit}; raise its limits.message")
         begin = time.perf_counter()
-        self._there().send(data)
+        self._connected().send(data)
         answer = self.receive(begin)
         self.traffic.round_trips += 1
-        _count(self.traffic.sent, sizes)
+        _add(self.traffic.sent, sizes)
         return answer
 
     def receive(self, since: float | None = None) -> Any:
-        """The next answer to the last request, awaited since then or from now on. Raises as `request` does."""
+        """The next answer to the last request; `since` begins its timeout, by default now. Raises as `request` does."""
         begin = time.perf_counter() if since is None else since
-        answer, sizes = self._answer(begin + self.patience_s)
+        answer, sizes = self._answer(begin + self.timeout_s)
         self.traffic.waited_s += time.perf_counter() - begin
         if answer["kind"] == "error":
             raise SpecBenchError(f"{self.address} says: {answer['said']}")
-        _count(self.traffic.received, sizes)
+        _add(self.traffic.received, sizes)
         self.traffic.server_s += answer.get("seconds", 0.0)
         return answer
 
-    def _there(self) -> "zmq.Socket[bytes]":
+    def _connected(self) -> "zmq.Socket[bytes]":
         if self.socket is None:
             raise LinkLost(f"the link to {self.address} is broken")
         return self.socket
 
     def _answer(self, deadline: float) -> tuple[Any, dict[str, int]]:
         """The answer to the last request, and its bytes by kind."""
-        socket = self._there()
+        socket = self._connected()
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self.watch, zmq.POLLIN)
@@ -132,10 +126,10 @@ class Connection:
                 print(f"waiting for {self.address}, {left:.0f} s at most", file=sys.stderr, flush=True)
             if socket in ready:
                 answer, sizes = protocol.decode_counted(socket.recv(), protocol.REPLY)
-                if answer["kind"] != "alive" and answer["n"] == self.number:  # else of a request that was given up
+                if answer["kind"] != "alive" and answer["n"] == self.number:  # else of an abandoned request
                     return answer, sizes
             elif self.watch in ready:
                 self.close()
                 raise LinkLost(f"the link to {self.address} broke")
         self.close()
-        raise LinkLost(f"no answer from {self.address} for {self.patience_s:.0f} s")
+        raise LinkLost(f"no answer from {self.address} for {self.timeout_s:.0f} s")

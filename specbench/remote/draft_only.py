@@ -1,8 +1,7 @@
-"""Drafting without verification, when the link to the target is broken: a drafter continues the verified text alone.
+"""Drafting without verification, when the link to the target is broken: a drafter continues the verified tokens alone.
 
-A drafter with a network drafts one chain, as long as it can, from all verified states of this text. They are observed anew,
-since the tree that was under way when the link broke left rows in its caches. One without takes its first choices as
-accepted.
+A drafter with a network is reset, since an unverified tree left rows in its caches, observes all verified states, and
+drafts one chain as long as it can. A drafter without a network accepts its own first choices, cycle by cycle.
 """
 
 from collections.abc import Sequence
@@ -32,23 +31,16 @@ def concatenated(parts: Sequence[TargetStates]) -> TargetStates:
 
 @torch.inference_mode()
 def draft_alone(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
-    """At most `count` ids behind the root, greedily; none if the drafter proposes nothing.
-
-    states: of all verified tokens before the root.
-    """
-    if drafter.grower is not None:
-        return _chain(drafter.grower, states, root, count)
-    return _accept_first_choices(drafter, states, root, count)
-
-
-def _chain(drafter: Any, states: TargetStates, root: int, count: int) -> list[int]:
+    """At most `count` ids after the root, greedily. states: of all verified tokens before the root."""
+    if drafter.grower is None:
+        return _accept_first_choices(drafter, states, root, count)
+    drafter = drafter.grower
     growth = drafter.growth
     drafter.set_tree_policy(Chain(min(count, drafter.deepest or count), candidates="top"))
     try:
         drafter.reset(len(states.tokens) + drafter.nodes)
         drafter.observe(states, root)
-        tokens: list[int] = drafter.propose(root, Sampler(), None).tokens.tolist()
-        return tokens[1:]
+        return drafter.propose(root, Sampler(), None).tokens.tolist()[1:]
     finally:
         drafter.set_tree_policy(growth)
 
@@ -57,21 +49,21 @@ def _accept_first_choices(drafter: Any, states: TargetStates, root: int, count: 
     emitted: list[int] = []
     while len(emitted) < count and (path := first_choice(drafter.propose(root, Sampler(), None))):
         start = int(states.positions[-1]) + 1 + len(emitted)
-        seen = torch.tensor([root, *path[:-1]], device=states.tokens.device)
-        where = torch.arange(start, start + len(path), device=seen.device)
-        nothing = states.last.new_empty(len(path), 0)
-        drafter.observe(TargetStates(seen, where, nothing, nothing), path[-1])
+        tokens = torch.tensor([root, *path[:-1]], device=states.tokens.device)
+        positions = torch.arange(start, start + len(path), device=tokens.device)
+        empty = states.last.new_empty(len(path), 0)
+        drafter.observe(TargetStates(tokens, positions, empty, empty), path[-1])
         emitted, root = emitted + path, path[-1]
     return emitted[:count]
 
 
 def first_choice(tree: DraftTree) -> list[int]:
-    """The ids down the best acceptable child of every node."""
+    """The ids of the path that follows each node's best acceptable child."""
     tokens, parents, ranks = tree.tokens.tolist(), tree.parents.tolist(), tree.ranks.tolist()
     acceptable = [True] * len(tokens) if tree.acceptable is None else tree.acceptable.tolist()
-    found: list[int] = []
+    path: list[int] = []
     node = 0
-    while below := [n for n in range(node + 1, len(tokens)) if parents[n] == node and acceptable[n]]:
-        node = min(below, key=ranks.__getitem__)
-        found.append(tokens[node])
-    return found
+    while children := [n for n in range(node + 1, len(tokens)) if parents[n] == node and acceptable[n]]:
+        node = min(children, key=ranks.__getitem__)
+        path.append(tokens[node])
+    return path

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint: what it serves, and one streamed completion with its times. Knows HTTP, and no model.
+"""An OpenAI-compatible endpoint: its models, and streamed completions with their times. Knows HTTP, and no model.
 
-Whatever a server does ends in an answer or in one line. Redirects are not followed, nothing is read without end, and what
-it says of itself is shortened before it is shown.
+Whatever the server does ends in an answer or in one line. Redirects are not followed, responses are read up to a limit,
+and texts of the server are shortened before they are shown.
 """
 
 import json
@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from specbench.common.errors import SpecBenchError, one_line, shorten
 
 PIECE, MAX_LINE, MAX_BYTES = 1 << 16, 1 << 20, 1 << 26  # bytes: of one read, of one line of a stream, of a whole response
-SHOWN = 200  # characters of what a server says
-KEY = "OPENAI_API_KEY"  # the environment variable that holds the key of a server that wants one
+MAX_SHOWN = 200  # characters of a server's message
+KEY = "OPENAI_API_KEY"  # the environment variable with the server's key, if it needs one
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Answer:
     """One completion.
 
     Attributes:
-        ids: of its tokens, as the server says them; None: it does not. text: without special tokens.
-        first_s: from the request, over a connection that is there, to the first token. decode_s: from there to the last.
-        reason: why it ended, `stop` or `length`.
+        ids: of its tokens; None: the server does not send them. text: without special tokens.
+        first_s: from the request, over an open connection, to the first token. decode_s: from there to the last token.
+        reason: why it ended, `stop` or `length`. pieces: events with a token.
     """
 
     ids: list[int] | None = field(default_factory=list)
@@ -36,14 +36,10 @@ class Answer:
     first_s: float = 0.0
     decode_s: float = 0.0
     reason: str | None = None
-    pieces: int = 0  # that held anything
+    pieces: int = 0
 
-    def add(self, choice: Mapping[str, Any], seconds: float) -> bool:
-        """Take one event's choice in, so long after the request; did it hold a token?
-
-        Raises:
-            TypeError: it is no completion's.
-        """
+    def add(self, choice: Mapping[str, Any], seconds: float) -> None:
+        """Add the choice of an event that came `seconds` after the request. Raises `TypeError` if it is no completion."""
         text, ids, reason = choice.get("text") or "", choice.get("token_ids"), choice.get("finish_reason")
         if not isinstance(text, str) or not isinstance(reason, (str, type(None))):
             raise TypeError("text")
@@ -51,38 +47,33 @@ class Answer:
             raise TypeError("token_ids")
         self.reason = reason or self.reason
         if not text and not ids:
-            return False
+            return
         self.ids = None if ids is None or self.ids is None else self.ids + ids
         self.text, self.pieces = self.text + text, self.pieces + 1
         if self.pieces == 1:
             self.first_s = seconds
         self.decode_s = seconds - self.first_s
-        return True
 
 
 class Endpoint:
-    """A server at an address, as `http://127.0.0.1:8000` or with the path before `/completions`, else `/v1`.
+    """A server at a URL such as `http://127.0.0.1:8000`; its path is what precedes `/completions`, by default `/v1`.
 
-    The key in the environment variable `KEY` goes to the server alone, and into nothing that is shown or kept.
+    The key in the environment variable `KEY` is sent to the server only, and never shown or stored.
 
-    Args:
-        patience_s: how long it may let one wait for a connection, for an answer, and from token to token.
-
-    Raises:
-        SpecBenchError: the address is none, or the key is nothing that a header can hold.
+    timeout_s: of connecting, of an answer, and from token to token. Raises `SpecBenchError` for an invalid URL or key.
     """
 
-    def __init__(self, url: str, patience_s: float):
+    def __init__(self, url: str, timeout_s: float):
         try:
             parts = urlsplit(url)
-            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port that is none
-            known = False
-        if not known or parts.username is not None or parts.query or parts.fragment:
+            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # not a port
+            valid = False
+        if not valid or parts.username is not None or parts.query or parts.fragment:
             raise SpecBenchError(
                 f"endpoint={url}: must be http://HOST:PORT or https://…, with nothing but a path behind it"
             )
-        self.url, self.patience = url, patience_s
+        self.url, self.timeout_s = url, timeout_s
         self.host, self.port = str(parts.hostname), parts.port
         self.kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self.path = parts.path.rstrip("/") or "/v1"
@@ -90,20 +81,20 @@ class Endpoint:
 
     def models(self) -> list[dict[str, Any]]:
         """The server's list of its models."""
-        with self._asked("GET", "/models") as (response, _):
+        with self._request("GET", "/models") as (response, _):
             data = response.read(MAX_LINE + 1)
             try:
-                found = json.loads(data)["data"] if len(data) <= MAX_LINE else None
-                if isinstance(found, list) and all(isinstance(model["id"], str) for model in found):
-                    return found
+                models = json.loads(data)["data"] if len(data) <= MAX_LINE else None
+                if isinstance(models, list) and all(isinstance(model["id"], str) for model in models):
+                    return models
             except (ValueError, TypeError, KeyError, RecursionError):
                 pass
         raise self._error(f"{self.path}/models lists no models; is it an OpenAI-compatible server?")
 
     def complete(self, request: Mapping[str, Any]) -> Answer:
-        """One completion. Raises `SpecBenchError` for a server that fails, breaks off, or says more than was asked."""
+        """One completion. Raises `SpecBenchError` if the server fails, breaks off, or sends more tokens than requested."""
         answer = Answer()
-        with self._asked("POST", "/completions", {**request, "stream": True}) as (response, begin):
+        with self._request("POST", "/completions", {**request, "stream": True}) as (response, begin):
             for seconds, event in self._events(response, begin, answer):
                 choices = event.get("choices")
                 if "error" in event or event.get("object") == "error":
@@ -136,8 +127,8 @@ class Endpoint:
                     if data == b"[DONE]":
                         return
                     yield seconds, self._event(data)
-            if seconds > answer.first_s + answer.decode_s + self.patience:
-                raise self._error(f"no token for {self.patience:g} s; is it busy? drafter.patience_s= waits longer")
+            if seconds > answer.first_s + answer.decode_s + self.timeout_s:
+                raise self._error(f"no token for {self.timeout_s:g} s; is it busy? drafter.patience_s= waits longer")
         raise self._error("its stream was cut off")
 
     def _event(self, data: bytes) -> dict[str, Any]:
@@ -150,21 +141,23 @@ class Endpoint:
         return event
 
     @contextmanager
-    def _asked(self, method: str, what: str, body: Mapping[str, Any] | None = None) -> Iterator[tuple[HTTPResponse, float]]:
-        """The response to a request, and when it was sent; the connection ends with the block."""
-        connection = self.kind(self.host, self.port, timeout=self.patience)
+    def _request(
+        self, method: str, route: str, body: Mapping[str, Any] | None = None
+    ) -> Iterator[tuple[HTTPResponse, float]]:
+        """The response to a request, and when it was sent; the connection is closed with the block."""
+        connection, path = self.kind(self.host, self.port, timeout=self.timeout_s), self.path + route
         try:
             connection.connect()
             begin = time.perf_counter()
-            sent = None if body is None else json.dumps(body)
             key = {"Authorization": f"Bearer {token}"} if (token := _key()) else {}
-            connection.request(method, self.path + what, sent, {"Content-Type": "application/json", **key})
+            headers = {"Content-Type": "application/json", **key}
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise self._error(_refused(response, self.path + what))
+                raise self._error(_status_message(response, path))
             yield response, begin
         except TimeoutError as error:
-            raise self._error(f"silent for {self.patience:g} s; is it busy? drafter.patience_s= waits longer") from error
+            raise self._error(f"silent for {self.timeout_s:g} s; is it busy? drafter.patience_s= waits longer") from error
         except OSError as error:
             raise self._error(f"{_short(error.strerror or str(error)).lower()}; is the server running?") from error
         except HTTPException as error:
@@ -172,19 +165,19 @@ class Endpoint:
         finally:
             connection.close()
 
-    def _error(self, what: str) -> SpecBenchError:
-        return SpecBenchError(f"endpoint={self.url}: {what}")
+    def _error(self, message: str) -> SpecBenchError:
+        return SpecBenchError(f"endpoint={self.url}: {message}")
 
 
 def _key() -> str:
-    """The user's key, or an empty text. Raises `SpecBenchError`, which does not show the key, if no header can hold it."""
+    """The user's key, or "". Raises `SpecBenchError`, without showing the key, if no header can hold it."""
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise SpecBenchError(f"{KEY}: must be one word of plain characters; set it to the server's key, or unset it")
     return key
 
 
-def _refused(response: HTTPResponse, path: str) -> str:
+def _status_message(response: HTTPResponse, path: str) -> str:
     """The message on a status other than 200."""
     if response.status in (401, 403):
         hint = f"check the key in {KEY}" if _key() else f"set {KEY} to its key"
@@ -200,7 +193,7 @@ def _refused(response: HTTPResponse, path: str) -> str:
 
 
 def _message(body: Any) -> str:
-    """The message in an error's body, wherever servers put it."""
+    """The message in an error's body, at any of the keys that servers use."""
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
             body = body[key]
@@ -208,6 +201,6 @@ def _message(body: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """A server's message on one line, cut off, without the key if it repeats that."""
+    """A server's message on one short line, without the key if it repeats that."""
     key = _key()
-    return shorten(one_line(ValueError(text.replace(key, "…") if key else text)), SHOWN)
+    return shorten(one_line(ValueError(text.replace(key, "…") if key else text)), MAX_SHOWN)

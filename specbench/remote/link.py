@@ -12,8 +12,8 @@ from pydantic import StringConstraints
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Positive, Share, Weight
-from specbench.remote.network_emulator import Shape
-from specbench.remote.target import RemoteTarget, Then
+from specbench.remote.network_emulator import Network
+from specbench.remote.target import OnDisconnect, RemoteTarget
 from specbench.remote.transport import parse_address, secret_key
 
 Address = Annotated[str, StringConstraints(pattern=r"^tcp://\S+:\d{1,5}$")]
@@ -21,7 +21,7 @@ Address = Annotated[str, StringConstraints(pattern=r"^tcp://\S+:\d{1,5}$")]
 
 @dataclass(frozen=True)
 class Link:
-    """A link; what each option means stands in `conf/link/local.yaml`."""
+    """A link; `conf/link/local.yaml` explains the options."""
 
     name: Name
     to: Address | None = None
@@ -32,7 +32,7 @@ class Link:
     pause_ms: Weight = 200.0
     patience_s: Positive = 60.0
     cut_after: Count | None = None
-    then: Then = "wait"
+    then: OnDisconnect = "wait"
     condense: Name | None = None
     states: Literal["exact", "int8"] = "exact"
 
@@ -44,26 +44,28 @@ class Link:
     def connect(self, path: Path, dtype: torch.dtype, device: torch.device) -> RemoteTarget:
         """The server's target. path: the folder of its model, here."""
         assert self.to is not None
-        shape = Shape(self.delay_ms, self.jitter_ms, self.mbit, self.loss, self.pause_ms)
-        emulated = shape != Shape(pause_ms=self.pause_ms)
-        address, emulator = _emulate(self.to, shape) if emulated else (self.to, None)
-        more = {"patience_s": self.patience_s, "then": self.then, "cut_after": self.cut_after}
-        target = RemoteTarget.at(address, path, dtype, device, eight=self.states == "int8", **more)
+        network = Network(self.delay_ms, self.jitter_ms, self.mbit, self.loss, self.pause_ms)
+        emulated = network != Network(pause_ms=self.pause_ms)
+        address, emulator = _emulate(self.to, network) if emulated else (self.to, None)
+        int8 = self.states == "int8"
+        target = RemoteTarget.at(
+            address, path, dtype, device,
+            timeout_s=self.patience_s, on_disconnect=self.then, cut_after=self.cut_after, int8_states=int8,
+        )  # fmt: skip
         target.server, target.emulator = self.to, emulator
         return target
 
 
-def _emulate(address: str, shape: Shape) -> tuple[str, "subprocess.Popen[str]"]:
-    """The loopback address of a new emulator that forwards to another address, and its process.
+def _emulate(address: str, network: Network) -> tuple[str, "subprocess.Popen[str]"]:
+    """The loopback address of a new emulator that forwards to `address`, and its process.
 
-    It ends when its standard input closes: with this process, or with the last reference to what is returned.
+    The process ends when its standard input closes: with this process, or with the last reference to the returned object.
     """
     host, port = parse_address(address)
-    secret_key(address)  # checked here, since the address behind is loopback
-    command = [sys.executable, "-m", "specbench.remote.network_emulator", host, str(port), json.dumps(asdict(shape))]
+    secret_key(address)  # the check for a token, which the emulator's loopback address would pass
+    command = [sys.executable, "-m", "specbench.remote.network_emulator", host, str(port), json.dumps(asdict(network))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    found = process.stdout.readline().strip()
-    if not found:
-        raise SpecBenchError("the link's shaper did not start (python -m specbench.remote.network_emulator)")
-    return f"tcp://127.0.0.1:{found}", process
+    if not (listening := process.stdout.readline().strip()):
+        raise SpecBenchError("the network emulator did not start (python -m specbench.remote.network_emulator)")
+    return f"tcp://127.0.0.1:{listening}", process

@@ -1,7 +1,6 @@
-r"""A TCP proxy that emulates a link: bytes pass in order, delayed and at a limited bandwidth, alike in both directions.
+r"""A TCP proxy that emulates a network: in both directions bytes pass in order, delayed and at a limited bandwidth.
 
-A lost packet is a pause, as TCP makes of it, and nothing is reordered. Needs the standard library alone, so that it starts
-at once in a process of its own:
+A lost packet is a pause, as with TCP. Imports the standard library alone, so that it starts fast in its own process:
 
     python -m specbench.remote.network_emulator HOST PORT \
         '{"delay_ms": 10, "jitter_ms": 10, "mbit": 50, "loss": 0.001, "pause_ms": 200}'
@@ -19,12 +18,12 @@ from dataclasses import dataclass
 
 CHUNK = 16384  # bytes that share one delay
 PACKET = 1500
-MAX_CHUNKS = 256  # under way in one direction; a sender of more waits
+MAX_CHUNKS = 256  # in flight in one direction; further ones wait
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One direction: delay N(mean, deviation) cut off at 0, bandwidth, how probable a lost packet is, and what it costs."""
+class Network:
+    """One direction: delay N(delay, jitter) of at least 0, bandwidth, probability of a lost packet, pause after one."""
 
     delay_ms: float = 0.0
     jitter_ms: float = 0.0
@@ -32,14 +31,14 @@ class Shape:
     loss: float = 0.0
     pause_ms: float = 200.0
 
-    def late_s(self, size: int) -> float:
-        """Seconds by which a chunk is late, without its transmission time."""
+    def latency_s(self, size: int) -> float:
+        """Random seconds of delay of a chunk, without its transmission time."""
         delay = max(0.0, random.gauss(self.delay_ms, self.jitter_ms))
         lost = random.random() >= (1 - self.loss) ** -(-size // PACKET)
         return (delay + lost * self.pause_ms) / 1000
 
-    def mean_late_s(self) -> float:
-        """The mean of `late_s` for a message that fits into one packet."""
+    def mean_latency_s(self) -> float:
+        """The mean of `latency_s` for a message that fits into one packet."""
         mean, spread = self.delay_ms, self.jitter_ms
         if spread:
             z = mean / spread
@@ -47,50 +46,52 @@ class Shape:
             mean = mean * (1 - below) + spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
         return (mean + self.loss * self.pause_ms) / 1000
 
-    def line_s(self, size: int) -> float:
+    def transmission_s(self, size: int) -> float:
         return size * 8 / (self.mbit * 1e6) if self.mbit else 0.0
 
 
-async def _shaped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shape: Shape) -> None:
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, network: Network) -> None:
     """Forward everything until the end of the stream."""
     loop = asyncio.get_running_loop()
-    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_CHUNKS)
+    in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(
+        MAX_CHUNKS
+    )  # time of arrival, and bytes; empty at the end
 
     async def deliver() -> None:
-        while (found := await under_way.get())[1]:
-            await asyncio.sleep(max(0.0, found[0] - loop.time()))
-            writer.write(found[1])
+        while (chunk := await in_flight.get())[1]:
+            await asyncio.sleep(max(0.0, chunk[0] - loop.time()))
+            writer.write(chunk[1])
             await writer.drain()
         writer.close()
 
     delivering = asyncio.create_task(deliver())
-    line = due = 0.0  # when the line is free again, when the last chunk is due
+    sent = arrival = 0.0  # of the last chunk, on the loop's clock
     with suppress(ConnectionError):
         while data := await reader.read(CHUNK):
-            line = max(line, loop.time()) + shape.line_s(len(data))
-            due = max(due, line + shape.late_s(len(data)))
-            await under_way.put((due, data))
-    await under_way.put((0.0, b""))
+            sent = max(sent, loop.time()) + network.transmission_s(len(data))
+            arrival = max(arrival, sent + network.latency_s(len(data)))
+            await in_flight.put((arrival, data))
+    await in_flight.put((0.0, b""))
     with suppress(ConnectionError):
         await delivering
 
 
-async def listen(host: str, port: int, shape: Shape) -> asyncio.Server:
+async def listen(host: str, port: int, network: Network) -> asyncio.Server:
     """Listen at a port on loopback and forward to host and port over the emulated network."""
 
     async def pair(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there, back = await asyncio.open_connection(host, port)
+            server_reader, server_writer = await asyncio.open_connection(host, port)
         except OSError:
             writer.close()
             return
-        await asyncio.gather(_shaped(reader, back, shape), _shaped(there, writer, shape))
+        await asyncio.gather(_forward(reader, server_writer, network), _forward(server_reader, writer, network))
 
     return await asyncio.start_server(pair, "127.0.0.1", 0)
 
 
-async def _main(host: str, port: str, shape: str) -> None:
-    server = await listen(host, int(port), Shape(**json.loads(shape)))
+async def _main(host: str, port: str, network: str) -> None:
+    server = await listen(host, int(port), Network(**json.loads(network)))
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

@@ -1,16 +1,16 @@
-"""Messages between a client that drafts and a server that verifies. Knows messages and tensors, no socket and no model.
+"""Messages between a client that drafts and a server that verifies. Knows no socket and no model.
 
-A message is one frame that holds one msgpack map. It is decoded within bounds and validated against a declared shape before
-anything acts on it. An answer carries the number of its request, so that a late one is recognised.
+A message is one frame with one msgpack map, decoded within bounds and validated against a declared shape. An answer carries
+the number `n` of its request, so that a late one is recognised.
 
     client                                            server
     hello    version                                  welcome  version, fingerprint, limits
-    begin    prompt, what is tapped, rule, seed       answer   first token, states of the prompt
-    pass     tokens and parents of a tree             answer   path, bonus, depth, states of what was kept
+    begin    prompt, taps, rule, seed                 answer   first token, states of the prompt
+    pass     tokens and parents of a tree             answer   path, bonus, depth, states of accepted nodes
     end      (no answer)
-    (where nothing is drafted, one answer to `begin` follows for every token, without a request)
+    (a stream, without drafts: after `begin` an answer follows for every token, without requests)
                                                       error    one line
-                                                      alive    finds clients that are gone (no answer)
+                                                      alive    detects clients that are gone (no answer)
 """
 
 import itertools
@@ -35,14 +35,13 @@ VERSION = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
-Id = Natural
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Layer = Annotated[int, Field(ge=0, lt=4096)]
 Float = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class WireTensor(TypedDict):
-    """A tensor: dtype, shape, little-endian bytes; of int8 also what 127 stands for in each row, as float32."""
+    """A tensor: dtype, shape, little-endian bytes; for int8 also the largest magnitude of each row, as float32."""
 
     d: Literal["float32", "bfloat16", "float16", "int8"]
     s: Annotated[list[Natural], Field(max_length=4)]
@@ -79,15 +78,11 @@ class VerifyMessage(TypedDict):
 
 
 class Begin(TypedDict):
-    """A generation.
-
-    judged: None asks for the logits behind the prompt and decides nothing. resumed: send no states.
-    eight: send states as int8.
-    """
+    """A generation. judged: None requests logits after the prompt. resumed: send no states. eight: send states as int8."""
 
     kind: Literal["begin"]
     n: Natural
-    prompt: Annotated[list[Id], Field(min_length=1)]
+    prompt: Annotated[list[Natural], Field(min_length=1)]
     capacity: Natural
     taps: TapsMessage
     judged: VerifyMessage | None
@@ -96,7 +91,7 @@ class Begin(TypedDict):
 
 
 class Drawn(TypedDict):
-    """Of a tree whose children were sampled: rows of q at nodes that have children, and who was drawn when."""
+    """A tree's sampling: rows of q at nodes that have children, ranks and width of the tree, see `DraftTree`."""
 
     nodes: list[Natural]
     q: WireTensor
@@ -106,11 +101,11 @@ class Drawn(TypedDict):
 
 
 class Pass(TypedDict):
-    """A tree: ids, the root's first; parents of all nodes but the root; nodes that may not be accepted."""
+    """A tree: ids, the root's first; parents of all nodes but the root; `others`: nodes that may not be accepted."""
 
     kind: Literal["pass"]
     n: Natural
-    tokens: Annotated[list[Id], Field(min_length=1)]
+    tokens: Annotated[list[Natural], Field(min_length=1)]
     parents: list[Natural]
     others: NotRequired[list[Natural]]
     drawn: NotRequired[Drawn]
@@ -122,7 +117,7 @@ class End(TypedDict):
 
 
 class Limits(TypedDict):
-    """What a server takes. clients; bytes of a message; tokens of a prompt; positions; nodes of a tree."""
+    """A server's limits: clients, bytes of a message, tokens of a prompt, positions, nodes of a tree."""
 
     clients: Natural
     message: Natural
@@ -141,22 +136,22 @@ class Welcome(TypedDict):
 
 
 class Answer(TypedDict):
-    """What became of a prompt (path and drafted are missing) or a tree.
+    """The answer to a prompt (without path and drafted) or a tree.
 
-    logits: behind a prompt; where a drafter observes trees, of all nodes or the best `ids` of each. seconds: of the pass.
+    logits: after a prompt; for drafters that observe trees, of all nodes or of their best `ids`. seconds: of the pass.
     """
 
     kind: Literal["answer"]
     n: Natural
     path: NotRequired[list[Natural]]
     drafted: NotRequired[Natural]
-    token: NotRequired[Id]
+    token: NotRequired[Natural]
     last: NotRequired[WireTensor]
     hidden: NotRequired[list[WireTensor]]
     kv: NotRequired[list[WireTensor]]
     condensed: NotRequired[list[WireTensor]]
     logits: NotRequired[WireTensor]
-    ids: NotRequired[list[list[Id]]]
+    ids: NotRequired[list[list[Natural]]]
     seconds: Float
 
 
@@ -175,7 +170,7 @@ REQUEST: TypeAdapter[Any] = TypeAdapter(Annotated[Hello | Begin | Pass | End, _B
 REPLY: TypeAdapter[Any] = TypeAdapter(Annotated[Welcome | Answer | Error | Alive, _BY_KIND], config=STRICT)
 
 
-# What the bytes of a message's parts are counted as; all others, and the framing, as `frame`.
+# The kind that each item's bytes are counted as; all others, and the framing, are `frame`.
 PARTS = {
     **dict.fromkeys(("tokens", "parents", "others"), "tree"),
     **dict.fromkeys(("path", "drafted", "token"), "tokens"),
@@ -183,17 +178,16 @@ PARTS = {
     **{name: name for name in ("prompt", "last", "hidden", "kv", "condensed")},
     "drawn": "q",
 }
-# What a decoder builds at most, whatever the message announces; msgpack itself refuses nesting beyond some hundred levels.
+# Bounds of what a message decodes to, whatever it announces; msgpack itself limits nesting to some hundred levels.
 MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, MAX_CHARACTERS = 1 << 15, 1 << 18, 32, 1 << 12
 
 
 def encode(message: Any) -> bytes:
-    data: bytes = msgpack.packb(message)
-    return data
+    return msgpack.packb(message)
 
 
 def encode_counted(message: Mapping[str, Any]) -> tuple[bytes, dict[str, int]]:
-    """A message as bytes, and its bytes by kind, see `PARTS`."""
+    """A message as bytes, and sizes by kind, see `PARTS`."""
     parts = {key: encode(key) + encode(value) for key, value in message.items()}
     data = msgpack.Packer().pack_map_header(len(parts)) + b"".join(parts.values())
     return data, _by_kind({key: len(part) for key, part in parts.items()}, len(data))
@@ -205,9 +199,9 @@ def decode(data: bytes, shape: TypeAdapter[Any]) -> Any:
 
 
 def decode_counted(data: bytes, shape: TypeAdapter[Any]) -> tuple[Any, dict[str, int]]:
-    """A message and its bytes by kind, see `PARTS`. Raises `SpecBenchError` for anything but a message of this shape."""
+    """A message and sizes by kind, see `PARTS`. Raises `SpecBenchError` for anything but a message of this shape."""
     try:
-        message, sizes = _unpacked(data)
+        message, sizes = _unpack_map(data)
         return shape.validate_python(message), _by_kind(sizes, len(data))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -217,14 +211,14 @@ def decode_counted(data: bytes, shape: TypeAdapter[Any]) -> tuple[Any, dict[str,
         raise SpecBenchError("a message of the wrong shape: no msgpack map, or too large a one") from error
 
 
-def _unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, int]]:
-    """A map and the bytes of each item; counts and lengths are checked before anything of that size is built."""
+def _unpack_map(data: bytes) -> tuple[dict[str, Any], dict[str, int]]:
+    """A map and the size of each item; counts and lengths are checked before anything of that size is built."""
     containers = itertools.count(1)
 
-    def counted(found: Any) -> Any:
+    def counted(container: Any) -> Any:
         if next(containers) > MAX_CONTAINERS:
             raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
-        return found
+        return container
 
     size = max(1, len(data))
     limits = {
@@ -243,23 +237,23 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, int]]:
         message[key] = unpacker.unpack()
         sizes[key] = unpacker.tell() - begin
     if unpacker.tell() != len(data):
-        raise ValueError("bytes behind the message")
+        raise ValueError("bytes after the message")
     return message, sizes
 
 
 def _by_kind(sizes: Mapping[str, int], total: int) -> dict[str, int]:
-    """Bytes by kind of the items that have one; the rest of the message is `frame`."""
-    found: dict[str, int] = {}
+    """Sizes by kind of the items in `PARTS`; the rest of the message is `frame`."""
+    kinds: dict[str, int] = {}
     for key, size in sizes.items():
         if key in PARTS:
-            found[PARTS[key]] = found.get(PARTS[key], 0) + size
-    return found | {"frame": total - sum(found.values())}
+            kinds[PARTS[key]] = kinds.get(PARTS[key], 0) + size
+    return kinds | {"frame": total - sum(kinds.values())}
 
 
-def pack(tensor: Tensor, eight: bool = False) -> WireTensor:
-    """A tensor as bytes. eight: rounded to int8, each row of its last dimension by its own largest value."""
+def pack(tensor: Tensor, int8: bool = False) -> WireTensor:
+    """A tensor as bytes. int8: rounded, each row of the last dimension scaled by its largest magnitude."""
     plain = tensor.detach().to("cpu").contiguous()
-    if eight:
+    if int8:
         largest = plain.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
         rounded = (plain.float() * (127 / largest)).round().to(torch.int8)
         return {"d": "int8", "s": list(plain.shape), "b": _bytes(rounded), "m": _bytes(largest)}
@@ -268,18 +262,17 @@ def pack(tensor: Tensor, eight: bool = False) -> WireTensor:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    found: bytes = tensor.view(-1).view(torch.uint8).numpy().tobytes()
-    return found
+    return tensor.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def unpack(packed: WireTensor, device: torch.device, shape: tuple[int, ...]) -> Tensor:
-    """The tensor. Raises `SpecBenchError` if it does not have this shape."""
+    """A packed tensor. Raises `SpecBenchError` if it does not have this shape."""
     if tuple(packed["s"]) != shape or ("m" in packed) != (packed["d"] == "int8"):
         raise SpecBenchError(f"a tensor of {packed['s']}, where {list(shape)} were expected")
-    found = _tensor(packed["b"], DTYPES[packed["d"]], shape)
+    tensor = _tensor(packed["b"], DTYPES[packed["d"]], shape)
     if "m" in packed:
-        found = found * (_tensor(packed["m"], torch.float32, (*shape[:-1], 1)) / 127)
-    return found.to(device)
+        tensor = tensor * (_tensor(packed["m"], torch.float32, (*shape[:-1], 1)) / 127)
+    return tensor.to(device)
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -291,13 +284,13 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def pack_taps(taps: Taps) -> TapsMessage:
-    """`Taps` as a message, layers as lists."""
+    """Taps as a message, layers as lists."""
     packed: Any = asdict(taps) | {"hidden": list(taps.hidden), "kv": list(taps.kv)}
     return packed
 
 
 def unpack_taps(packed: TapsMessage) -> Taps:
-    """What `pack_taps` was given. Raises `SpecBenchError` for a layer that is asked for twice."""
+    """Inverse of `pack_taps`. Raises `SpecBenchError` for a layer that is tapped twice."""
     if any(len(set(layers)) < len(layers) for layers in (packed["hidden"], packed["kv"])):
         raise SpecBenchError("a layer that is tapped twice")
     fields: Any = packed
@@ -316,6 +309,6 @@ def pack_verify(config: VerifyConfig) -> VerifyMessage:
 
 
 def unpack_verify(packed: VerifyMessage) -> VerifyConfig:
-    """What `pack_verify` was given."""
+    """Inverse of `pack_verify`."""
     rule: Rule = Typical(*packed["numbers"]) if packed["rule"] == "typical" else Lossless()
     return VerifyConfig(rule, Sampler(packed["temperature"], packed["top_p"], packed["top_k"]), packed["seed"])

@@ -1,4 +1,4 @@
-"""Starts a server of a configured model: for the command, or in a process beside the run that uses it."""
+"""Starts a server of a configured model: for the command, or in a child process of the run that uses it."""
 
 from collections.abc import Sequence
 from multiprocessing import get_context
@@ -13,7 +13,7 @@ from specbench.engine.loading import ModelSpec
 from specbench.remote.protocol import Limits
 from specbench.remote.server import Server
 
-PATIENCE_S = 600  # for a model to load
+TIMEOUT_S = 600  # of loading a model
 
 
 def server(
@@ -28,32 +28,26 @@ def server(
 ) -> Server:
     """A server that listens already, and serves when it is `run`; its options are those of `conf/serve.yaml`.
 
-    condensers: drafters, not yet bound, that condense states before they travel.
+    condensers: drafters, not yet bound, that condense states before they are sent.
     """
     target, _ = model.load(beside=condensers)
     if model.forward == "lean":
         target.optimize_for_inference()
     context = target.max_context
-    limits: Limits = {
-        "clients": clients,
-        "message": megabytes << 20,
-        "prompt": prompt or context,
-        "context": context,
-        "nodes": nodes,
-    }
+    limits = Limits(clients=clients, message=megabytes << 20, prompt=prompt or context, context=context, nodes=nodes)
     for drafter in condensers:
         drafter.bind(target)
     return Server(target, address, limits, idle_s, [c for c in condensers if c.taps.condensed])
 
 
 class LocalServers:
-    """Servers on loopback, each in a process that ends with this one; one for each model."""
+    """Servers on loopback, one for each model, in processes that end with this one."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, str] = {}
 
     def address(self, model: ModelSpec, threads: int | None, condensers: Sequence[Any] = ()) -> str:
-        """Of the server of a model, which is started first if need be. condensers: see `server`."""
+        """The address of a model's server, which is started if necessary. condensers: see `server`."""
         key = f"{model} {threads} {[c.name for c in condensers]}"
         if key not in self._addresses:
             self._addresses[key] = _start(model, threads, list(condensers))
@@ -61,18 +55,17 @@ class LocalServers:
 
 
 def _start(model: ModelSpec, threads: int | None, condensers: list[Any]) -> str:
-    spawning = get_context("spawn")
-    ours, theirs = spawning.Pipe()
-    spawning.Process(target=_serve, args=(model, threads, condensers, theirs), daemon=True).start()
-    theirs.close()
+    context = get_context("spawn")
+    receiver, sender = context.Pipe()
+    context.Process(target=_serve, args=(model, threads, condensers, sender), daemon=True).start()
+    sender.close()
     try:
-        message = ours.recv() if ours.poll(PATIENCE_S) else {"error": f"no server within {PATIENCE_S} s"}
+        message = receiver.recv() if receiver.poll(TIMEOUT_S) else {"error": f"no server within {TIMEOUT_S} s"}
     except EOFError:
         message = {"error": "the server's process was killed while it started; is there enough memory?"}
     if "error" in message:
         raise SpecBenchError(message["error"])
-    address: str = message["address"]
-    return address
+    return message["address"]
 
 
 def _serve(model: ModelSpec, threads: int | None, condensers: list[Any], pipe: Connection) -> None:
@@ -80,9 +73,9 @@ def _serve(model: ModelSpec, threads: int | None, condensers: list[Any], pipe: C
     end_with_parent()
     torch.set_num_threads(threads or torch.get_num_threads())
     try:
-        made = server(model, "tcp://127.0.0.1:0", condensers=condensers)
+        loaded = server(model, "tcp://127.0.0.1:0", condensers=condensers)
     except Exception as error:
         pipe.send({"error": format_exception(error)})
         return
-    pipe.send({"address": made.address})
-    made.run()
+    pipe.send({"address": loaded.address})
+    loaded.run()

@@ -1,8 +1,4 @@
-"""Throughput of one server with several clients.
-
-Clients are threads of one process, each with a connection, a drafter and a cache on the server of its own. They share the
-server and the cores of one client.
-"""
+"""Throughput of one server with several clients: threads of one process, each with its own connection and drafter."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,19 +14,20 @@ from specbench.remote.target import RemoteTarget
 def throughput(
     clients: int, connect: Callable[[], tuple[RemoteTarget, Drafter]], prompts: Sequence[list[int]], tokens: int
 ) -> dict[str, float]:
-    """Tokens a second of a server with so many clients, which all decode all prompts, each beginning with another.
-
-    connect: makes one client's target and drafter.
-
-    Returns:
-        together: of all clients; slowest: of the one that got least; waited: share of a client's time that it waits.
+    """Tokens a second of a server whose clients all decode all prompts, each beginning with a different one.
 
     An error of a client is raised once all have ended.
+
+    Args:
+        connect: makes one client's target and drafter. tokens: of an answer.
+
+    Returns:
+        together: of all clients. slowest: of the slowest client. waited: share of a client's time that it waits.
     """
-    made = [connect() for _ in range(clients)]
+    connected = [connect() for _ in range(clients)]
 
     def work(number: int) -> tuple[int, float, float]:
-        target, drafter = made[number]
+        target, drafter = connected[number]
         begin, emitted, waited = time.perf_counter(), 0, 0.0
         for index in range(len(prompts)):
             prompt = prompts[(index + number) % len(prompts)]
@@ -43,10 +40,10 @@ def throughput(
     with ThreadPoolExecutor(clients) as pool:
         done = list(pool.map(work, range(clients)))
     seconds = time.perf_counter() - begin
-    for target, _ in made:
+    for target, _ in connected:
         target.close()
     return {
         "together": sum(emitted for emitted, *_ in done) / seconds,
-        "slowest": min(emitted / took for emitted, took, _ in done),
-        "waited": sum(waited for *_, waited in done) / sum(took for _, took, _ in done),
+        "slowest": min(emitted / duration for emitted, duration, _ in done),
+        "waited": sum(waited for *_, waited in done) / sum(duration for _, duration, _ in done),
     }

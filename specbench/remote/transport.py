@@ -1,7 +1,7 @@
 """Addresses, ZeroMQ sockets with their limits, and the token that client and server share.
 
 Beyond loopback both sides need the same token (`SPECBENCH_TOKEN`). It is never sent: the server's CURVE key is derived
-from it, so that messages are encrypted, and only those of clients that know it arrive. On loopback it is used if it is set.
+from it, so that messages are encrypted, and only clients that know it can connect. On loopback it is optional.
 """
 
 import hashlib
@@ -15,23 +15,20 @@ from zmq.utils import z85
 from specbench.common.errors import SpecBenchError
 
 TOKEN = "SPECBENCH_TOKEN"
-BEAT_MS, GONE_MS = (
-    1000,
-    5000,
-)  # ZeroMQ heartbeats: their interval, and the time without an answer after which a peer is gone
+HEARTBEAT_MS, TIMEOUT_MS = 1000, 5000  # of ZeroMQ: interval, and time without an answer after which a peer is gone
 _ADDRESS = re.compile(r"^tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})$")
 
 
 def parse_address(address: str) -> tuple[str, int]:
     """Host and port of tcp://host:port. Raises `SpecBenchError` for anything else."""
-    found = _ADDRESS.match(address)
-    if found is None or int(found[2]) > 65535:
+    match = _ADDRESS.match(address)
+    if match is None or int(match[2]) > 65535:
         raise SpecBenchError(f"{address} is no address; write tcp://host:port")
-    return found[1].strip("[]"), int(found[2])
+    return match[1].strip("[]"), int(match[2])
 
 
 def is_loopback(host: str) -> bool:
-    """Can only this machine reach the host?"""
+    """Is the host reachable from this machine only?"""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,7 +36,7 @@ def is_loopback(host: str) -> bool:
 
 
 def server_socket(address: str, max_bytes: int) -> zmq.Socket[bytes]:
-    """A server's socket. max_bytes: of a message; a peer that announces more is cut off before any of it is stored."""
+    """A server's socket. max_bytes: of a message; a peer that announces more is disconnected before any of it is stored."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone raises
     socket.set(zmq.MAXMSGSIZE, max_bytes)
@@ -68,13 +65,13 @@ def client_socket(address: str) -> zmq.Socket[bytes]:
 
 def _common(socket: zmq.Socket[bytes]) -> None:
     socket.set(zmq.LINGER, 0)
-    socket.set(zmq.HEARTBEAT_IVL, BEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, GONE_MS)
-    socket.set(zmq.HANDSHAKE_IVL, GONE_MS)
+    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, TIMEOUT_MS)
+    socket.set(zmq.HANDSHAKE_IVL, TIMEOUT_MS)
 
 
 def secret_key(address: str) -> bytes | None:
-    """The server's secret key as the token makes it. Raises `SpecBenchError` where there must be one."""
+    """The server's secret key, derived from the token; None without one. Raises `SpecBenchError` beyond loopback then."""
     host, _ = parse_address(address)
     token = os.environ.get(TOKEN)
     if not token:

@@ -93,7 +93,7 @@ def cycle_bounds(row: Row) -> np.ndarray:
 class Calibration:
     """A drafter's probability for a candidate against how often the target took it.
 
-    The candidates are the children of accepted nodes, see `trace.Watched`; others the target never judged.
+    The candidates are the children of accepted nodes, see `trace.CalibratedDrafter`; others the target never judged.
 
     Attributes:
         curve: by tenth of probability, the mean probability and the share that was accepted.

@@ -21,14 +21,14 @@ from specbench.reporting.groups import Asked, measured
 
 if TYPE_CHECKING:  # these import torch
     from specbench.config.run_spec import RunSpec
-    from specbench.evaluation.cell import Ran
+    from specbench.evaluation.cell import CellResult
     from specbench.evaluation.study_runs import StudyCell
     from specbench.reporting.bundle import Report
 
 
-def show_run(spec: RunSpec, ran: Ran) -> None:
+def show_run(spec: RunSpec, ran: CellResult) -> None:
     """One cell: its table (of a job of a sweep, at the sweep's end), `summary.json` and `answers.jsonl`."""
-    asked = Asked.of(ran.ledger, ran.asked)
+    asked = Asked.of(ran.ledger, ran.digests)
     entries = measured([asked])
     outcome.write(spec.cell_folder, entries, ran.text)
     if sweeping():
@@ -42,12 +42,12 @@ def show_sweep(noted: Sequence[Mapping[str, Any]], results: Path, details: bool)
     console.show(measured(Asked(**asked) for asked in noted), details, console.how_to_report(results))
 
 
-def show_study(name: str, study: Study, decoded: Sequence[tuple[StudyCell, Ran]]) -> None:
+def show_study(name: str, study: Study, decoded: Sequence[tuple[StudyCell, CellResult]]) -> None:
     """The cells of a study as tables, and what became of its claims."""
     base = decoded[0][0].base
     entries = []
     for cell, ran in decoded:
-        entries += (own := measured([Asked.of(ran.ledger, ran.asked)]))
+        entries += (own := measured([Asked.of(ran.ledger, ran.digests)]))
         outcome.write(cell.base.cell_folder, own, ran.text)
     if base.show:
         console.show(entries, base.details, console.how_to_report(base.results.parent))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbench.records.rows import Row
-from specbench.remote.network_emulator import Shape
+from specbench.remote.network_emulator import Network
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, shown
 
@@ -27,7 +27,7 @@ class Prediction:
     trips_s: float
 
 
-def predicted(rows: Sequence[Row], shape: Shape) -> Prediction | None:
+def predicted(rows: Sequence[Row], shape: Network) -> Prediction | None:
     """Speed over a link from its round trip, and from the bytes, passes and acceptance of rows of any server.
 
     tau / (drafting + server's pass + bytes over bandwidth + round trips), the prompt left out: it is sent before decoding.
@@ -41,14 +41,14 @@ def predicted(rows: Sequence[Row], shape: Shape) -> Prediction | None:
     travelled = sum(sum(u.sent.values()) + sum(u.received.values()) - u.prompt_bytes for u in used)
     draft = sum(row.draft_s for row in rows) / cycles
     server = sum(u.server_s - u.prompt_s for u in used) / cycles
-    line = shape.line_s(travelled) / cycles
-    trips = 2 * shape.mean_late_s() * sum(u.round_trips - 1 for u in used) / cycles
+    line = shape.transmission_s(travelled) / cycles
+    trips = 2 * shape.mean_latency_s() * sum(u.round_trips - 1 for u in used) / cycles
     return Prediction(tokens / cycles / (draft + server + line + trips), draft, server, line, trips)
 
 
-def shape_of(link: Mapping[str, Any]) -> Shape:
+def shape_of(link: Mapping[str, Any]) -> Network:
     """A header's link, as the network emulator takes it."""
-    return Shape(**{key: link[key] for key in Shape.__dataclass_fields__ if key in link})
+    return Network(**{key: link[key] for key in Network.__dataclass_fields__ if key in link})
 
 
 def table(group: Sequence[Entry]) -> tuple[tuple[str, ...], list[list[str]]]:

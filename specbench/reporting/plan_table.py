@@ -26,7 +26,7 @@ def _line(task: Task) -> list[str]:
         str(task.done),
         f"{task.planned}{'' if task.measured else ' and measurements'}",
         f"not testable here: {', '.join(task.missing)}" if task.missing else _minutes_left(task),
-        str(task.waiting if task.open else 0),
+        str(task.claims if task.open else 0),
     ]
 
 

@@ -19,7 +19,7 @@ from pydantic import StringConstraints
 from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.io import hold, read_text, readable
+from specbench.common.io import read_text, readable, validate
 from specbench.records.metrics import RATES
 from specbench.records.statistics import interval
 from specbench.reporting import text
@@ -87,7 +87,7 @@ def read(path: Path) -> list[Any]:
             where = f"{path} line {lines.line_num}"
             if len(line) != len(FIELDS):
                 raise SpecBenchError(f"{where}: {len(line)} values in {len(FIELDS)} columns; mend or remove it")
-            cells.append(hold(dict(zip(FIELDS, line, strict=True)), Cell, where))
+            cells.append(validate(dict(zip(FIELDS, line, strict=True)), Cell, where))
     except csv.Error as error:
         raise SpecBenchError(f"{path} line {lines.line_num} is not CSV ({error}); mend or remove it") from error
     return cells
