@@ -159,13 +159,13 @@ def test_late_acceptance_is_everything_behind_the_first_step(known):
                 if accepted >= depth - 1:
                     tried, passed = tried + 1, passed + (accepted >= depth)
     assert 0 < passed < tried
-    assert float(rate(entry, "late_alpha")(entry.totals.pooled())) == pytest.approx(passed / tried)
+    assert float(rate(entry, "late_alpha")(entry.totals.pooled)) == pytest.approx(passed / tried)
 
 
 def test_the_expected_speed_up_is_that_of_tokens_drawn_one_by_one(known):
     """Theorem 3.8: draft gamma tokens, each right with probability alpha, at a cost of c target passes each."""
     entry = known.find("good", None, timed=True)
-    sums = entry.totals.pooled()
+    sums = entry.totals.pooled
     alpha, gamma = float(metrics.RATES["alpha"](sums)), 4  # the chain's length, whatever ran of it
     cost = float(rate(entry, "draft_cost")(sums))
     emitted = sum(alpha**depth for depth in range(gamma + 1))  # the bonus, and each token that all before it let through

@@ -207,8 +207,8 @@ def test_of_lines_that_differ_in_numbers_alone_the_worst_is_shown(tmp_path):
     group = group_of(tmp_path, speeds={"a": 2.0, "b": 1.5})
     said = "The machine was busy: other processes kept {} of its 2 cores at work. Do not rely on speeds.".format
     busy = [replace(e, busy=said(cores)) for e, cores in zip(group, ("1.1", "1.3", "0.9"), strict=True)]
-    assert tables.disturbances(busy) == [said("1.3")]
-    assert tables.disturbances(group) == []
+    assert tables.notes(busy) == [said("1.3")]
+    assert tables.notes(group) == []
 
 
 def test_simulated_and_lossy_rows_are_never_ranked(tmp_path):

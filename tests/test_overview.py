@@ -156,7 +156,7 @@ def test_alphas_of_steps_that_hardly_occurred_are_hidden(tmp_path):
         cell.write(row)
     (entry,) = cells.find(tmp_path).entries
     assert len(entry.summary.alphas) == 3 and tables.known_depths(entry) == 2
-    assert tables.cells(entry)[tables.COLUMNS.index("alpha per step")] == "1.00 0.75"
+    assert tables.COLUMNS["alpha per step"](entry) == "1.00 0.75"
     assert tables.alphas(entry)[2:] == ["1.00", "0.75", "-", "-", "-", "-"]
     figure = figures.step_alphas([entry])
     assert figure is not None and list(figure.axes[0].lines[0].get_xdata()) == [1, 2]

@@ -109,7 +109,7 @@ def beside(entries, numbers, spec):
 def value(entries, name, metric, dataset="mtbench", temperature=0.0, replayed=False):
     wanted = name, dataset, temperature, replayed
     (e,) = (e for e in entries if (e.name, e.dataset, e.temperature, e.replayed) == wanted)
-    return pytest.approx(float(RATES[metric](e.totals.pooled())))
+    return pytest.approx(float(RATES[metric](e.totals.pooled)))
 
 
 def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, measured):

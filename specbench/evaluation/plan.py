@@ -12,7 +12,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.evaluation import study_runs
 from specbench.records import blocks, identity, studies
-from specbench.records.blocks import Known
+from specbench.records.blocks import BlockIndex
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import WEIGHTS
 from specbench.records.studies import Study, measuring_cell, option, replayed
@@ -147,7 +147,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     )
 
 
-def _there(folder: Path, kind: Kind) -> list[Known]:
+def _there(folder: Path, kind: Kind) -> list[BlockIndex]:
     """Blocks of a cell that count here: of timed ones those of this kind of machine."""
     known = [k for k in blocks.scan_all(folder, BASELINE) if k.header["decoding"] == identity.DECODING]
     if kind != "timed":
@@ -159,7 +159,7 @@ def _there(folder: Path, kind: Kind) -> list[Known]:
     ]  # fmt: skip
 
 
-def _labels(study: Study, words: Sequence[str], known: Sequence[Known]) -> list[str]:
+def _labels(study: Study, words: Sequence[str], known: Sequence[BlockIndex]) -> list[str]:
     """Which arms a question needs; of those that cannot sample none is wanted where the others do."""
     labels = [member.label for member in study_runs.members(study, None)]
     if float(option(words, "sampler.temperature", "0")) > 0 and known:
@@ -167,7 +167,7 @@ def _labels(study: Study, words: Sequence[str], known: Sequence[Known]) -> list[
     return [BASELINE, *labels]
 
 
-def _done(known: Sequence[Known], labels: Sequence[str], turns: int) -> int:
+def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int) -> int:
     """Questions of which every arm, as it is now, has every turn."""
     rows: dict[str, set[tuple[str, int]]] = {label: set() for label in labels}
     for label in labels:
@@ -192,7 +192,7 @@ def _stale(arm: Any) -> bool:
     return known is not None and path.is_file() and hashing.of_file(path) != known
 
 
-def _measured(known: Sequence[Known], study: Study) -> bool:
+def _measured(known: Sequence[BlockIndex], study: Study) -> bool:
     """Has every quantity of the study all of its repetitions, of every arm of which it was taken at all?"""
     for what, times in study.get("measure", {}).items():
         by_label: dict[str, int] = {}

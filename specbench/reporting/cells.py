@@ -163,7 +163,7 @@ def find(root: Path) -> Found:
     """
     problems: list[str] = []
     entries = collect(blocks.below(root), root, problems)
-    failures = [failure for _, failure in readable(below(root, "*.failed.json"), CellFailure.read, problems)]
+    failures = [failure for _, failure in readable(blocks.below(root, "*.failed.json"), CellFailure.read, problems)]
     if not entries and not failures:
         reason = f": {problems[0]}" if problems else "; run `make bench` first"
         raise SpecBenchError(f"no rows under results={root}{reason}")
@@ -297,8 +297,3 @@ def pooled(entries: Sequence[Entry]) -> Entry:
     rows = {turn_of(row): row for e in [*same, first] for row in e.rows}
     base = {turn_of(row): row for e in [*same, first] for row in e.baseline}
     return first.with_rows(list(rows.values()), list(base.values()))
-
-
-def below(root: Path, pattern: str) -> list[Path]:
-    """Files under a results folder; those of `local` only if that folder itself is asked for."""
-    return [p for p in sorted(root.rglob(pattern)) if "local" not in p.relative_to(root).parts]

@@ -71,7 +71,12 @@ def show_report(report: Report, table: bool) -> None:
 def rows_markdown(results: Path) -> str:
     """All rows under a results folder as Markdown tables."""
     found = cells.find(results)
-    return tables.markdown(found.entries, found.problems) + "\n" + tables.training_markdown(found.entries)
+    return (
+        tables.markdown(found.entries, found.problems)
+        + "\n"
+        + tables.markdown_table(trainings.COST, trainings.cost_lines(found.entries))
+        + "\n"
+    )
 
 
 def weights_markdown(folder: Path) -> str:

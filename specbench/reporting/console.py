@@ -20,7 +20,7 @@ from specbench.reporting import names, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Verdict
 from specbench.reporting.groups import Asked, groups, measured
-from specbench.reporting.tables import ABSENT, alphas_by_step, disturbances, number, peak, shown
+from specbench.reporting.tables import ABSENT, alphas_by_step, notes, number, peak, shown
 
 WIDTH, WIDE = 80, 120  # columns of a terminal: what every table fits into, and where more is shown
 GAP = "  "
@@ -85,7 +85,7 @@ def _group(group: Sequence[Entry], width: int, details: bool, concluded: bool) -
     if folded:
         found += _wrapped(f"{folded} older set{'s' * (folded > 1)} of rows, superseded by the above, not shown.", width)
     failed = [f"{e.title}: {e.failed} generations FAILED" for e in ordered if e.failed]
-    for line in (*failed, *disturbances(ordered)):
+    for line in (*failed, *notes(ordered)):
         found += _wrapped(line, width)
     if concluded and len(ordered) > 1 and not ordered[0].replayed:
         said = [verdict.sentence(ordered), *reasons(ordered), *advice(ordered)]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from specbench.common.storage import sha256_of
 from specbench.records import blocks
-from specbench.reporting.cells import below
 
 RECORD = "rows.sha256"  # beside the report
 READ = (blocks.NAME, "*.failed.json")  # as `cells.find` reads them
@@ -17,7 +16,7 @@ READ = (blocks.NAME, "*.failed.json")  # as `cells.find` reads them
 def digest(results: Path) -> str:
     """Of every file under a results folder that a report is made from, by its path there."""
     whole = hashlib.sha256()
-    for path in (path for pattern in READ for path in below(results, pattern)):
+    for path in (path for pattern in READ for path in blocks.below(results, pattern)):
         whole.update(f"{path.relative_to(results).as_posix()} {sha256_of(path)}\n".encode())
     return whole.hexdigest()
 

@@ -17,7 +17,7 @@ from specbench.reporting.claims import config_differences
 from specbench.reporting.document import Cell, Table
 from specbench.reporting.groups import groups
 from specbench.reporting.names import PAPER, SEPARATOR, labelled, tree_name
-from specbench.reporting.tables import ABSENT, called, number, shown
+from specbench.reporting.tables import ABSENT, direction, number, shown
 
 PHASES = ("draft", "target", "verify", "rest")
 TOP = 6  # drafters in a figure or a matrix that is not of all
@@ -224,7 +224,7 @@ def _duel(a: Entry, b: Entry, metric: str, ratio: bool) -> Cell:
 def _tone(effect: Interval | None, neutral: float, of: Sequence[Entry]) -> str:
     if verdict.too_little(of):
         return ""
-    return {"more": "good", "less": "bad"}.get(called(effect, neutral, "more", "less"), "")
+    return {"more": "good", "less": "bad"}.get(direction(effect, neutral, "more", "less"), "")
 
 
 TOO_LITTLE = "preliminary"  # too few questions, or a busy machine
@@ -238,7 +238,7 @@ def versus(group: Sequence[Entry]) -> list[list[str]]:
     for i, a in enumerate(drafters):
         for b in drafters[i + 1 :]:
             speed, tau = against(a, b, "speed_up", ratio=True), against(a, b, "tau", ratio=False)
-            calls = called(speed, 1.0, "yes", "no"), called(tau, 0.0, "yes", "no, less")
+            calls = direction(speed, 1.0, "yes", "no"), direction(tau, 0.0, "yes", "no, less")
             if verdict.too_little((a, b)):
                 calls = (TOO_LITTLE, TOO_LITTLE)
             lines.append([a.title, b.title, shown(speed), shown(tau), *calls])
@@ -265,7 +265,7 @@ def times(group: Sequence[Entry]) -> Table:
     """Where the time of a cycle goes, and what speed-up tau and these times make: measured beside expected."""
     lines = []
     for e in group:
-        sums, s = e.totals.pooled(), e.summary
+        sums, s = e.totals.pooled, e.summary
         cycle = 1000 * float(sums["seconds"] / sums["cycles"]) if sums["cycles"] else math.nan
         parts = [number("{:.1f}", cycle * s.split[phase]) for phase in PHASES]
         up = s.speed_up.value if s.speed_up and e.name != BASELINE else math.nan

@@ -18,6 +18,7 @@ from specbench.reporting import (
     published,
     tables,
     text,
+    trainings,
     verdict,
 )
 from specbench.reporting.cells import Entry
@@ -58,7 +59,7 @@ def _answer(report: "Report") -> list[Block]:
     if not group:
         return [Paragraph(report.answer, "answer")]
     blocks: list[Block] = [Paragraph(report.answer, "answer"), Paragraph(console.caption(group, machine=True), "note")]
-    blocks += [Paragraph(busy, lead="CAUTION") for busy in tables.disturbances(group)]
+    blocks += [Paragraph(busy, lead="CAUTION") for busy in tables.notes(group)]
     if comments := [*console.reasons(group), *console.advice(group)]:
         blocks.append(Paragraph(" ".join(comments)))
     if differ := overview.apart(group):
@@ -87,7 +88,7 @@ def _cost(report: "Report") -> list[Block]:
         folds.append(Details("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
     folds += _insights(report, analysis_tables.TIMED)
     if report.training:
-        trained = Table(tables.TRAINING, report.training)
+        trained = Table(trainings.COST, report.training)
         folds.append(Details("What training cost", [trained, Figures(("learning_curves",))], "tables/trained.md"))
     return [Paragraph(said, "note"), Figures(("cost",)), *folds]
 
@@ -165,7 +166,7 @@ def _beside(group: Sequence[Entry]) -> list[Block]:
         "Several clients of one server, tokens/s": links.clients(group),
     }
     found: list[Block] = [Table(columns, lines, title) for title, (columns, lines) in beside.items() if lines]
-    return [*found, *(Paragraph(busy, "note") for busy in tables.disturbances(group))]
+    return [*found, *(Paragraph(busy, "note") for busy in tables.notes(group))]
 
 
 def _studies(report: "Report") -> list[Block]:

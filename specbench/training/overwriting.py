@@ -72,4 +72,4 @@ def made_by(drafter: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, 
     parts = {"drafter": drafter, "train": recipe, **{name: recipe.get(name) or {} for name in ("settings", "corpus")}}
     found = {name: {k: v for k, v in part.items() if k not in UNDECIDED[name]} for name, part in parts.items()}
     found["train"] = {k: v for k, v in found["train"].items() if k not in found}
-    return {name: identity.unplaced(part) for name, part in found.items()}
+    return {name: identity.plain_options(part, drop_files=False) for name, part in found.items()}
