@@ -150,7 +150,7 @@ class Report:
     def _tables(self) -> dict[str, Table]:
         """The measured tables by file name."""
         made: dict[str, Table] = {}
-        for i, (_, group) in enumerate(groups(self.main), 1):
+        for i, group in enumerate(groups(self.main), 1):
             made |= {f"{name}-{i}" if i > 1 else name: table for name, table in _group_tables(group).items()}
         made |= {"acceptance": overview.acceptance(self.view), "speed-ups": overview.speeds(self.view)}
         made |= {name: Table(*table) for name, (_, table) in self.insights.items()}
@@ -246,7 +246,7 @@ def _by_setup(entries: Sequence[Entry]) -> dict[Setup, list[Entry]]:
 
 def _size(entries: Sequence[Entry]) -> tuple[int, bool, int]:
     """Generations of the largest timed group, whether its machine was quiet, and generations of all entries."""
-    timed = [group for _, group in groups(e for e in entries if not e.replayed)]
+    timed = groups(e for e in entries if not e.replayed)
     largest: list[Entry] = max(timed, key=lambda group: sum(e.summary.prompts for e in group), default=[])
     total = sum(e.summary.prompts for e in entries)
     return sum(e.summary.prompts for e in largest), not any(e.busy for e in largest), total

@@ -24,7 +24,7 @@ from specbench.reporting.tables import ABSENT, alphas_by_step, notes, number, pe
 
 WIDTH, WIDE = 80, 120  # columns of a terminal: what every table fits into, and where more is shown
 GAP = "  "
-SAID = 300  # letters of what was found of a claim
+MAX_SUMMARY = 300  # characters of a claim's summary
 Column = tuple[str, Callable[[Entry], str]]
 
 
@@ -38,9 +38,9 @@ def show_claims(verdicts: Iterable[Verdict], arms: Collection[str]) -> None:
     for v in verdicts:
         if any(t.get(side, BASELINE) not in (BASELINE, *arms) for t in v.claim["tests"] for side in ("of", "over")):
             continue
-        said = v.said if len(v.said) <= SAID else v.said[: SAID - 1] + "…"
-        found = f"{v.verdict}: {v.claim['says']} ({v.claim['source']}). {said}"
-        print("\n".join(textwrap.wrap(visible(found), terminal_width(), subsequent_indent="  ")))
+        summary = v.summary if len(v.summary) <= MAX_SUMMARY else v.summary[: MAX_SUMMARY - 1] + "…"
+        line = f"{v.verdict}: {v.claim['says']} ({v.claim['source']}). {summary}"
+        print("\n".join(textwrap.wrap(visible(line), terminal_width(), subsequent_indent="  ")))
 
 
 def live(ledger: Ledger, questions: Sequence[str]) -> str:
@@ -65,7 +65,7 @@ def lines(
     """What `show` prints, line by line. concluded: with a verdict under each table."""
     found: list[str] = []
     machines = len({e.machine for e in entries}) > 1
-    for _, group in groups(names.labelled(entries)):
+    for group in groups(names.labelled(entries)):
         said = caption(group, machines)
         found += [*([""] if found else []), *_wrapped(said, width), *_group(group, width, details, concluded)]
     return [*found, *_wrapped(f"=> {page}", width)] if page and found else found

@@ -26,7 +26,7 @@ Decode = Callable[[list[int]], str]  # ids -> the text that a reader sees
 def write(folder: Path, entries: Sequence[Entry], decode: Decode) -> None:
     """Both files into a cell's folder."""
     tables = [{"title": console.caption(group), "verdict": verdict.sentence(group), "rows": list(map(_row, group))}
-              for _, group in groups(labelled(entries))]  # fmt: skip
+              for group in groups(labelled(entries))]  # fmt: skip
     _write(folder / SUMMARY, json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
     lines = (json.dumps(answer, ensure_ascii=False) for answer in answers(entries, decode))
     _write(folder / ANSWERS, "".join(f"{line}\n" for line in lines))

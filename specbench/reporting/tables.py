@@ -157,8 +157,8 @@ def _pace(rows: Sequence[Row]) -> str:
 def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:
     """The decoding tables as Markdown, below the problems with files."""
     parts = list(map(markdown_problem, problems))
-    for caption, group in groups(entries):
-        heading = text.markdown(f"{caption}, {group[0].summary.prompts} generations")
+    for group in groups(entries):
+        heading = text.markdown(f"{group[-1].caption}, {group[0].summary.prompts} generations")
         parts.append(f"{heading}\n\n{markdown_table(list(COLUMNS), map(cells, group))}")
         parts += map(text.markdown, notes(group))
     return "\n\n".join(parts) + "\n"
