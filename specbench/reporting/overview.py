@@ -94,12 +94,8 @@ def _size(group: Sequence[Entry]) -> tuple[int, str]:
 
 
 def ranking(entries: Iterable[Entry]) -> list[Entry]:
-    """Fastest first; the baseline's speed-up is 1, an unknown one counts as slowest."""
-
-    def speed(e: Entry) -> float:
-        return 1.0 if e.name == BASELINE else e.summary.speed_up.value if e.summary.speed_up else -1.0
-
-    return sorted(entries, key=speed, reverse=True)
+    """Fastest first, entries without a speed-up last."""
+    return sorted(entries, key=verdict.speed_up, reverse=True)
 
 
 def families(entries: Sequence[Entry]) -> list[list[Entry]]:

@@ -59,6 +59,11 @@ def alphas_by_step(e: Entry) -> str:
     return " ".join(f"{alpha:.2f}" for alpha in e.summary.alphas[: known_depths(e)]) or ABSENT
 
 
+def split(e: Entry, form: str) -> str:
+    """Shares of the decode time by phase, in percent."""
+    return number(form, *(100 * e.summary.split[phase] for phase in (*PHASES, "rest")))
+
+
 def peak(e: Entry) -> str:
     """Peak memory while decoding."""
     return f"{e.summary.peak_bytes / 2**20:,.0f} MiB" if e.summary.peak_bytes else ABSENT
@@ -78,9 +83,7 @@ COLUMNS: dict[str, Callable[[Entry], str]] = {
     "tau [95%] (macro)": lambda e: number(f"{shown(e.summary.tau_interval)} ({{:.2f}})", e.summary.tau_macro),
     "alpha per step": alphas_by_step,
     "nodes": lambda e: number("{:.1f}", e.summary.nodes),
-    "draft/target/verify/rest": lambda e: number(
-        "{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%", *(100 * e.summary.split[phase] for phase in (*PHASES, "rest"))
-    ),
+    "draft/target/verify/rest": lambda e: split(e, "{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%"),
     "expected (by params)": _expected,
     "peak": peak,
     "lossless": lambda e: e.summary.lossless,
