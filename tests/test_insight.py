@@ -12,7 +12,7 @@ from specbench.records.metrics import summarise
 from specbench.records.rows import BINS, Row
 from specbench.records.statistics import Interval, draws
 from specbench.reporting import analysis, analysis_figures, analysis_tables, figures, styles, tables
-from specbench.reporting.analysis import Rated, few
+from specbench.reporting.analysis import Rated
 from specbench.reporting.cells import Entry
 
 DEPTH = 5  # of the drafts below
@@ -241,7 +241,6 @@ def test_an_estimate_by_parameters_is_absent_where_no_pass_was_counted():
 
 
 def test_what_rests_on_few_tries_is_marked():
-    assert few(9) and not few(10)
     found = Interval(0.5, 0.25, 0.75)
     assert analysis_tables.cell(Rated(found, 10)) == "0.50 [0.25, 0.75]" and Rated(found, 10).shown == found
     assert analysis_tables.cell(Rated(found, 9)) == analysis.FEW and Rated(found, 9).shown is None

@@ -271,8 +271,8 @@ GOAL, PAPERS = "this project's goal", "y"
 def ledger(folder, kinds, study="s", **goals):
     """The section of claims that became so; `live` says whether the study has rows."""
     found = Report(Sources(folder))
-    found.own, entries = goals.get("own", False), found.entries if goals.get("live", True) else []
-    found.known[study] = Evidence({"arms": {"a": {}}}, entries)
+    found.no_studies, entries = goals.get("own", False), found.entries if goals.get("live", True) else []
+    found.evidence[study] = Evidence({"arms": {"a": {}}}, entries)
     found.verdicts = [
         Verdict(study, {"says": "x", "source": source, "published": "z"}, (), kind, "one; two")
         for (kind, source), n in kinds.items() for _ in range(n)

@@ -18,11 +18,6 @@ FEW = "few tries"  # shown instead of the rate
 STRETCH = 16  # tokens of output in one position
 
 
-def few(tries: float) -> bool:
-    """Are there too few tries to show a rate?"""
-    return tries < FEWEST
-
-
 @dataclass(frozen=True)
 class Rated:
     """A rate with its interval, and the number of tries (cycles or nodes)."""
@@ -33,7 +28,7 @@ class Rated:
     @property
     def shown(self) -> Interval | None:
         """The rate; None with too few tries."""
-        return None if few(self.tries) else self.interval
+        return None if self.tries < FEWEST else self.interval
 
 
 def rated(rate: Rate, totals: Totals, tries: str) -> Rated:

@@ -10,7 +10,7 @@ from specbench.records.metrics import BASELINE, RATES
 from specbench.records.rows import BINS
 from specbench.records.statistics import Interval, interval
 from specbench.reporting import analysis
-from specbench.reporting.analysis import FEW, STRETCH, Rated, few
+from specbench.reporting.analysis import FEW, STRETCH, Rated
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, number, shown
 
@@ -21,7 +21,7 @@ Table = tuple[tuple[str, ...], list[list[str]]]  # columns and lines
 
 def cell(rate: Rated) -> str:
     """A rate with its interval, or the mark for too few tries."""
-    return FEW if rate.interval and few(rate.tries) else shown(rate.interval)
+    return FEW if rate.interval and not rate.shown else shown(rate.interval)
 
 
 def drafters(group: Sequence[Entry]) -> list[Entry]:

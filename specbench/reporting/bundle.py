@@ -1,7 +1,6 @@
 """The report of a results folder: README.md, tables/ (Markdown, CSV, LaTeX), figures/ (PNG, SVG) and report.html."""
 
 import base64
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -74,8 +73,9 @@ class Report:
     Attributes:
         main: entries of the main result, its target first: the study `bench`, or plain runs without such a study.
         rest: all other entries. view: those of main with one target, precision and machine; others: the remaining views.
-        own: do all entries belong to the main result or to plain runs? verdicts, papers: of all studies, on the view's
-            target only. problems: one line on each file that was left out. read: digest of the files, see `freshness`.
+        no_studies: do all entries belong to the main result or to plain runs?
+        evidence, verdicts, papers: of all studies, on the view's target only.
+        problems: one line on each file that was left out. digest: see `freshness`.
 
     Raises:
         SpecBenchError: no rows, none that can be read, or a study that does not exist.
@@ -83,7 +83,7 @@ class Report:
 
     def __init__(self, sources: Sources):
         self.sources = sources
-        self.read = freshness.digest(sources.results)
+        self.digest = freshness.digest(sources.results)
         results = cells.find(sources.results)
         self.entries, self.failures, self.problems = results.entries, results.failures, results.problems
         main = _main(self.entries)
@@ -98,31 +98,33 @@ class Report:
         self.training = trainings.cost_lines(self.main)
         self.weights = _weights(sources.weights, self.main, self.problems)
         self.traces = self._traces()
-        self.listed = _load_studies(sources.studies, sources.chosen, self.problems)
-        self.own = not any(e.study for e in self.rest)
+        self.studies = _load_studies(sources.studies, sources.chosen, self.problems)
+        self.no_studies = not any(e.study for e in self.rest)
         self._judge(next(iter(by_setup))[0] if by_setup else None)
         numbers = published.load(sources.published, self.problems)
-        self.papers = published.tables(numbers, self.known, self.problems)
+        self.papers = published.tables(numbers, self.evidence, self.problems)
 
     def _judge(self, target: str | None) -> None:
         """Judge the claims of all studies on one target."""
         entries = [e for e in self.entries if e.model == target]
         others = [model for model in dict.fromkeys(e.model for e in self.entries) if model != target]
-        self.judged = f"Judged on {target}, where most was decoded; not on {', '.join(others)}." if others else ""
+        self.target_note = f"Judged on {target}, where most was decoded; not on {', '.join(others)}." if others else ""
         self.cuda = any(str(e.header["target"].get("device")).startswith("cuda") for e in self.entries)
-        self.known = {name: Evidence(study, [e for e in entries if e.study == name]) for name, study in self.listed.items()}
+        self.evidence = {
+            name: Evidence(study, [e for e in entries if e.study == name]) for name, study in self.studies.items()
+        }
         self.verdicts = [
-            v for name, study in self.listed.items() for v in claims.judge_study(name, study, entries, self.cuda)
+            v for name, study in self.studies.items() for v in claims.judge_study(name, study, entries, self.cuda)
         ]
 
     def state(self, study: str) -> str:
         """How much of a study was measured; otherwise what it needs, or the command that runs it."""
-        known = self.known[study]
-        measured = [e for e in known.entries if e.name != BASELINE]
+        evidence = self.evidence[study]
+        measured = [e for e in evidence.entries if e.name != BASELINE]
         if measured:
             arms, generations = len({e.name for e in measured}), sum(e.summary.prompts for e in measured)
-            return f"{arms} of {len(known.study['arms'])} arms, {generations:,} generations"
-        if missing := studies.unmet(known.study.get("needs", {}), None, self.cuda):
+            return f"{arms} of {len(evidence.study['arms'])} arms, {generations:,} generations"
+        if missing := studies.unmet(evidence.study.get("needs", {}), None, self.cuda):
             return f"not testable here: needs {', '.join(missing)}"
         return f"not run: python -m specbench.study study={study}"
 
@@ -144,7 +146,7 @@ class Report:
         files["report.html"] = self.html(parts, drawn)
         for name, content in files.items():
             (root / name).write_text(content, encoding="utf-8")
-        freshness.record(root, self.read)
+        freshness.record(root, self.digest)
         return root / "report.html"
 
     def _tables(self) -> dict[str, Table]:
@@ -168,6 +170,7 @@ class Report:
         loader = jinja2.FileSystemLoader(Path(__file__).parent)
         environment = jinja2.Environment(loader=loader, autoescape=True, finalize=text.html)
         environment.filters |= {"fine": _small_intervals}
+        environment.policies["json.dumps_kwargs"] = {}  # keys in their order
         folder = self.sources.results / "figures"
         images = {
             name: {"title": title, "data": base64.b64encode((folder / f"{name}.svg").read_bytes()).decode()}
@@ -178,7 +181,7 @@ class Report:
             conventions=CONVENTIONS,
             sections=parts,
             images=images,
-            traces=_embedded(self.traces),
+            traces=self.traces,
             after=sections.AFTER,
         )
 
@@ -285,14 +288,6 @@ def _group_tables(group: Sequence[Entry]) -> dict[str, Table]:
 def _small_intervals(value: str) -> Markup:
     """A text whose intervals are set smaller and can move to the next line."""
     return Markup(re.sub(r" (\[[-+\d., ]+\])(?=$|[\s,])", r" <small>\1</small>", str(text.html(value))))
-
-
-def _embedded(traces: list[dict[str, Any]]) -> Any:
-    """JSON for a script element, in which no character can end the element or start markup."""
-    data = json.dumps(traces, ensure_ascii=True)
-    for sign in "<>&":
-        data = data.replace(sign, f"\\u{ord(sign):04x}")
-    return Markup(data) if traces else ""
 
 
 def _frame(table: Table) -> pd.DataFrame:

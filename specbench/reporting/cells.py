@@ -10,7 +10,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import readable
 from specbench.records import blocks, identity
 from specbench.records.metrics import BASELINE, Summary, summarise
-from specbench.records.rows import CellFailure, Failure, Row
+from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.records.schema import Arm, Header
 from specbench.records.statistics import Totals
 from specbench.reporting.sources import Key, Source, Turn, read_sources, turn_of
@@ -275,8 +275,8 @@ def _measured(keys: Collection[Key], sources: Sequence[Source]) -> dict[str, lis
     """Measurements by quantity; each repetition counts once."""
     measured: dict[str, dict[tuple[str, int], Mapping[str, float]]] = {}
     for source in sources:
-        for m in source.measurements:
-            if source.keys[m.drafter] in keys:
+        for m in source.records:
+            if isinstance(m, Measurement) and source.keys[m.drafter] in keys:
                 measured.setdefault(m.what, {})[m.drafter, m.repetition] = m.values
     return {quantity: list(values.values()) for quantity, values in measured.items()}
 

@@ -49,10 +49,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures by name; those that were not drawn are left out. wide: one a line."""
+    """Figures by name; those that were not drawn are left out."""
 
     names: tuple[str, ...]
-    wide: bool = False
     kind: str = "figures"
 
 

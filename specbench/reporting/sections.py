@@ -148,7 +148,7 @@ def _runs(report: "Report", timed: Sequence[Entry]) -> list[Block]:
             continue
         newest, _ = console.current(group)
         answer = verdict.sentence(newest) if not newest[0].replayed else ""
-        own = report.own or group[-1].study is None
+        own = report.no_studies or group[-1].study is None
         title = console.caption(newest, machine=True) + (f". {answer}" if answer and not own else "")
         parts = [*([Paragraph(answer)] if answer and own else []), overview.numbers(newest), *_beside(newest)]
         blocks.append(Details(title, parts, f"tables/run-{number + 1}.md", own))
@@ -173,16 +173,16 @@ def _studies(report: "Report") -> list[Block]:
         by_study.setdefault(group[0].study or group[0].collection or "runs", []).append(group)
     blocks: list[Block] = []
     for name, own_groups in sorted(by_study.items()):
-        study = report.listed.get(name)
+        study = report.studies.get(name)
         title = f"{name}: {study['title']} ({report.state(name)})" if study else name
         parts = [block for group in own_groups for block in _group(group)]
         own = all(group[-1].study is None for group in own_groups)
         blocks.append(Details(title, parts, f"tables/study-{text.slug(name)}.md", own))
-    if report.own:
+    if report.no_studies:
         return blocks
     drawings = Figures(("target_pass", "head_share", "vocabularies", "theory", "training_memory"))
     blocks.append(Details("Figures of the studies", [drawings], "figures.md"))
-    idle = {name: study for name, study in report.listed.items() if not report.known[name].entries}
+    idle = {name: study for name, study in report.studies.items() if not report.evidence[name].entries}
     if idle:
         lines = [[name, study["title"], "; ".join(study["source"]), report.state(name)] for name, study in idle.items()]
         table = Table(("study", "what it is", "source", "state"), lines, look="words")
@@ -203,7 +203,7 @@ LEDGER = ("verdict", "claim", "source", "measured against the claim")
 
 def _ledger(report: "Report") -> list[Block]:
     """The judged claims, the papers' before this project's goals; folded, those that could not be judged."""
-    live = [v for v in report.verdicts if report.known[v.study].entries]
+    live = [v for v in report.verdicts if report.evidence[v.study].entries]
     decided = [v for v in live if v.verdict not in UNDECIDED]
     blocks: list[Block] = []
     if decided:
@@ -216,13 +216,16 @@ def _ledger(report: "Report") -> list[Block]:
         for caption, goals in (("The papers' claims", False), ("This project's goals", True)):
             if own := [v for v in decided if claims.is_goal(v) == goals]:
                 parts.append(Table(LEDGER, list(map(_claim, own)), caption, "words"))
-        blocks += [Tally(f"{len(decided)} judged", chips), *([Paragraph(report.judged, "note")] if report.judged else [])]
+        blocks += [
+            Tally(f"{len(decided)} judged", chips),
+            *([Paragraph(report.target_note, "note")] if report.target_note else []),
+        ]
         blocks.append(Details("Every claim that was judged", parts, "claims.md", True))
-    for kind in () if report.own else UNDECIDED:
+    for kind in () if report.no_studies else UNDECIDED:
         if own := [v for v in live if v.verdict == kind]:
             table = Table(LEDGER, list(map(_claim, own)), look="words")
             blocks.append(Details(f"{len(own)} claims {kind}", [table], f"claims-{text.slug(kind)}.md"))
-    if idle := len(report.verdicts) - len(decided if report.own else live):
+    if idle := len(report.verdicts) - len(decided if report.no_studies else live):
         note = f"{idle} claims of papers and goals of this project are about what was not run here."
         blocks.append(Paragraph(note, "note"))
     return blocks

@@ -8,7 +8,7 @@ from pathlib import Path
 from specbench.common.io import read_bytes, readable
 from specbench.records import blocks, identity
 from specbench.records.metrics import BASELINE, busy
-from specbench.records.rows import Failure, Measurement, Row
+from specbench.records.rows import Failure, Row
 from specbench.records.schema import Header
 
 Key = tuple[str, tuple[str, str]]  # an arm's label and its `identity.arm_key`
@@ -28,10 +28,6 @@ class Source:
     @cached_property
     def rows(self) -> list[Row]:
         return [r for r in self.records if isinstance(r, Row)]
-
-    @cached_property
-    def measurements(self) -> list[Measurement]:
-        return [r for r in self.records if isinstance(r, Measurement)]
 
     @cached_property
     def group(self) -> tuple[str, ...]:
