@@ -458,10 +458,10 @@ def test_two_targets_in_one_folder_are_kept_apart(tmp_path):
     both = report(tmp_path)
     assert [group[-1].caption.split(",")[0] for group in groups(both.main)] == ["smollm2-135m", "another"]
     assert both.answer == alone.answer and [view.entries[0].model for view in both.others] == ["another"]
-    assert both.verdicts == alone.verdicts and not alone.judged
+    assert both.verdicts == alone.verdicts and not alone.target_note
     both.write()
     text = (tmp_path / "README.md").read_text()
-    assert both.judged == "Judged on smollm2-135m, where most was decoded; not on another."
+    assert both.target_note == "Judged on smollm2-135m, where most was decoded; not on another."
     assert text.index("## Which drafter") < text.index("## Other prompts, targets") < text.index("## Which claims")
     assert (
         "eagle2_small (smollm2-135m) |" in (tmp_path / "tables" / "trained.md").read_text()
