@@ -38,7 +38,7 @@ def main(config: Any) -> None:
     validation.check(config, Options)
     if config["import"] is not None:
         print(foreign_results.markdown(Path(config["import"]), config.format, config.baseline), end="")
-    elif config.format in foreign_results.CYCLES:
+    elif config.format in foreign_results.HARNESSES:
         raise SpecBenchError(f"format={config.format} is of an answer file of that harness; name one with import=FILE")
     elif config.training is not None:
         print(command_output.weights_markdown(Path(config.training)), end="")

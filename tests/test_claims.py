@@ -147,7 +147,7 @@ def test_a_claim_is_as_good_as_its_worst_test(known):
 def test_a_claim_that_waits_for_the_project_needs_no_test(known):
     claim = {**CLAIM, "needs": {"project": "a time machine"}, "tests": []}
     (found,) = judge_study("s", {**STUDY, "claims": [claim]}, known.entries)
-    assert (found.verdict, found.said) == (NOT_TESTABLE, "needs a time machine")
+    assert (found.verdict, found.summary) == (NOT_TESTABLE, "needs a time machine")
 
 
 def test_late_acceptance_is_everything_behind_the_first_step(known):
@@ -159,13 +159,13 @@ def test_late_acceptance_is_everything_behind_the_first_step(known):
                 if accepted >= depth - 1:
                     tried, passed = tried + 1, passed + (accepted >= depth)
     assert 0 < passed < tried
-    assert float(rate(entry, "late_alpha")(entry.totals.pooled())) == pytest.approx(passed / tried)
+    assert float(rate(entry, "late_alpha")(entry.totals.pooled)) == pytest.approx(passed / tried)
 
 
 def test_the_expected_speed_up_is_that_of_tokens_drawn_one_by_one(known):
     """Theorem 3.8: draft gamma tokens, each right with probability alpha, at a cost of c target passes each."""
     entry = known.find("good", None, timed=True)
-    sums = entry.totals.pooled()
+    sums = entry.totals.pooled
     alpha, gamma = float(metrics.RATES["alpha"](sums)), 4  # the chain's length, whatever ran of it
     cost = float(rate(entry, "draft_cost")(sums))
     emitted = sum(alpha**depth for depth in range(gamma + 1))  # the bonus, and each token that all before it let through
@@ -352,7 +352,7 @@ def test_readers_are_told_effects_in_words(known):
     }
     study = {**STUDY, "claims": [{**CLAIM, "tests": [test]} for test in said.values()]}
     for expected, found in zip(said, judge_study("s", study, known.entries), strict=True):
-        assert found.said.startswith(expected), found.said
+        assert found.summary.startswith(expected), found.summary
     assert claims.words("training.peak") == "training: peak" and claims.words("alpha2") == "acceptance of step 3"
 
 
@@ -366,4 +366,4 @@ def test_the_tally_counts_verdicts_and_leaves_out_what_there_is_none_of():
 def test_what_was_not_run_says_how_to(known):
     study = {**STUDY, "claims": [{**CLAIM, "tests": [{"metric": "tau", "of": "good", "than": 1, "is": "more"}]}]}
     (found,) = judge_study("elsewhere", study, known.entries)
-    assert found.verdict == NOT_RUN and found.said == "python -m specbench.study study=elsewhere"
+    assert found.verdict == NOT_RUN and found.summary == "python -m specbench.study study=elsewhere"

@@ -23,7 +23,7 @@ SAME = "identical"
 def group_of(folder, **more):
     """The one group below a folder, with its labels."""
     bench(folder, **more)
-    ((_, found),) = groups(names.labelled(cells.find(folder).entries))
+    (found,) = groups(names.labelled(cells.find(folder).entries))
     return found
 
 
@@ -80,7 +80,7 @@ def test_cells_of_a_sweep_over_links_and_sampling_are_told_apart(tmp_path):
         bench(tmp_path, {"eagle2": 1.5}, questions=2, cell=f"decode-{number}", config=config)
     found = names.labelled(cells.find(tmp_path).entries)
     assert {e.title for e in found if e.name == "eagle2"} == {"eagle2 · link=4g", "eagle2 · link=lan", "eagle2 · top_p=0.9"}
-    assert len(groups(found)) == 3 and all(sum(e.name == "none" for e in g) == 1 for _, g in groups(found))
+    assert len(groups(found)) == 3 and all(sum(e.name == "none" for e in g) == 1 for g in groups(found))
 
 
 # Groups ------------------------------------------------------------------------------------------------------------------
@@ -94,10 +94,10 @@ def test_a_group_holds_the_same_questions_and_one_baseline_of_them(tmp_path):
         for name in ("none", "a", *(["b"] if question < 3 else [])):
             cell.write(random_row(rng, name, str(question))[0])
     found = groups(cells.find(tmp_path).entries)
-    assert [[(e.name, e.summary.prompts) for e in g] for _, g in found] == [
+    assert [[(e.name, e.summary.prompts) for e in g] for g in found] == [
         [("none", 8), ("a", 8)], [("none", 3), ("b", 3)],
     ]  # fmt: skip
-    assert all(line.startswith("m, d, 8 q") or line.startswith("m, d, 3 q") for line in console.lines(found[0][1])[:1])
+    assert all(line.startswith("m, d, 8 q") or line.startswith("m, d, 3 q") for line in console.lines(found[0])[:1])
 
 
 def test_what_was_asked_for_is_shown_and_nothing_older(tmp_path):
@@ -198,7 +198,7 @@ def test_a_busy_machine_yields_no_winner(tmp_path):
             row = random_row(np.random.default_rng(question), name, str(question))[0]
             row.decode_s, row.others = seconds, 0.9
             cell.write(row)
-    ((_, group),) = groups(names.labelled(cells.find(tmp_path).entries))
+    (group,) = groups(names.labelled(cells.find(tmp_path).entries))
     said = verdict.sentence(group)
     assert verdict.verdict(group).best == () and "the machine did other work" in said.lower() and "fastest" not in said
 
@@ -207,8 +207,8 @@ def test_of_lines_that_differ_in_numbers_alone_the_worst_is_shown(tmp_path):
     group = group_of(tmp_path, speeds={"a": 2.0, "b": 1.5})
     said = "The machine was busy: other processes kept {} of its 2 cores at work. Do not rely on speeds.".format
     busy = [replace(e, busy=said(cores)) for e, cores in zip(group, ("1.1", "1.3", "0.9"), strict=True)]
-    assert tables.disturbances(busy) == [said("1.3")]
-    assert tables.disturbances(group) == []
+    assert tables.notes(busy) == [said("1.3")]
+    assert tables.notes(group) == []
 
 
 def test_simulated_and_lossy_rows_are_never_ranked(tmp_path):
@@ -220,7 +220,7 @@ def test_simulated_and_lossy_rows_are_never_ranked(tmp_path):
             row = random_row(np.random.default_rng(question), name, str(question))[0]
             row.decode_s = seconds
             cell.write(row)
-    ((_, group),) = groups(names.labelled(cells.find(tmp_path).entries))
+    (group,) = groups(names.labelled(cells.find(tmp_path).entries))
     assert [e.name for e in verdict.verdict(group).best] == ["honest"]
     assert [e.name for e in console.in_order(group)] == ["honest", "none", "lossy"]
 

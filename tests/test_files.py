@@ -219,9 +219,9 @@ def test_any_value_in_any_field_is_shown_or_refused(tmp_path, place, value):
     entries = cells.collect([path], tmp_path, problems)
     assert not (entries and problems)
     assert all(len(p.splitlines()) == 1 and p.startswith(str(path)) for p in problems)
-    for _, group in groups(entries):
+    for group in groups(entries):
         assert bundle._group_tables(group)["decoding"].lines
-    tables.training_lines(entries)
+    trainings.cost_lines(entries)
     tables.markdown(entries, problems)
 
 

@@ -156,7 +156,7 @@ def test_alphas_of_steps_that_hardly_occurred_are_hidden(tmp_path):
         cell.write(row)
     (entry,) = cells.find(tmp_path).entries
     assert len(entry.summary.alphas) == 3 and tables.known_depths(entry) == 2
-    assert tables.cells(entry)[tables.COLUMNS.index("alpha per step")] == "1.00 0.75"
+    assert tables.COLUMNS["alpha per step"](entry) == "1.00 0.75"
     assert tables.alphas(entry)[2:] == ["1.00", "0.75", "-", "-", "-", "-"]
     figure = figures.step_alphas([entry])
     assert figure is not None and list(figure.axes[0].lines[0].get_xdata()) == [1, 2]
@@ -271,8 +271,8 @@ GOAL, PAPERS = "this project's goal", "y"
 def ledger(folder, kinds, study="s", **goals):
     """The section of claims that became so; `live` says whether the study has rows."""
     found = Report(Sources(folder))
-    found.own, entries = goals.get("own", False), found.entries if goals.get("live", True) else []
-    found.known[study] = Evidence({"arms": {"a": {}}}, entries)
+    found.no_studies, entries = goals.get("own", False), found.entries if goals.get("live", True) else []
+    found.evidence[study] = Evidence({"arms": {"a": {}}}, entries)
     found.verdicts = [
         Verdict(study, {"says": "x", "source": source, "published": "z"}, (), kind, "one; two")
         for (kind, source), n in kinds.items() for _ in range(n)

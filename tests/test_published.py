@@ -109,7 +109,7 @@ def beside(entries, numbers, spec):
 def value(entries, name, metric, dataset="mtbench", temperature=0.0, replayed=False):
     wanted = name, dataset, temperature, replayed
     (e,) = (e for e in entries if (e.name, e.dataset, e.temperature, e.replayed) == wanted)
-    return pytest.approx(float(RATES[metric](e.totals.pooled())))
+    return pytest.approx(float(RATES[metric](e.totals.pooled)))
 
 
 def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, measured):
@@ -139,7 +139,7 @@ def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, 
     assert row["GSM8K"] == value(measured, "a", "tau", dataset="gsm8k")
     assert row["size"] is row["HumanEval"] is None and table.cells["HASS"]["tau"].measured is None
     assert table.targets == "published: llama3-8b on A100; measured here: m on toaster, 1 cores, torch 2, float32"
-    assert table.cells["EAGLE"]["tau"].said == "a: mtbench, 24 generations, replayed"
+    assert table.cells["EAGLE"]["tau"].source == "a: mtbench, 24 generations, replayed"
     frame = table.frame()
     assert frame.loc["EAGLE", ("M", "measured")] == "2.00" and frame.loc["HASS", ("tau", "measured")] == ""
     assert frame.loc["HASS", ("tau", "published")] == "4.5"

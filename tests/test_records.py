@@ -24,7 +24,7 @@ from specbench.records import blocks, identity, metrics, statistics
 from specbench.records.blocks import NAME, below, read_block, scan
 from specbench.records.rows import Failure, Measurement, QuestionEnd, Row
 from specbench.records.schema import SCHEMA
-from specbench.reporting import cells, tables
+from specbench.reporting import cells, trainings
 from specbench.reporting.cells import Entry
 
 
@@ -46,7 +46,7 @@ def test_metrics_equal_brute_force(seed):
     assert metrics.speed(rows) == pytest.approx(sum(len(s.tokens) for s in steps) / sum(r.decode_s for r in rows))
     base = [random_row(rng, "none", str(i)) for i in range(6)]
     plain = [s for _, part in base for s in part]
-    sums = metrics.compared(rows, [r for r, _ in base]).pooled()
+    sums = metrics.compared(rows, [r for r, _ in base]).pooled
     narrow = sum(s.draft_s + s.target_s + s.verify_s for s in plain) / len(plain)
     draft, tree = sum(s.draft_s for s in steps) / len(steps), sum(s.target_s + s.verify_s for s in steps) / len(steps)
     assert metrics.expected_speed_up(sums) == pytest.approx(metrics.tau(rows) * narrow / (draft + tree))
@@ -280,9 +280,9 @@ def test_what_a_scan_finds_is_what_a_block_holds(tmp_path, data):
     assert held(known) == content(records)
     assert read_block(path)[1] == records
     base = {(r.text, r.turn): r for r in records if isinstance(r, Row) and r.drafter == labels[0]}
-    assert known.places.keys() == base.keys()
+    assert known.baseline_spans.keys() == base.keys()
     whole_file = path.read_bytes()
-    for key, (begin, end) in known.places.items():
+    for key, (begin, end) in known.baseline_spans.items():
         found = json.loads(whole_file[begin:end])
         assert (found["text"], found["turn"], found["question"]) == (*key, base[key].question)
 
@@ -819,7 +819,7 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
 
     first, second = weights(), weights(parameters=7)
     routed = weights(parameters=3, base=second)
-    lines = tables.training_lines(
+    lines = trainings.cost_lines(
         [entry("a", first), entry("b", second), entry("a2", first), entry("r", routed), entry("none", {})]
     )
     assert [line[:2] for line in lines] == [["a, a2", "100"], ["b", "7"], ["r", "10"]]

@@ -88,7 +88,7 @@ def test_rates_equal_counts_over_raw_cycles(seed):
     rng = np.random.default_rng(seed)
     rows = [random_row(rng, question=str(i % 4), turn=i // 4)[0] for i in range(8)]
     base = [random_row(rng, "none", str(i % 4), turn=i // 4)[0] for i in range(8)]
-    sums = sum_rows(rows, base).pooled()
+    sums = sum_rows(rows, base).pooled
     cycles = [(a, d) for r in rows for a, d in zip(r.accepted, r.drafted, strict=True)]
     assert RATES["tau"](sums) == pytest.approx(sum(a + 1 for a, _ in cycles) / len(cycles))
     for depth in range(4):
@@ -109,9 +109,9 @@ def test_a_difference_is_called_only_if_its_interval_excludes_none():
     rows = [random_row(rng, question=str(i))[0] for i in range(30)]
     better = [Row(**{**vars(r), "decode_s": r.decode_s * float(rng.uniform(0.5, 0.7))}) for r in rows]
     a, b = sum_rows(better), sum_rows(rows)
-    assert tables.called(contrast(RATES["tokens_per_s"], a, b, ratio=True), 1.0, "faster", "slower") == "faster"
-    assert tables.called(contrast(RATES["tokens_per_s"], b, a, ratio=True), 1.0, "faster", "slower") == "slower"
-    assert tables.called(contrast(RATES["tau"], a, b), 0.0, "more", "less") == "not shown"
+    assert tables.direction(contrast(RATES["tokens_per_s"], a, b, ratio=True), 1.0, "faster", "slower") == "faster"
+    assert tables.direction(contrast(RATES["tokens_per_s"], b, a, ratio=True), 1.0, "faster", "slower") == "slower"
+    assert tables.direction(contrast(RATES["tau"], a, b), 0.0, "more", "less") == "not shown"
     assert contrast(RATES["tau"], a, sum_rows([])) is None
     assert interval(RATES["tau"], sum_rows([])) is None
 
@@ -236,7 +236,7 @@ def test_answers_of_other_harnesses_are_restated(tmp_path, harness):
     answers(tmp_path / "a.jsonl", harness)
     answers(tmp_path / "base.jsonl", harness, scale=2.0)
     totals = foreign_results.read(tmp_path / "a.jsonl", harness)
-    assert RATES["tau"](totals.pooled()) == pytest.approx((5 * 50 + 10) / (5 * 20))
+    assert RATES["tau"](totals.pooled) == pytest.approx((5 * 50 + 10) / (5 * 20))
     shown = foreign_results.markdown(tmp_path / "a.jsonl", harness, str(tmp_path / "base.jsonl"))
     assert "| 2.00 |" in shown and "2.60" in shown and "prefill included" in shown
     by_question = [(50 + q) / 20 for q in range(5)]
@@ -456,12 +456,12 @@ def test_two_targets_in_one_folder_are_kept_apart(tmp_path):
         changed["config"]["model"]["name"] = "another"
         path.write_text(json.dumps(changed) + "\n" + "".join(rows[:-1]))  # a generation less each
     both = report(tmp_path)
-    assert [caption.split(",")[0] for caption, _ in groups(both.main)] == ["smollm2-135m", "another"]
+    assert [group[-1].caption.split(",")[0] for group in groups(both.main)] == ["smollm2-135m", "another"]
     assert both.answer == alone.answer and [view.entries[0].model for view in both.others] == ["another"]
-    assert both.verdicts == alone.verdicts and not alone.judged
+    assert both.verdicts == alone.verdicts and not alone.target_note
     both.write()
     text = (tmp_path / "README.md").read_text()
-    assert both.judged == "Judged on smollm2-135m, where most was decoded; not on another."
+    assert both.target_note == "Judged on smollm2-135m, where most was decoded; not on another."
     assert text.index("## Which drafter") < text.index("## Other prompts, targets") < text.index("## Which claims")
     assert (
         "eagle2_small (smollm2-135m) |" in (tmp_path / "tables" / "trained.md").read_text()

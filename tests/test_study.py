@@ -273,7 +273,7 @@ def test_rows_that_were_not_measured_alike_are_not_compared(tmp_path, aspect):
     named = aspect.partition(" ")[0]
     assert effect is None and why == f"rows that differ in {named} are not compared"
     verdict = judge_study("s", {**SPEC, "claims": [{**CLAIM, "tests": [test]}]}, apart.entries)[0]
-    assert verdict.verdict == claims.NOT_RUN and named in verdict.said
+    assert verdict.verdict == claims.NOT_RUN and named in verdict.summary
     if aspect in ("tree", "dtype", "length"):
         apart.study = {**SPEC, "varies": [aspect]}
         assert compare(test, apart)[0] is not None, "the study is about that difference"
@@ -315,7 +315,7 @@ def test_needs_are_read_from_the_rows(tmp_path):
         found = entries(tmp_path / str(needs), copy.deepcopy(header))
         verdict = judge_study("s", spec, found)[0]
         assert (verdict.verdict == claims.NOT_TESTABLE) == bool(said)
-        assert not said or ("needs " + said[0] in verdict.said and "Measured nevertheless" in verdict.said)
+        assert not said or ("needs " + said[0] in verdict.summary and "Measured nevertheless" in verdict.summary)
     assert studies.unmet({"device": "cuda"}, None, cuda=True) == []
 
 

@@ -13,7 +13,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.evaluation import study_runs
 from specbench.records import blocks, identity, studies
-from specbench.records.blocks import Known
+from specbench.records.blocks import BlockIndex
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import WEIGHTS
 from specbench.records.studies import Study, measuring_cell, option, replayed
@@ -134,7 +134,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     )
 
 
-def _blocks(folder: Path, kind: Kind) -> list[Known]:
+def _blocks(folder: Path, kind: Kind) -> list[BlockIndex]:
     """The blocks of a cell that count here: if timed, only those of this kind of machine."""
     known = [k for k in blocks.scan_all(folder, BASELINE) if k.header["decoding"] == identity.DECODING]
     if kind != "timed":
@@ -146,7 +146,7 @@ def _blocks(folder: Path, kind: Kind) -> list[Known]:
     ]  # fmt: skip
 
 
-def _done(known: Sequence[Known], labels: Sequence[str], turns: int) -> int:
+def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int) -> int:
     """How many questions every arm, as its newest block describes it, has decoded with all turns."""
     rows: dict[str, set[tuple[str, int]]] = {label: set() for label in labels}
     for label in labels:
@@ -170,7 +170,7 @@ def _stale(arm: Any) -> bool:
     return known is not None and path.is_file() and hashing.of_file(path) != known
 
 
-def _measured(known: Sequence[Known], study: Study) -> bool:
+def _measured(known: Sequence[BlockIndex], study: Study) -> bool:
     """Has every quantity of the study all repetitions, for every arm that it was measured of at least once?"""
     measured = {key for k in known for key in k.measured}
     for name, repetitions in study.get("measure", {}).items():

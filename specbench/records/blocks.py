@@ -1,11 +1,10 @@
-"""Blocks: what one process measured of one cell, as one JSONL file that is only ever added.
+"""Blocks: what one process measured of one cell, as one append-only JSONL file.
 
     results/<study>/<model>/<cell>/<date>T<time>-<machine>-<id>.jsonl
 
-Names sort by the time at which their blocks began. The first line is a header (configuration, arms, commit, versions,
-machine, load), then come records, each whole and on disk before the next begins. A block that was cut off anywhere is read
-up to its last whole line. `Ledger` knows what lies in the blocks of a cell, its own and those of other processes, without
-reading rows whole.
+File names sort by start time. The first line is a header (configuration, arms, commit, versions, machine, load); each
+record behind it is flushed to disk before the next one begins. A truncated block is read up to its last whole line.
+`Ledger` indexes all blocks of a cell without parsing whole rows.
 """
 
 import json
@@ -29,39 +28,37 @@ from specbench.records import identity
 from specbench.records.rows import Failure, Measurement, QuestionEnd, Record, Row, contradiction
 from specbench.records.schema import SCHEMA, Header
 
-NAME = "[12][0-9][0-9][0-9]-[01][0-9]-[0-3][0-9]T*-*.jsonl"  # of a block's file, as a pattern
-LOCKS = ".locks"  # folder of a cell's locks, which is no part of the results
+NAME = "[12][0-9][0-9][0-9]-[01][0-9]-[0-3][0-9]T*-*.jsonl"  # glob pattern of block files
+LOCKS = ".locks"  # folder of a cell's locks; not part of the results
 Line = Annotated[Header | Record, Discriminator("kind")]
 
 
 class Block:
-    """The block that a process writes; its file is created with its first record.
+    """The block that this process writes; the file is created with its first record.
 
     Args:
-        folder: of the cell. header: what `arms.header` says.
+        folder: of the cell. header: as `arms.header` makes it.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]):
         now = datetime.now(timezone.utc)
         machine = re.sub(r"[^a-z0-9]+", "-", str(header["hardware"]["device"]).lower()).strip("-")[:40]
-        name = f"{now:%Y-%m-%dT%H%M%S.%f}-{machine}-{secrets.token_hex(3)}.jsonl"
-        self.path = folder / name
-        started = f"{now:%Y-%m-%dT%H:%M:%S.%f}Z"  # by which the newest row is told
-        numbers = {"decoding": identity.DECODING, "timing": identity.TIMING}
-        self.header = {"kind": "header", "schema": SCHEMA, "started": started, **numbers, **header}
+        self.path = folder / f"{now:%Y-%m-%dT%H%M%S.%f}-{machine}-{secrets.token_hex(3)}.jsonl"
+        started = f"{now:%Y-%m-%dT%H:%M:%S.%f}Z"
+        versions = {"decoding": identity.DECODING, "timing": identity.TIMING}
+        self.header = {"kind": "header", "schema": SCHEMA, "started": started, **versions, **header}
 
     def write(self, record: Record) -> None:
         """Append one record and wait until it is on disk.
 
         Raises:
-            SpecBenchError: it cannot be written; no half record is left behind.
+            SpecBenchError: it cannot be written; the file is cut back to its last whole record.
         """
-        whole = asdict(record)
-        self._append({"kind": whole.pop("kind"), **whole})
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        before = self.path.stat().st_size if self.path.exists() else 0
-        lines = [record] if before else [self.header, record]
+        data = asdict(record)
+        size = self.path.stat().st_size if self.path.exists() else 0
+        lines = [{"kind": data.pop("kind"), **data}]
+        if not size:
+            lines.insert(0, self.header)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -69,18 +66,18 @@ class Block:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            if before:
-                os.truncate(self.path, before)  # a full disk leaves no half row behind
+            if size:
+                os.truncate(self.path, size)
             else:
                 self.path.unlink(missing_ok=True)
             raise SpecBenchError(f"cannot write {self.path}: {error.strerror}; free some space and run it again") from error
 
 
 def read_block(path: Path) -> tuple[Header, list[Record]]:
-    """Header and records of one block; a last line that was cut off is ignored.
+    """Header and records of one block; a truncated last line is ignored.
 
     Raises:
-        SpecBenchError: no header, another format, or a line that is damaged or no record; it names the line.
+        SpecBenchError: no header, another format, or an invalid line, which is named.
     """
     lines = parse_lines(read_bytes(path), Line, path, cut=True)
     _, header = next(lines, (0, None))
@@ -97,21 +94,25 @@ def read_block(path: Path) -> tuple[Header, list[Record]]:
 
 
 def cell_name(dataset: str, drawn: tuple[float, float, int], tokens: int, link: str, replayed: bool) -> str:
-    """A cell's folder, for people: prompts, sampling, length and mode. drawn: temperature, top-p, top-k."""
+    """Folder name of a cell: prompts, sampling, length and mode. drawn: temperature, top-p, top-k."""
     temperature, top_p, top_k = drawn
-    sampling = [f"t{temperature:g}"] if temperature else ["greedy"]
-    sampling += [f"p{top_p:g}"] * (top_p < 1) + [f"k{top_k}"] * (top_k > 0)
-    more = [f"link-{link}"] * (link != "local") + ["replayed"] * replayed
-    return "-".join([dataset, *sampling, str(tokens), *more])
+    parts = [dataset, f"t{temperature:g}" if temperature else "greedy"]
+    parts += [f"p{top_p:g}"] * (top_p < 1) + [f"k{top_k}"] * (top_k > 0)
+    parts += [str(tokens)] + [f"link-{link}"] * (link != "local") + ["replayed"] * replayed
+    return "-".join(parts)
 
 
-def below(root: Path) -> list[Path]:
-    """Blocks under a folder, oldest first; those of `local` only if that folder itself is asked for."""
-    found = [path for path in root.rglob(NAME) if "local" not in path.relative_to(root).parts]
-    return sorted(found, key=lambda path: (path.parent, path.name))
+def below(root: Path, pattern: str = NAME) -> list[Path]:
+    """Blocks (or other files) under a folder, oldest first within one; `local` counts only if it is the root itself."""
+    return [path for path in sorted(root.rglob(pattern)) if "local" not in path.relative_to(root).parts]
 
 
-# What is there --------------------------------------------------------------------------------------------------------
+def trace_path(folder: Path, label: str) -> Path:
+    """File of an arm's traces in its cell's folder; characters that are not safe in file names are replaced."""
+    return folder / ("trace-" + re.sub(r"[^A-Za-z0-9_.+=@-]", "_", label)[:100] + ".json")
+
+
+# Index of a block -----------------------------------------------------------------------------------------------------
 
 _STRING = rb'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(  # of a line, as `Block.write` begins it
@@ -123,15 +124,16 @@ _TEXT = re.compile(rb'"text": "([0-9a-f]*)"')
 
 Label = str
 Answer = tuple[str, int]  # digest of a question, and turn
+Generation = tuple[Label, str, int]  # the same of one arm
 
 
 @dataclass
-class Known:
+class BlockIndex:
     """What one block holds, without its numbers.
 
     Attributes:
-        rows, failures: (label, digest of the question, turn). measured: (label, quantity, repetition).
-        places: of the baseline's rows, where their lines begin and end in the file.
+        arms: keys by label. measured: (label, quantity, repetition). generations, seconds: of finished questions.
+        baseline_spans: first and last byte of each baseline row's line in the file.
     """
 
     path: Path
@@ -139,16 +141,16 @@ class Known:
     cell: str
     machine: str
     arms: dict[Label, tuple[str, str]]
-    rows: set[tuple[Label, str, int]] = field(default_factory=set)
-    failures: set[tuple[Label, str, int]] = field(default_factory=set)
+    rows: set[Generation] = field(default_factory=set)
+    failures: set[Generation] = field(default_factory=set)
     measured: set[tuple[Label, str, int]] = field(default_factory=set)
     generations: int = 0
     seconds: float = 0.0
-    places: dict[Answer, tuple[int, int]] = field(default_factory=dict)
+    baseline_spans: dict[Answer, tuple[int, int]] = field(default_factory=dict)
 
 
-def scan(path: Path, baseline: str) -> Known | None:
-    """What a block holds, read off the beginnings of its lines; None for one that was cut off in its header.
+def scan(path: Path, baseline: str) -> BlockIndex | None:
+    """Index a block by the beginnings of its lines; None if it was truncated in its header.
 
     Raises:
         SpecBenchError: it is no block of this format, or damaged; it names the line.
@@ -159,44 +161,58 @@ def scan(path: Path, baseline: str) -> Known | None:
         return None
     header: Header = parse(data[:end], Header, f"{path} line 1")
     arms = {label: identity.arm_key(arm) for label, arm in header["arms"].items()}
-    known = Known(path, header, identity.cell_key(header), identity.machine_key(header), arms)
+    index = BlockIndex(path, header, identity.cell_key(header), identity.machine_key(header), arms)
     number, begin = 1, end + 1
     while (end := data.find(b"\n", begin)) >= 0:
         number += 1
         if end > begin:
             try:
-                _note(known, data, begin, end, baseline)
-            except ValueError as error:  # no record, or text and numbers that JSON has not
+                _add_line(index, data, begin, end, baseline)
+            except ValueError as error:  # not a record, or text and numbers that are not JSON
                 raise SpecBenchError(f"{path} line {number}: no record of a block; mend or remove that line") from error
         begin = end + 1
-    return known
+    return index
 
 
-def _note(known: Known, data: bytes, begin: int, end: int, baseline: str) -> None:
-    """Take one line's beginning into account. Raises `ValueError` if it is no record's."""
-    found = _HEAD.match(data, begin, end)
-    if found is None:
+def _add_line(index: BlockIndex, data: bytes, begin: int, end: int, baseline: str) -> None:
+    """Add the record of `data[begin:end]`. Raises `ValueError` if it is none."""
+    head = _HEAD.match(data, begin, end)
+    if head is None:
         raise ValueError("no record")
-    kind, label, _, turn, measurement, whose, what, repetition, question, _, generations, seconds = found.groups()
+    kind, label, _, turn, measurement, arm, quantity, repetition, question, _, generations, seconds = head.groups()
     if measurement:
-        known.measured.add((json.loads(whose), json.loads(what), int(repetition)))
+        index.measured.add((json.loads(arm), json.loads(quantity), int(repetition)))
     elif question:
-        known.generations, known.seconds = known.generations + int(generations), known.seconds + float(seconds)
+        index.generations += int(generations)
+        index.seconds += float(seconds)
     else:
         text = _TEXT.search(data, max(begin, end - 60), end) or _TEXT.search(data, begin, end)
         key = (json.loads(label), text[1].decode() if text else "", int(turn))
-        (known.rows if kind == b"prompt" else known.failures).add(key)
+        (index.rows if kind == b"prompt" else index.failures).add(key)
         if kind == b"prompt" and key[0] == baseline:
-            known.places[key[1:]] = (begin, end)
+            index.baseline_spans[key[1:]] = (begin, end)
+
+
+def scan_all(folder: Path, baseline: str) -> Iterator[BlockIndex]:
+    """The index of every block of a cell, oldest first, without those that were truncated in their header."""
+    for path in sorted(folder.glob(NAME)):
+        if (index := scan(path, baseline)) is not None:
+            yield index
+
+
+def pace(counts: Iterable[BlockIndex | QuestionEnd]) -> float | None:
+    """Seconds a generation, everything around it included; None where nothing was timed."""
+    counts = list(counts)
+    generations = sum(count.generations for count in counts)
+    return sum(count.seconds for count in counts) / generations if generations else None
 
 
 class Ledger:
-    """All blocks of one cell's folder, this process's own among them: what is there, and what is not.
+    """All blocks of one cell, this process's own included: which generations exist and which are missing.
 
     Args:
-        folder: of the cell. header: of the block that this process is about to write; it says which cell, arms and kind of
-            machine are meant. timed: seconds count, so rows of other kinds of machine do not.
-        baseline: its label. fresh: blocks that are there do not count.
+        folder: of the cell. header: of this process's block; defines the cell, the arms and the kind of machine.
+        timed: seconds count, so rows of other kinds of machine do not. baseline: its label. fresh: ignore existing blocks.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any], baseline: str, timed: bool, fresh: bool = False):
@@ -204,65 +220,65 @@ class Ledger:
         self.block = Block(folder, header)
         self.cell, self.machine = identity.cell_key(self.block.header), identity.machine_key(self.block.header)
         self.arms = {label: identity.arm_key(arm) for label, arm in header["arms"].items()}
-        self._sizes: dict[Path, int] = {}
-        self._known: dict[Path, Known] = {}
-        self._fresh = set(self.folder.glob(NAME)) if fresh else set()
-        self._forgotten: set[Label] = set()
-        self._ended = QuestionEnd("", 0, 0.0)  # all questions that this process is through with
-        self._answers: dict[Answer, Row] = {}  # the baseline's, of this process
-        self._rows: set[tuple[Label, str, int]] = set()
-        self._failed: set[tuple[Label, str, int]] = set()
         self.measured: set[tuple[Label, str, int]] = set()
+        self._sizes: dict[Path, int] = {}  # of the blocks when they were last read
+        self._indices: dict[Path, BlockIndex] = {}
+        self._ignored = set(self.folder.glob(NAME)) if fresh else set()
+        self._forgotten: set[Label] = set()
+        self._finished = QuestionEnd("", 0, 0.0)  # sum over all questions of this process
+        self._answers: dict[Answer, Row] = {}  # the baseline's, of this process
+        self._rows: set[Generation] = set()
+        self._failed: set[Generation] = set()
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in what other processes wrote since the last look."""
-        for path in sorted(set(self.folder.glob(NAME)) - self._fresh):
+        """Read what other processes wrote since the last call."""
+        for path in sorted(set(self.folder.glob(NAME)) - self._ignored):
             size = path.stat().st_size
             if self._sizes.get(path) != size:
                 self._sizes[path] = size
-                if (known := scan(path, self.baseline)) is not None and self._counts(known):
-                    self._known[path] = known
-                    self._take(known)
+                index = scan(path, self.baseline)
+                if index and index.cell == self.cell and index.header.get("decoding") == identity.DECODING:
+                    self._indices[path] = index
+                    self._add(index)
 
-    def _counts(self, known: Known) -> bool:
-        return known.cell == self.cell and known.header.get("decoding") == identity.DECODING
-
-    def _take(self, known: Known) -> None:
-        """Rows of the arms that are meant, under this process's labels."""
+    def _add(self, index: BlockIndex) -> None:
+        """Count a block's records, each under the label that this process gives to its arm."""
         names = {key: label for label, key in self.arms.items()}
-        own = {
-            label: label if self.arms.get(label) == key else names[key] for label, key in known.arms.items() if key in names
-        }
-        own = {label: name for label, name in own.items() if name not in self._forgotten}
-        here = known.machine == self.machine
-        if here or not self.timed:
-            self._rows |= {(own[label], *rest) for label, *rest in known.rows if label in own}  # type: ignore[misc]
-            self._failed |= {(own[label], *rest) for label, *rest in known.failures if label in own}  # type: ignore[misc]
-        if here:
-            self.measured |= {(own[label], *rest) for label, *rest in known.measured if label in own}  # type: ignore[misc]
+        labels = {label: label if self.arms.get(label) == key else names.get(key) for label, key in index.arms.items()}
+
+        def relabelled(keys: Iterable[tuple[Label, str, int]]) -> set[tuple[Label, str, int]]:
+            found = ((labels.get(label), text, number) for label, text, number in keys)
+            return {(own, text, number) for own, text, number in found if own is not None and own not in self._forgotten}
+
+        same_machine = index.machine == self.machine
+        if same_machine or not self.timed:
+            self._rows |= relabelled(index.rows)
+            self._failed |= relabelled(index.failures)
+        if same_machine:
+            self.measured |= relabelled(index.measured)
 
     def done(self, label: Label, text: str, turn: int) -> bool:
-        """Is there a good row?"""
+        """Is there a row without an error?"""
         return (label, text, turn) in self._rows
 
     def forget(self, label: Label) -> None:
-        """Count no row of an arm but those that this process writes from now on."""
+        """Of an arm, count only what this process writes from now on."""
         self._forgotten.add(label)
         self._rows = {key for key in self._rows if key[0] != label}
         self._failed = {key for key in self._failed if key[0] != label}
 
-    def failed(self) -> set[tuple[Label, str, int]]:
-        """Generations that failed and were not made good since."""
+    def failed(self) -> set[Generation]:
+        """Generations that failed and did not succeed in another attempt."""
         return self._failed - self._rows
 
     def answer(self, text: str, turn: int) -> Row | None:
         """The baseline's row of a turn, from any block of the cell."""
         if (text, turn) in self._answers:
             return self._answers[text, turn]
-        for path, known in self._known.items():
-            if (text, turn) in known.places:
-                begin, end = known.places[text, turn]
+        for path, index in self._indices.items():
+            if (text, turn) in index.baseline_spans:
+                begin, end = index.baseline_spans[text, turn]
                 with path.open("rb") as file:
                     file.seek(begin)
                     row: Row = parse(file.read(end - begin), Line, str(path))
@@ -270,11 +286,11 @@ class Ledger:
         return None
 
     def pace(self) -> float | None:
-        """Seconds a generation took on this kind of machine, with all that is done around it; None: none was timed."""
-        return pace([*(known for known in self._known.values() if known.machine == self.machine), self._ended])
+        """See `pace`, on this kind of machine."""
+        return pace([*(index for index in self._indices.values() if index.machine == self.machine), self._finished])
 
     def write(self, record: Record) -> None:
-        """Into this process's own block."""
+        """Append a record to this process's block and count it."""
         self.block.write(record)
         self._sizes[self.block.path] = self.block.path.stat().st_size
         if isinstance(record, Row):
@@ -286,18 +302,18 @@ class Ledger:
         elif isinstance(record, Measurement):
             self.measured.add(record.key)
         elif isinstance(record, QuestionEnd):
-            self._ended.generations += record.generations
-            self._ended.seconds += record.seconds
+            self._finished.generations += record.generations
+            self._finished.seconds += record.seconds
 
 
 @contextmanager
 def locked(folder: Path, name: str, wait: bool) -> Iterator[bool]:
-    """Hold a part of a cell while it is measured: yields whether this process has it.
+    """Lock a part of a cell while it is measured; yields whether this process holds the lock.
 
-    The lock goes with its process, so a killed one blocks nobody.
+    A lock ends with its process, so a killed one blocks no other.
 
     Args:
-        name: of the part. wait: until another process that has it is through; else it is not had.
+        name: of the part. wait: until another process releases it; otherwise yield False.
     """
     path = folder / LOCKS / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,22 +330,3 @@ def locked(folder: Path, name: str, wait: bool) -> Iterator[bool]:
         yield True
     finally:
         lock.release()
-
-
-def pace(ended: Iterable[Known | QuestionEnd]) -> float | None:
-    """Seconds a generation, with all that is done around it; None where nothing was timed."""
-    ended = list(ended)
-    generations = sum(one.generations for one in ended)
-    return sum(one.seconds for one in ended) / generations if generations else None
-
-
-def scan_all(folder: Path, baseline: str) -> Iterator[Known]:
-    """What each block of a cell holds, oldest first, but those that were cut off in their header."""
-    for path in sorted(folder.glob(NAME)):
-        if (known := scan(path, baseline)) is not None:
-            yield known
-
-
-def trace_path(folder: Path, label: str) -> Path:
-    """Where an arm's traces lie: in its cell's folder, whatever it is called."""
-    return folder / ("trace-" + re.sub(r"[^A-Za-z0-9_.+=@-]", "_", label)[:100] + ".json")

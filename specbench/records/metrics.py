@@ -1,13 +1,12 @@
-"""From rows to numbers, in pure functions. Definitions as in the README's "What is measured".
+"""Metrics of rows. Definitions as in the README's "What is measured".
 
 tau           emitted tokens / target passes, pooled over cycles, bonus included, prefill excluded; macro: mean by prompt
 step-alpha_i  cycles that accept depth i / cycles that accept depth i - 1 and drafted depth i
 speed-up      ratio of pooled decode speeds on the same prompts, with a paired bootstrap over questions
-expected      tau * T_AR / (T_draft + T_tree), the speed-up that tau and the measured times of a cycle's phases give
-passes        forwards of the drafter that cycles really ran, see `interface.Step`
+expected      tau * T_AR / (T_draft + T_tree): the speed-up that follows from tau and the measured times of the phases
+passes        forwards of the drafter that ran, see `interface.Step`
 
-Rows without a cycle (failures only, or one token an answer) have no such number: it is NaN, or None where there would be
-an interval. Bootstrap and intervals: `specbench.records.statistics`.
+Without any cycle (failures only, or one token an answer) a metric is NaN, or None in place of an interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 
 from specbench.records.rows import Row
 from specbench.records.schema import Arm, Header
-from specbench.records.statistics import Interval, Rate, Sums, Totals, interval, mean, pooled
+from specbench.records.statistics import Counts, Interval, Rate, Sums, Totals, interval, mean, pooled
 
 BASELINE = "none"
 
@@ -36,15 +35,15 @@ class Summary:
     alphas: tuple[float, ...]
     nodes: float  # draft nodes a cycle
     split: dict[str, float]  # shares of decode time: draft, target, verify, rest
-    expected: float  # speed-up that tau and measured times give; NaN without baseline rows or without a clock
-    expected_by_parameters: float  # CORAL's estimate from parameter counts; NaN where draft passes were not counted
+    expected: float  # see `expected_speed_up`; NaN without baseline rows or in replays
+    expected_by_parameters: float  # see `expected_by_parameters`; NaN where draft passes were not counted
     peak_bytes: int
     lossless: str
     totals: Totals
 
 
 def tau(rows: Sequence[Row]) -> float:
-    """Emitted tokens a target pass. Raises `AssertionError` where a row's counts contradict its tokens."""
+    """Emitted tokens a target pass. Raises `AssertionError` if a row's counts contradict its tokens."""
     emitted, cycles = sum(len(r.tokens) - 1 for r in rows), sum(len(r.accepted) for r in rows)
     accepted = sum(sum(r.accepted) for r in rows)
     assert not cycles or emitted == cycles + accepted, "tau is not 1 + the mean number of accepted tokens"
@@ -57,7 +56,7 @@ def tau_macro(rows: Sequence[Row]) -> float:
 
 
 def step_alphas(rows: Sequence[Row]) -> tuple[float, ...]:
-    """Conditional acceptance by depth, as far as drafts went."""
+    """Conditional acceptance by depth, of all depths that were tried."""
     drafted = [d for r in rows for d in r.drafted]
     tried, passed = depth_counts([a for r in rows for a in r.accepted], drafted, max(drafted, default=0))
     return tuple(float(p / t) for p, t in zip(passed, tried, strict=True) if t)
@@ -66,19 +65,19 @@ def step_alphas(rows: Sequence[Row]) -> tuple[float, ...]:
 def depth_counts(accepted: Sequence[int], drafted: Sequence[int], depths: int) -> tuple[np.ndarray, np.ndarray]:
     """[depths] each: cycles that tried draft step 1, 2, …, and cycles that accepted it.
 
-    A step is tried where the step before was accepted and a token of its own was drafted.
+    A step is tried if the step before was accepted and a token was drafted for it.
     """
     a, d = np.array(accepted, int), np.array(drafted, int)
 
-    def at_least(reached: np.ndarray) -> np.ndarray:
-        counts = np.bincount(np.clip(reached, 0, depths), minlength=depths + 1)
+    def at_least(depth: np.ndarray) -> np.ndarray:
+        counts = np.bincount(np.clip(depth, 0, depths), minlength=depths + 1)
         return counts[::-1].cumsum()[::-1][1:]
 
     return at_least(np.minimum(a + 1, d)), at_least(np.minimum(a, d))
 
 
 def speed(rows: Sequence[Row]) -> float:
-    """Tokens a second, of those that cycles emitted."""
+    """Tokens that cycles emitted, a second."""
     tokens, seconds = sum(len(r.tokens) - 1 for r in rows), sum(r.decode_s for r in rows)
     return tokens / seconds if tokens and seconds else float("nan")
 
@@ -89,38 +88,36 @@ def compared(rows: Sequence[Row], baseline: Sequence[Row]) -> Totals:
     return sum_rows([r for r in rows if (r.question, r.turn) in base], baseline)
 
 
-# Sums by question, and what is made of them ---------------------------------------------------------------------------
+# Sums by question -----------------------------------------------------------------------------------------------------
 
-DEPTHS = 16  # acceptance is kept depth by depth down to here
-PHASES = ("draft", "target", "verify")  # of a cycle, as `Step` times them; the rest is nobody's
-BOTH = ("tokens", "cycles", "seconds", *PHASES, "audited", "lossless")  # summed for the baseline as well, as `base_<name>`
+DEPTHS = 16  # for which acceptance is counted
+PHASES = ("draft", "target", "verify")  # of a cycle, as timed in `Step`
+SHARED = ("tokens", "cycles", "seconds", *PHASES, "audited", "lossless")  # also summed for the baseline, as `base_<name>`
 OWN = ("answers", "passes", "counted", "counted_draft", "sent", "received", "same", "whole", "scored", "solved")
+ZEROS: Counts = {
+    **dict.fromkeys((*SHARED, *(f"base_{name}" for name in SHARED), *OWN), 0.0),
+    **dict.fromkeys(("tried", "passed"), np.zeros(DEPTHS)),
+}
 
 
 def sum_rows(rows: Sequence[Row], baseline: Sequence[Row] = ()) -> Totals:
-    """What rows add up to, question by question, and the baseline's rows of what was asked of both.
+    """Sums by question of rows, and of the baseline's rows of the same turns.
 
     [Q] by name, `tried` and `passed` [Q, DEPTHS]. `counted`, `counted_draft`: cycles and drafting seconds of the rows that
-    counted their draft `passes`, which older ones did not. `whole`, `same`: ids of the baseline's answers, and how many of
-    them stand in the same place here.
+    counted their draft `passes` (older ones did not). `whole`, `same`: ids of the baseline's answers, and how many of them
+    are equal here at the same index.
     """
-    index = {question: i for i, question in enumerate(sorted({r.question for r in rows}))}
-    sums = {name: np.zeros(len(index)) for name in (*BOTH, *(f"base_{name}" for name in BOTH), *OWN)}
-    sums |= {name: np.zeros((len(index), DEPTHS)) for name in ("tried", "passed")}
     answers = {(r.question, r.turn): r.tokens for r in baseline}
-    asked = {(r.question, r.turn) for r in rows}
-    counts = [(r.question, _counts_of_both(r) | _own_counts(r, answers.get((r.question, r.turn)))) for r in rows]
+    turns = {(r.question, r.turn) for r in rows}
+    counts = [(r.question, _shared_counts(r) | _own_counts(r, answers.get((r.question, r.turn)))) for r in rows]
     for r in baseline:
-        if (r.question, r.turn) in asked:
-            counts.append((r.question, {f"base_{name}": value for name, value in _counts_of_both(r).items()}))
-    for question, values in counts:
-        for name, value in values.items():
-            sums[name][index[question]] += value
-    return Totals(tuple(index), sums)
+        if (r.question, r.turn) in turns:
+            counts.append((r.question, {f"base_{name}": value for name, value in _shared_counts(r).items()}))
+    return Totals.add_up(counts, ZEROS)
 
 
-def _counts_of_both(row: Row) -> dict[str, float | np.ndarray]:
-    """`BOTH` of one row."""
+def _shared_counts(row: Row) -> dict[str, float | np.ndarray]:
+    """`SHARED` of one row."""
     return {
         "tokens": len(row.tokens) - 1,
         "cycles": len(row.accepted),
@@ -131,8 +128,8 @@ def _counts_of_both(row: Row) -> dict[str, float | np.ndarray]:
     }
 
 
-def _own_counts(row: Row, whole: Sequence[int] | None) -> dict[str, float | np.ndarray]:
-    """`OWN` of one row, as far as it has them, and acceptance by depth. whole: the baseline's answer, if there is one."""
+def _own_counts(row: Row, reference: Sequence[int] | None) -> dict[str, float | np.ndarray]:
+    """Those of `OWN` that a row has, and acceptance by depth. reference: the baseline's answer, if there is one."""
     tried, passed = depth_counts(row.accepted, row.drafted, DEPTHS)
     counts: dict[str, float | np.ndarray] = {"answers": 1, "tried": tried, "passed": passed}
     counts |= {"scored": row.solved is not None, "solved": bool(row.solved)}
@@ -140,9 +137,9 @@ def _own_counts(row: Row, whole: Sequence[int] | None) -> dict[str, float | np.n
         counts |= {"passes": row.draft_passes, "counted": len(row.accepted), "counted_draft": row.draft_s}
     if row.link is not None:
         counts |= {"sent": sum(row.link.sent.values()), "received": sum(row.link.received.values())}
-    if whole is not None:
-        same = sum(a == b for a, b in zip(row.tokens + row.alone, whole, strict=False))
-        counts |= {"whole": len(whole), "same": same}
+    if reference is not None:
+        same = sum(a == b for a, b in zip(row.tokens + row.alone, reference, strict=False))
+        counts |= {"whole": len(reference), "same": same}
     return counts
 
 
@@ -150,95 +147,93 @@ def _alpha(depth: int) -> Rate:
     return lambda s: s["passed"][..., depth] / s["tried"][..., depth]
 
 
-def _speed(s: Sums, of: str = "") -> np.ndarray:
-    """Tokens a second; none, rather than zero, where no cycle emitted any."""
-    tokens = s[f"{of}tokens"]
-    return np.where(tokens > 0, tokens, np.nan) / s[f"{of}seconds"]
+def _speed(s: Sums, prefix: str = "") -> np.ndarray:
+    """Tokens a second; NaN, not zero, where no cycle emitted any."""
+    tokens = s[f"{prefix}tokens"]
+    return np.where(tokens > 0, tokens, np.nan) / s[f"{prefix}seconds"]
 
 
 RATES: dict[str, Rate] = {
     "tau": lambda s: s["tokens"] / s["cycles"],
     "tokens_per_s": _speed,
     "speed_up": lambda s: _speed(s) / _speed(s, "base_"),
-    "alpha": lambda s: s["passed"].sum(-1) / s["tried"].sum(-1),  # of all steps together, as in the theory of chains
+    "alpha": lambda s: s["passed"].sum(-1) / s["tried"].sum(-1),  # over all steps, as in the theory of chains
     **{f"alpha{depth}": _alpha(depth) for depth in range(6)},
-    "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps behind the first
+    "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps after the first
     "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],
-    "target_calls": lambda s: s["cycles"] / s["answers"],  # passes over trees, the prompt's not counted
-    "sent_bytes": lambda s: s["sent"] / s["cycles"],  # a cycle, the prompt's share included
+    "target_calls": lambda s: s["cycles"] / s["answers"],  # passes over trees, without the prefill
+    "sent_bytes": lambda s: s["sent"] / s["cycles"],  # a cycle, the prompt included
     "received_bytes": lambda s: s["received"] / s["cycles"],
-    "same_share": lambda s: s["same"] / s["whole"],  # of the baseline's ids, those that stand in the same place here
+    "same_share": lambda s: s["same"] / s["whole"],  # ids equal to the baseline's at the same index
     "solved": lambda s: s["solved"] / s["scored"],  # answers that pass their question's check
-    "lossless": lambda s: s["lossless"] / s["audited"],  # greedy answers that are the baseline's, but for numerical ties
+    "lossless": lambda s: s["lossless"] / s["audited"],  # greedy answers equal to the baseline's, up to numerical ties
 }
 
 
 def time_split(rows: Sequence[Row]) -> dict[str, float]:
-    """Shares of the decode time. What no phase claims belongs to the rest."""
+    """Shares of the decode time by phase; `rest` is the time outside the phases."""
     total = sum(r.decode_s for r in rows if r.accepted) or float("nan")
     parts = {name: sum(getattr(r, f"{name}_s") for r in rows) / total for name in PHASES}
     return parts | {"rest": 1 - sum(parts.values())}
 
 
-def _phases(s: Sums, of: str = "") -> np.ndarray:
-    """Seconds of the phases of a cycle, the mean over cycles: T_draft + T_tree, or T_AR of the baseline."""
-    return sum(s[f"{of}{phase}"] for phase in PHASES) / s[f"{of}cycles"]
+def _phases(s: Sums, prefix: str = "") -> np.ndarray:
+    """Mean seconds of a cycle's phases: T_draft + T_tree, or T_AR of the baseline."""
+    return sum(s[f"{prefix}{phase}"] for phase in PHASES) / s[f"{prefix}cycles"]
 
 
 def expected_speed_up(s: Sums) -> np.ndarray:
-    """tau * T_AR / (T_draft + T_tree), in seconds a cycle: what tau and the costs measured here give.
+    """tau * T_AR / (T_draft + T_tree), in seconds a cycle.
 
     T_tree is the target's pass over the tree with its verification, T_AR the same phases of the baseline's cycle on the
-    same prompts. It differs from the measured speed-up by the time that no phase claims, and by nothing else.
+    same prompts. It differs from the measured speed-up only by the time outside the phases.
     """
     return RATES["tau"](s) * _phases(s, "base_") / _phases(s)
 
 
 def free_width_speed_up(s: Sums) -> np.ndarray:
-    """tau * T_AR / (T_draft + T_AR): the same if a pass over a whole tree cost no more than one over a single token."""
+    """tau * T_AR / (T_draft + T_AR): the expected speed-up if a pass over a tree cost as much as one over one token."""
     plain = _phases(s, "base_")
     return RATES["tau"](s) * plain / (s["draft"] / s["cycles"] + plain)
 
 
 def expected_by_parameters(draft: int, target: int) -> Rate:
-    """CORAL's estimate: latency goes with the parameters that are multiplied, embeddings aside and heads included.
+    """CORAL's estimate: tau / (passes * draft / target + 1), latency being proportional to the parameters multiplied.
 
-    tau / (passes * draft / target + 1), with as many draft passes a cycle as ran. draft, target: parameters of one pass.
+    Embeddings do not count, heads do; passes are those that ran. draft, target: parameters of one pass.
     """
     return lambda s: RATES["tau"](s) / (s["passes"] / s["counted"] * draft / target + 1)
 
 
-OTHERS, DRIFT = 0.25, 1.2  # of the cores, kept busy by others; of the baseline's speed, between halves of a cell
-FEWEST = 4  # generations of the baseline, for their halves to say something
+OTHERS, DRIFT = 0.25, 1.2  # limits: share of the cores that others keep busy; ratio of the baseline's speed between halves
+FEWEST = 4  # generations of the baseline needed to compare their halves
 
 
 def busy(rows: Sequence[Row], cores: int) -> str | None:
-    """Did the machine do other work while a cell was timed? A sentence on it, or None.
+    """A sentence if the machine did other work while a cell was timed, else None.
 
     Args:
         rows: of all drafters of the cell, in the order in which they were decoded. cores: of the machine.
     """
     if any(r.replayed for r in rows):
         return None  # nothing was timed
-    # Over a link the server may be one of the other processes, and is meant to work.
+    # Over a link the server may be one of the other processes.
     others = [r.others for r in rows if r.others is not None and r.link is None]
     if others and (mean := float(np.mean(others))) > OTHERS * cores:
         return f"The machine was busy: other processes kept {mean:.1f} of its {cores} cores at work. Do not rely on speeds."
     base = [r for r in rows if r.drafter == BASELINE and r.accepted]
-    half = len(base) // 2
     if len(base) < FEWEST:
         return None
+    half = len(base) // 2
     slow, fast = sorted((speed(base[:half]), speed(base[half:])))
-    if fast > DRIFT * slow:
-        return (
-            f"The machine was busy: the baseline was {fast / slow:.2f} times as fast in one half of this cell as in the "
-            "other. Do not rely on speeds."
-        )
-    return None
+    if fast <= DRIFT * slow:
+        return None
+    ratio = f"{fast / slow:.2f} times as fast in one half of this cell as in the other"
+    return f"The machine was busy: the baseline was {ratio}. Do not rely on speeds."
 
 
 def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = False) -> str:
-    """One phrase over all audits of greedy rows; of sampled ones, what the verification rule promises."""
+    """A phrase on the audits of greedy rows; for other rows, why they were not audited."""
     if any(r.audit and r.audit["verdict"] == "simulated acceptance" for r in rows):
         return "SIMULATED acceptance"
     if any(r.replayed for r in rows):
@@ -260,9 +255,9 @@ def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = F
 
 
 def equal_answers(rows: Sequence[Row]) -> str:
-    """How many of another engine's answers are the baseline's, token by token."""
-    found = [r.served.equal for r in rows if r.served and r.served.equal is not None]
-    return f"{sum(found)} of {len(found)} answers equal" if found else "answers not compared"
+    """How many of another engine's answers equal the baseline's token by token, in words."""
+    equal = [r.served.equal for r in rows if r.served and r.served.equal is not None]
+    return f"{sum(equal)} of {len(equal)} answers equal" if equal else "answers not compared"
 
 
 def summarise(
@@ -273,14 +268,11 @@ def summarise(
     baseline: Sequence[Row],
     measured: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
 ) -> Summary:
-    """Everything the table shows about one drafter. header, arm: of its cell, for parameter counts and the rule.
-
-    Seconds of another engine are held against nothing that was timed here.
-    """
+    """Metrics of one drafter. Seconds of another engine are not compared with the baseline's."""
     if any(r.served for r in rows):
         baseline = ()
     both = compared(rows, baseline)
-    totals = both if both.pooled()["answers"] == len(rows) else sum_rows(rows, baseline)
+    totals = both if both.pooled["answers"] == len(rows) else sum_rows(rows, baseline)
     sampled = header["config"]["sampler"]["temperature"] > 0
     peaks = [values["peak"] for values in (measured or {}).get("memory", ()) if "peak" in values]
     return Summary(

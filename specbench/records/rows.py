@@ -1,7 +1,4 @@
-"""What a block holds: a row a generation, a failure where one raised, measurements beside them, ends of questions.
-
-Knows nothing of drafters, datasets or files of rows (`specbench.records.blocks`).
-"""
+"""The records of a block: rows (one a generation), failures, measurements, ends of questions; and failures of cells."""
 
 from __future__ import annotations
 
@@ -25,13 +22,24 @@ if TYPE_CHECKING:
 VERDICTS = ("identical", "numerical tie", "bug", "simulated acceptance")  # of an audit
 
 BINS = 10  # of a drafter's probability for a token: [0, 0.1), …, [0.9, 1]
-
 Bin = tuple[Natural, Natural, Annotated[float, AllowInfNan()]]  # nodes, those accepted, sum of the drafter's probabilities
+
+
+class PromptRecord:
+    """A record of one turn of one question."""
+
+    drafter: str
+    question: str
+    turn: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.drafter, self.question, self.turn
 
 
 @dataclass
 class LinkUse:
-    """What a generation sent and received: see `specbench.remote.client.Traffic`."""
+    """Traffic of a generation, see `specbench.remote.client.Traffic`."""
 
     sent: dict[str, Natural]
     received: dict[str, Natural]
@@ -41,16 +49,16 @@ class LinkUse:
     resumed: Natural
     prompt_bytes: Natural = 0
     prompt_s: Seconds = 0.0
-    cut: str | None = None  # why the generation ended without the server
+    cut: str | None = None  # why the connection ended before the generation
 
 
 @dataclass
 class Served:
-    """Of an answer of another engine: see `specbench.evaluation.served`.
+    """An answer of another engine, see `specbench.evaluation.served`.
 
     Attributes:
-        counted: its tokens are this tokenizer's of its text, since the server does not say its ids.
-        equal: is it the baseline's? None: not compared. at: the first token that is another one.
+        counted: its text was tokenized here, since the server sent no ids.
+        equal: to the baseline's answer; None: not compared. at: index of the first different token.
     """
 
     counted: bool
@@ -59,13 +67,12 @@ class Served:
 
 
 @dataclass
-class Row:
+class Row(PromptRecord):
     """One generation: a drafter (or the baseline, `none`) on one turn of one question.
 
-    `text` is the question's digest (`identity.question_digest`), by which it is known wherever it lies. `tokens` are the
-    emitted ids; the first came from the prefill, the others from the cycles. The lists of counts have one entry a cycle,
-    but for `passes`, which is empty in rows written before draft passes were counted; seconds are sums over the cycles, and
-    0 where the row is `replayed`: such a row holds no speeds.
+    `text` is the question's digest (`identity.question_digest`). `tokens` are the emitted ids; the first came from the
+    prefill, the others from the cycles. Lists of counts have one entry a cycle; `passes` is empty in rows written before
+    draft passes were counted. Seconds are sums over the cycles; a `replayed` row has none.
     """
 
     drafter: str
@@ -80,27 +87,26 @@ class Row:
     drafted: list[Natural] = field(default_factory=list)
     accepted: list[Natural] = field(default_factory=list)
     ranks: list[list[Natural]] = field(default_factory=list)
-    passes: list[Natural] = field(default_factory=list)  # draft passes that ran, see `Step`
+    passes: list[Natural] = field(default_factory=list)  # draft passes that ran
     draft_s: Seconds = 0.0
     target_s: Seconds = 0.0
     verify_s: Seconds = 0.0
-    rest_s: Measure = 0.0  # what no phase claims
+    rest_s: Measure = 0.0  # outside the phases
     audit: dict[str, Any] | None = None
-    others: Seconds | None = None  # cores that other processes kept busy meanwhile
+    others: Seconds | None = None  # cores that other processes kept busy
     replayed: bool = False
     confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.replay`
-    link: LinkUse | None = None  # of a target on a server
-    served: Served | None = None  # another engine's answer, by its own clock; it has no cycles
-    alone: list[Natural] = field(
-        default_factory=list
-    )  # what the drafter went on with, cut off, behind `tokens`; unverified
+    link: LinkUse | None = None  # to a target on a server
+    served: Served | None = None  # another engine's answer, timed by its own clock; it has no cycles
+    # What the drafter generated after `tokens` without the target, once the connection was cut; unverified.
+    alone: list[Natural] = field(default_factory=list)
     alone_s: Seconds = 0.0
-    solved: bool | None = None  # does the answer, `alone` included, pass its question's check? None: nobody asked
+    solved: bool | None = None  # does the answer, `alone` included, pass its question's check? None: not checked
     text: str = ""
     kind: Literal["prompt"] = "prompt"
 
     def add(self, step: Step) -> None:
-        """Count one cycle in."""
+        """Add the counts and seconds of one cycle."""
         self.tokens += step.tokens
         self.nodes.append(step.nodes)
         self.drafted.append(step.drafted)
@@ -114,17 +120,13 @@ class Row:
 
     @property
     def draft_passes(self) -> int | None:
-        """Of all cycles; None where nobody counted them, and the most that may have run is no substitute."""
+        """Of all cycles; None where they were not counted."""
         return sum(self.passes) if len(self.passes) == len(self.accepted) else None
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.drafter, self.question, self.turn
 
 
 @dataclass
-class Failure:
-    """A generation that raised: says so in its own row and never borrows a neighbour's numbers."""
+class Failure(PromptRecord):
+    """A generation that raised an error."""
 
     drafter: str
     question: str
@@ -133,14 +135,10 @@ class Failure:
     text: str = ""
     kind: Literal["error"] = "error"
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.drafter, self.question, self.turn
-
 
 @dataclass
 class Measurement:
-    """What was measured of one drafter beside its generations: `memory` or another quantity, so many times over."""
+    """One repetition of a quantity, such as `memory`, that was measured of a drafter beside its generations."""
 
     drafter: str
     what: str
@@ -155,11 +153,7 @@ class Measurement:
 
 @dataclass
 class QuestionEnd:
-    """A question whose generations of this block are all through.
-
-    Attributes:
-        generations, seconds: how many were decoded for it, and how long that took with all that is done around them.
-    """
+    """All generations of a question in this block are finished; seconds include everything done around them."""
 
     question: str
     generations: Natural
@@ -172,19 +166,19 @@ Record = Row | Failure | Measurement | QuestionEnd
 
 @dataclass
 class CellFailure:
-    """A cell that could not even begin, or broke off: visible in tables, tried again by the next sweep."""
+    """A cell that could not begin or was aborted; the next sweep tries it again."""
 
     model: str
     dataset: str
     drafter: str
-    temperature: Annotated[float, AllowInfNan()] | str | None  # as asked for, which may be why it failed
+    temperature: Annotated[float, AllowInfNan()] | str | None  # as configured, which may be why it failed
     error: str
     when: str = ""
     kind: Literal["cell failure"] = "cell failure"
 
     @classmethod
     def path(cls, folder: Path, drafter: str, settings: dict[str, Any]) -> Path:
-        """Where the failure of a cell with these settings stands, beside the cells of its dataset."""
+        """File for the failure of a cell with these settings. folder: of the dataset's cells."""
         return folder / f"{drafter}-{of(settings)[:12]}.failed.json"
 
     def write(self, path: Path) -> None:
@@ -200,15 +194,15 @@ class CellFailure:
 
 
 def by_error(failures: Iterable[CellFailure]) -> dict[str, list[str]]:
-    """The cells that each error cost, in order."""
-    found: dict[str, list[str]] = {}
+    """The cells that failed with each error."""
+    failed: dict[str, list[str]] = {}
     for failure in failures:
-        found.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset} ({failure.model})")
-    return found
+        failed.setdefault(failure.error, []).append(f"{failure.drafter} on {failure.dataset} ({failure.model})")
+    return failed
 
 
 def contradiction(row: Any, arms: Iterable[str]) -> str | None:
-    """What a row says against itself, if anything: each of its values may be right, and yet not all of them."""
+    """Why a record's values, each valid by itself, cannot all be right; None if they can. arms: labels of the header."""
     if isinstance(row, dict):
         return "a second header"
     if isinstance(row, QuestionEnd):

@@ -1,7 +1,6 @@
-"""What stands in the files that runs and trainings leave, as shapes to read them by (`specbench/common/io.py`).
+"""Types by which the files of runs and trainings are validated when they are read (`specbench/common/io.py`).
 
-Everything a table or figure relies on is declared, with its range; an `OPEN` shape keeps other keys beside as they are.
-Rows and failures are declared where they are written, in `specbench/records/rows.py`.
+Everything that a table or figure uses is declared, with its range; `OPEN` types keep other keys too. Rows: see `rows.py`.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,14 +11,14 @@ from typing_extensions import NotRequired, TypedDict
 
 from specbench.common.io import OPEN
 
-SCHEMA = 3  # of blocks
+SCHEMA = 3  # format version of blocks
 WEIGHTS, PROVENANCE, SKIP = "model.safetensors", "provenance.json", "skip.json"  # files of a weights folder
 
-Natural = Annotated[int, Interval(ge=0, lt=2**53)]  # what a double holds exactly
+Natural = Annotated[int, Interval(ge=0, lt=2**53)]  # exact as a double
 Count = Annotated[int, Interval(ge=1, lt=2**53)]
 Seconds = Annotated[float, Interval(ge=0, le=1e9)]
-Measure = Annotated[float, Interval(ge=-1e15, le=1e15)]  # of which sums and ratios stay finite
-Shares = Annotated[list[Annotated[float, AllowInfNan()]], MinLen(1)]  # by depth; NaN where none was tried
+Measure = Annotated[float, Interval(ge=-1e15, le=1e15)]  # sums and ratios stay finite
+Shares = Annotated[list[Annotated[float, AllowInfNan()]], MinLen(1)]  # by depth; NaN where nothing was tried
 
 
 # Provenance of weights ----------------------------------------------------------------------------------------------
@@ -36,11 +35,11 @@ class Machine(TypedDict):
 
 @with_config(OPEN)
 class HeldOut(TypedDict):
-    """What a drafter does with answers it was not trained on."""
+    """Acceptance on answers that were not trained on."""
 
     chain_tau: Measure
     n_alpha: Shares
-    answers: NotRequired[list[tuple[Natural, Natural]]]  # tokens emitted and cycles; older ones did not keep them
+    answers: NotRequired[list[tuple[Natural, Natural]]]  # emitted tokens and cycles; absent in older files
 
 
 @with_config(OPEN)
@@ -54,14 +53,14 @@ class Point(TypedDict):
 
 @with_config(OPEN)
 class Data(TypedDict):
-    """Of a training's corpus."""
+    """A training's corpus."""
 
     unique_tokens: Natural
 
 
 @with_config(OPEN)
 class Trained(TypedDict):
-    """`provenance.json` of weights trained here. base: of the drafter below a second stage."""
+    """`provenance.json` of weights trained here. base: of the drafter that a second stage was trained on."""
 
     parameters: Natural
     tokens_seen: Natural
@@ -76,7 +75,7 @@ class Trained(TypedDict):
 
 @with_config(OPEN)
 class ExternalWeights(TypedDict):
-    """Weights that others trained, or none at all: no table tells of their training."""
+    """Weights trained elsewhere, or a drafter without weights."""
 
     base: NotRequired["Provenance"]
 
@@ -91,12 +90,12 @@ Provenance = Annotated[
 ]
 
 
-# Header of a cell's rows --------------------------------------------------------------------------------------------
+# Header of a block --------------------------------------------------------------------------------------------------
 
 
 @with_config(OPEN)
 class Named(TypedDict):
-    """A choice of the configuration."""
+    """A configuration group's choice."""
 
     name: str
 
@@ -110,7 +109,7 @@ class Sampling(TypedDict):
 
 @with_config(OPEN)
 class Config(TypedDict):
-    """What all arms of a cell have in common, as far as a report needs it."""
+    """The options that all arms of a cell share."""
 
     model: Named
     dataset: Named
@@ -122,8 +121,8 @@ class Config(TypedDict):
 
 
 @with_config(OPEN)
-class Shape(TypedDict):
-    """A tree among which was chosen, and what was expected of it: tokens a cycle, speed-up over plain decoding."""
+class TreeShape(TypedDict):
+    """A tree that a fit considered, with the expected tokens a cycle and speed-up over plain decoding."""
 
     depth: Count
     top_k: Count
@@ -134,20 +133,20 @@ class Shape(TypedDict):
 
 @with_config(OPEN)
 class Fit(TypedDict):
-    """What a fitted growth chose, and from which costs: seconds by nodes or width."""
+    """The tree that a fit chose, and the costs it used: seconds by nodes or width."""
 
-    choice: Shape
-    runner_up: NotRequired[Shape]
+    choice: TreeShape
+    runner_up: NotRequired[TreeShape]
     costs: dict[str, dict[str, Seconds]]
 
 
 @with_config(OPEN)
 class Arm(TypedDict):
-    """One drafter of a cell, with its tree and weights. of: the arm that it is a seed of."""
+    """One drafter of a cell, with its tree and weights. of: the study's arm of which this is one training seed."""
 
     drafter: Named
-    parameters: Natural  # that a draft pass multiplies, the shared LM head included
-    passes: Natural  # draft passes a cycle, at most; a row's own `passes` are those that ran
+    parameters: Natural  # multiplied in a draft pass, the shared LM head included
+    passes: Natural  # maximum of draft passes a cycle; a row's own `passes` are those that ran
     lossy: bool
     weights: Provenance
     bytes: NotRequired[Natural]  # of its own parameters
@@ -160,7 +159,7 @@ class Arm(TypedDict):
 
 @with_config(OPEN)
 class TargetInfo(TypedDict):
-    """The target of a cell. parameters: that a pass multiplies, likewise. vocabulary: its ids."""
+    """The target of a cell. parameters: multiplied in a pass. vocabulary: number of ids."""
 
     dtype: str
     parameters: Count
@@ -170,12 +169,12 @@ class TargetInfo(TypedDict):
 
 @with_config(OPEN)
 class Versions(TypedDict):
-    """Of libraries."""
+    """Versions of libraries."""
 
     torch: str
 
 
-def _ours(schema: int) -> int:
+def _check_schema(schema: int) -> int:
     if schema != SCHEMA:
         raise ValueError(f"{schema}, while this code reads blocks of schema {SCHEMA}")
     return schema
@@ -183,14 +182,14 @@ def _ours(schema: int) -> int:
 
 @with_config(OPEN)
 class Header(TypedDict):
-    """The first line of a block: what was measured, how, by what and where.
+    """The first line of a block: what was measured, how and where.
 
-    started: UTC. decoding, timing: see `specbench.records.identity`. study: that the cell is of. replay: its drafters
-    drafted against known answers, without target passes. load: processes that wanted a core when it began.
+    started: UTC. decoding, timing: see `specbench.records.identity`. replay: drafts were checked against known answers,
+    without target passes.
     """
 
     kind: Literal["header"]
-    schema: Annotated[int, AfterValidator(_ours)]
+    schema: Annotated[int, AfterValidator(_check_schema)]
     started: str
     decoding: Natural
     timing: Natural
@@ -217,7 +216,7 @@ class Cycle(TypedDict):
     ms: dict[Literal["draft", "target", "verify", "rest"], Annotated[float, Ge(0)]]
 
 
-def _within(cycle: Cycle) -> Cycle:
+def _check_nodes(cycle: Cycle) -> Cycle:
     size = len(cycle["nodes"])
     if max(cycle["path"], default=0) > size or any(n[1] > size for n in cycle["nodes"]):
         raise ValueError(f"a path or parent beyond the {size} nodes of its tree")
@@ -231,4 +230,4 @@ class Trace(TypedDict):
     drafter: str
     prompt: str
     first: str
-    cycles: list[Annotated[Cycle, AfterValidator(_within)]]
+    cycles: list[Annotated[Cycle, AfterValidator(_check_nodes)]]

@@ -1,13 +1,12 @@
-"""Rates as ratios of sums by question, with 95% bootstrap intervals over questions. Knows no row but by its question.
+"""Rates as ratios of sums by question, with 95% bootstrap intervals over questions.
 
-Turns of a question stay together, and so do the seeds of an arm: a bootstrap sample draws whole questions. A rate that is
-undefined, because nothing of its kind was counted, is NaN, or None where there would be an interval.
+A bootstrap sample draws whole questions, so the turns of a question and the seeds of an arm stay together. An undefined
+rate (nothing was counted) is NaN, or None in place of an interval.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -15,6 +14,7 @@ SAMPLES = 2000
 
 Sums = Mapping[str, np.ndarray]
 Rate = Callable[[Sums], np.ndarray]
+Counts = Mapping[str, float | np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -26,88 +26,77 @@ class Interval:
     high: float
 
 
-class HasQuestion(Protocol):
-    """Whatever belongs to a question, such as a row."""
-
-    @property
-    def question(self) -> str: ...
-
-
-Record = TypeVar("Record", bound=HasQuestion)
-
-
 @dataclass(frozen=True)
 class Totals:
     """Sums by question, from which rates are pooled and resampled.
 
     Attributes:
-        questions: their names, in the order of the arrays. sums: name -> [Q], or [Q, N] of quantities with N parts.
+        questions: their names, in the order of the arrays.
+        sums: name -> [Q], or [Q, N] for quantities with N parts.
     """
 
     questions: tuple[str, ...]
     sums: Sums
 
     @classmethod
-    def count(cls, records: Sequence[Record], count: Callable[[Record], Mapping[str, float | np.ndarray]]) -> "Totals":
-        """Sums by question of whatever is counted in each record."""
-        questions = tuple(sorted({r.question for r in records}))
+    def add_up(cls, counts: Iterable[tuple[str, Counts]], zeros: Counts | None = None) -> "Totals":
+        """Sums of (question, counts) pairs. zeros: names and shapes of sums that exist even if nothing counts them."""
+        counts = list(counts)
+        questions = tuple(sorted({question for question, _ in counts}))
         index = {question: i for i, question in enumerate(questions)}
-        sums: dict[str, np.ndarray] = {}
-        for record in records:
-            for name, value in count(record).items():
+        sums = {name: np.zeros((len(questions), *np.shape(value))) for name, value in (zeros or {}).items()}
+        for question, values in counts:
+            for name, value in values.items():
                 if name not in sums:
                     sums[name] = np.zeros((len(questions), *np.shape(value)))
-                sums[name][index[record.question]] += value
+                sums[name][index[question]] += value
         return cls(questions, sums)
 
     def among(self, questions: Sequence[str]) -> "Totals":
-        """The same for these questions only, in this order."""
+        """The sums of these questions only, in this order."""
         if tuple(questions) == self.questions:
             return self
         index = {question: i for i, question in enumerate(self.questions)}
         chosen = [index[question] for question in questions]
         return Totals(tuple(questions), {name: sums[chosen] for name, sums in self.sums.items()})
 
-    def part(self, at: int) -> "Totals":
-        """One of the N parts of quantities that have them: [Q, N] -> [Q]."""
-        return Totals(self.questions, {name: sums[:, at] for name, sums in self.sums.items()})
+    def part(self, index: int) -> "Totals":
+        """One of the N parts: [Q, N] -> [Q]."""
+        return Totals(self.questions, {name: sums[:, index] for name, sums in self.sums.items()})
 
     @cached_property
-    def _pooled(self) -> Sums:
-        return {name: sums.sum(0) for name, sums in self.sums.items()}
-
     def pooled(self) -> Sums:
         """Sums over all questions: numbers, or [N]."""
-        return self._pooled
+        return {name: sums.sum(0) for name, sums in self.sums.items()}
 
     @cached_property
     def resampled(self) -> Sums:
-        """The same over every bootstrap sample of questions, computed where they are asked for: [S] or [S, N]."""
+        """Sums over each bootstrap sample of questions: [S] or [S, N]."""
         return _Resampled(self)
 
 
 class _Resampled(dict[str, np.ndarray]):
-    """Sums over bootstrap samples, each computed once, at its first use."""
+    """Sums over bootstrap samples by name, each computed when it is first read."""
 
     def __init__(self, totals: Totals):
         self.totals = totals
 
     def __missing__(self, name: str) -> np.ndarray:
         sums = self.totals.sums[name]
-        drawn = resamples(len(sums)) @ sums.reshape(len(sums), -1)
-        self[name] = drawn.reshape(len(drawn), *sums.shape[1:])
+        samples = resamples(len(sums)) @ sums.reshape(len(sums), -1)
+        self[name] = samples.reshape(len(samples), *sums.shape[1:])
         return self[name]
 
 
 @lru_cache(maxsize=8)
 def draws(questions: int) -> np.ndarray:
-    """Bootstrap samples of questions, [S, Q] indices; the same ones whenever there are as many questions."""
+    """[S, Q] indices: bootstrap samples of questions, the same for every call with this number of questions."""
     return np.random.default_rng(0).integers(questions, size=(SAMPLES, questions))
 
 
 @lru_cache(maxsize=8)
 def resamples(questions: int) -> np.ndarray:
-    """[S, Q]: how often a sample holds each question."""
+    """[S, Q]: how often each question occurs in a sample."""
     return np.stack([np.bincount(sample, minlength=questions) for sample in draws(questions)]).astype(float)
 
 
@@ -116,16 +105,17 @@ def interval(rate: Rate, totals: Totals) -> Interval | None:
     if not totals.questions:
         return None
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return _bounded(float(rate(totals.pooled())), lambda: rate(totals.resampled))
+        return _bounded(float(rate(totals.pooled)), lambda: rate(totals.resampled))
 
 
 def contrast(
     rate: Rate, ours: Totals, theirs: Totals, ratio: bool = False, other: Rate | None = None, paired: bool = True
 ) -> Interval | None:
-    """Difference (or ratio) of a rate between two drafters on the questions they share, resampled alike for both.
+    """Difference (or ratio) of a rate between two drafters on the questions they share, with paired resampling.
 
-    other: the rate of the second drafter, if it is another one. paired: False: each side has questions of its own, which
-    are resampled independently.
+    Args:
+        other: rate of the second drafter, if different. paired: False: the sides have different questions, which are
+            resampled independently.
     """
     if paired and ours.questions != theirs.questions:
         shared = sorted({*ours.questions} & {*theirs.questions})
@@ -138,19 +128,19 @@ def contrast(
         return a / b if ratio else a - b
 
     def samples() -> np.ndarray:
-        drawn = second(theirs.resampled)
-        # As many questions on both sides have the same samples: reversed, they are unrelated.
-        return effect(rate(ours.resampled), drawn if paired else drawn[::-1])
+        others = second(theirs.resampled)
+        # Sides of equal length share their samples (`draws`); in reverse order they are independent.
+        return effect(rate(ours.resampled), others if paired else others[::-1])
 
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return _bounded(float(effect(rate(ours.pooled()), second(theirs.pooled()))), samples)
+        return _bounded(float(effect(rate(ours.pooled), second(theirs.pooled))), samples)
 
 
-def _bounded(value: float, draw: Callable[[], np.ndarray]) -> Interval | None:
-    """A value with its bounds over samples; samples that leave it undefined do not count."""
+def _bounded(value: float, sample: Callable[[], np.ndarray]) -> Interval | None:
+    """A value with its 95% bounds over the samples in which it is defined."""
     if not np.isfinite(value):
         return None
-    samples = draw()
+    samples = sample()
     samples = samples[np.isfinite(samples)]
     low, high = np.percentile(samples, [2.5, 97.5]) if samples.size else (value, value)
     return Interval(value, float(low), float(high))
@@ -159,29 +149,29 @@ def _bounded(value: float, draw: Callable[[], np.ndarray]) -> Interval | None:
 def pooled(rate: Rate, totals: Totals) -> float:
     """A rate over all questions; NaN where it is undefined."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(rate(totals.pooled()))
+        return float(rate(totals.pooled))
 
 
 def macro(rate: Rate, totals: Totals) -> float:
-    """The mean over questions of a rate taken question by question."""
+    """The mean over questions of each question's own rate."""
     with np.errstate(divide="ignore", invalid="ignore"):
         values = rate(totals.sums)
     return mean(values[np.isfinite(values)])
 
 
 def mean(values: Iterable[float]) -> float:
-    """NaN of nothing."""
+    """The mean; NaN without values."""
     values = list(values)
     return float(np.mean(values)) if values else float("nan")
 
 
 def repeated(values: Sequence[float]) -> Interval:
-    """The median of a measurement's repetitions, with its 95% interval over these."""
+    """The median of a measurement's repetitions, with its 95% bootstrap interval."""
     low, high = np.percentile(medians(values), [2.5, 97.5])
     return Interval(float(np.median(values)), float(low), float(high))
 
 
 def medians(values: Sequence[float], seed: int = 0) -> np.ndarray:
-    """[S] of bootstrap samples of repetitions."""
-    found: np.ndarray = np.median(np.random.default_rng(seed).choice(values, (SAMPLES, len(values))), axis=1)
-    return found
+    """[S]: medians of bootstrap samples of repetitions."""
+    samples = np.random.default_rng(seed).choice(values, (SAMPLES, len(values)))
+    return np.asarray(np.median(samples, axis=1))

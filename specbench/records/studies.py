@@ -1,8 +1,8 @@
-"""What a study is: one table or figure of a paper as an experiment, written down in `conf/study/<name>.yaml`.
+"""Studies: one table or figure of a paper as an experiment, described in `conf/study/<name>.yaml`.
 
-A study owns its arms, how they are trained and decode, what it needs, the published numbers that it stands beside, and
-the claims that it can judge. Its arms decode the same prompts in turn in one process beside one baseline, and a claim
-compares arms of its own study alone. Read by the door (`specbench.study`) and by reports, which need no model.
+A study lists its arms with their training and decoding, its requirements, the published tables it reproduces and the
+claims it tests. Its arms decode the same prompts in turn, in one process with one baseline; a claim compares arms of its
+own study only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,25 +20,20 @@ from specbench.common.types import Name, Natural, Text
 from specbench.records.metrics import RATES
 
 FOLDER = PROJECT / "conf" / "study"
-OF_ARMS = (  # what is no sum over rows
-    "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up",
-)  # fmt: skip
-METRICS = (*RATES, *OF_ARMS)
+METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up")
 
-Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as typed behind a door
+Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
 Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
-Measured = Literal[
-    "memory", "training", "drafting", "overhead", "target_pass", "clients", "generate"
-]  # see `specbench.evaluation.measurements`
+# See `specbench.evaluation.measurements`.
+Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
 
 
 class Arm(TypedDict):
-    """One side of a study.
+    """One drafter configuration of a study.
 
-    run: what `specbench.run` would be told. train: what `specbench.train` would be told beside the drafter's options in
-    `run`; without it the weights are those that lie there. weights: the arm whose training this one uses. seeds: of
-    training.
+    run: overrides for `specbench.run`. train: overrides for `specbench.train` besides the drafter's options in `run`;
+    without it existing weights are used. weights: the arm whose trained weights this one uses. seeds: of training.
     """
 
     run: Annotated[list[Override], MinLen(1)]
@@ -48,11 +43,11 @@ class Arm(TypedDict):
 
 
 class Needs(TypedDict, total=False):
-    """What must be there for a study to run, or for a claim to be judged.
+    """Requirements of a study or claim.
 
-    device: cuda. vocabulary: a target with as many ids. billions: a target of as many parameters. trained: tokens that
-    every trained arm has seen. alike: all trained arms saw as many tokens, within 5%, seeds averaged. pretrained: an arm
-    whose weights somebody else trained on far more text. project: what this project has not.
+    vocabulary: minimum of the target's ids. billions: minimum of its parameters. trained: minimum of training tokens of
+    every trained arm. alike: all trained arms saw equally many tokens (within 5%, averaged over seeds). pretrained: an arm
+    that needs weights trained elsewhere. project: something that this project lacks.
     """
 
     device: Literal["cuda"]
@@ -65,9 +60,9 @@ class Needs(TypedDict, total=False):
 
 
 class At(TypedDict, total=False):
-    """Which of a study's cells; the first one's dataset and greedy decoding, unless said otherwise.
+    """One of a study's cells; by default the first one's dataset, greedy.
 
-    category: of its prompts; `over_at` then stands for all other categories.
+    category: of its prompts; `over_at` then means all other categories.
     """
 
     dataset: Name
@@ -94,34 +89,33 @@ Test = TypedDict(
 )
 
 
-def _complete(test: Test) -> Test:
+def _check_test(test: Test) -> Test:
     if ("metric" in test) == ("measured" in test):
         raise ValueError("a test is about a `metric` of rows, or about something `measured` beside them")
     if ("is" in test) == ("within" in test):
         raise ValueError("a test expects a direction (`is`) or an interval (`within`)")
     if not {"over", "over_at", "over_metric", "than"} & set(test):
-        raise ValueError(
-            "a test compares: with another arm (`over`), cell (`over_at`), metric (`over_metric`) or number (`than`)"
-        )
+        others = "another arm (`over`), cell (`over_at`), metric (`over_metric`) or number (`than`)"
+        raise ValueError(f"a test compares: with {others}")
     if "category" in test.get("over_at", {}):
         raise ValueError("`over_at` names no category: it stands for all others than the one of `at`")
     return test
 
 
 class Claim(TypedDict):
-    """What a paper says, what it printed, and the tests of it; none where the project lacks what they would be about."""
+    """A paper's statement, the published numbers and its tests; none where the project cannot test it."""
 
     says: Text
     source: Text
     published: Text
     needs: NotRequired[Needs]
-    tests: list[Annotated[Test, AfterValidator(_complete)]]
+    tests: list[Annotated[Test, AfterValidator(_check_test)]]
 
 
 class Shown(TypedDict):
-    """A published table beside which the study's numbers stand: which arm each row, or `row | column`, is about.
+    """A published table that the study reproduces. paper, table: as in `results/published/*.csv`.
 
-    paper, table: as in `results/published/*.csv`.
+    rows: row, or `row | column`, -> arm.
     """
 
     paper: Text
@@ -133,9 +127,8 @@ class Shown(TypedDict):
 class Study(TypedDict):
     """One `conf/study/*.yaml`.
 
-    cells: what `specbench.run` would be told of prompts, lengths, temperature and `replay`, a list a cell. varies: what
-    the study is about, so that arms may differ in it. priority: of its measurements, 1 first, 5 unless it says so. measure:
-    how many times over each quantity is taken, in one cell.
+    cells: for each the overrides for `specbench.run` (prompts, length, temperature, `replay`). varies: aspects in which
+    compared arms may differ. priority: 1 is measured first, default 5. measure: quantity -> repetitions, in one cell.
     """
 
     title: Text
@@ -151,7 +144,7 @@ class Study(TypedDict):
 
 
 def check(study: Study, name: str) -> Study:
-    """What a shape cannot say: that names name something. Raises `SpecBenchError`."""
+    """Check that arms named in a study exist and are complete. Raises `SpecBenchError`."""
     arms = study["arms"]
     named = [a["weights"] for a in arms.values() if "weights" in a]
     named += [arm for shown in study.get("shows", []) for arm in shown["rows"].values()]
@@ -171,7 +164,7 @@ def check(study: Study, name: str) -> Study:
 
 
 def read(path: Path) -> Study:
-    """One file. Raises `SpecBenchError`."""
+    """Read one file. Raises `SpecBenchError`."""
     study: Study = read_yaml(path, Study)
     return check(study, path.stem)
 
@@ -182,41 +175,39 @@ def load(folder: Path = FOLDER, problems: list[str] | None = None) -> dict[str, 
 
 
 def unmet(needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool) -> list[str]:
-    """What of a list of needs is not there, in words.
+    """The requirements that are not met, in words.
 
     Args:
-        header: of the cell that would answer; None where nothing was run. cuda: is there a GPU, if nothing was run?
+        header: of the cell that is judged; None if nothing was run. cuda: is there a GPU, if nothing was run?
     """
-    found = []
-    if "project" in needs:
-        found.append(needs["project"])
-    if needs.get("device") == "cuda" and not (
-        str(header["target"].get("device", "")).startswith("cuda") if header else cuda
-    ):
-        found.append("a GPU")
+    missing = [needs["project"]] if "project" in needs else []
+    if header is not None:
+        cuda = str(header["target"].get("device", "")).startswith("cuda")
+    if needs.get("device") == "cuda" and not cuda:
+        missing.append("a GPU")
     if header is None:
-        return found
+        return missing
     if header["target"].get("vocabulary", 0) < needs.get("vocabulary", 0):
-        found.append(f"a target with {needs['vocabulary']:,} ids")
+        missing.append(f"a target with {needs['vocabulary']:,} ids")
     if header["target"]["parameters"] < 0.8e9 * needs.get("billions", 0):
-        found.append(f"a target of {needs['billions']:g} billion parameters")
-    seen: dict[str, list[int]] = {}  # tokens by arm, of each of its seeds
+        missing.append(f"a target of {needs['billions']:g} billion parameters")
+    seen: dict[str, list[int]] = {}  # arm -> training tokens of each of its seeds
     for label, arm in header["arms"].items():
         if arm["weights"].get("history"):
             seen.setdefault(arm.get("of", label), []).append(arm["weights"]["tokens_seen"])
     means = [sum(tokens) / len(tokens) for tokens in seen.values()]
     if seen and min(map(min, seen.values())) < needs.get("trained", 0):
-        found.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")
+        missing.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")
     if needs.get("alike") and means and max(means) > 1.05 * min(means):
-        found.append("drafters trained on as many tokens each")
+        missing.append("drafters trained on as many tokens each")
     if needs.get("pretrained") in seen:
-        found.append(f"a pretrained draft model as {needs['pretrained']}")
-    return found
+        missing.append(f"a pretrained draft model as {needs['pretrained']}")
+    return missing
 
 
 def option(overrides: Iterable[str], name: str, default: str) -> str:
-    """An option's value among overrides; the last word counts."""
-    values = [value for key, _, value in (word.partition("=") for word in overrides) if key.lstrip("+") == name]
+    """An option's value among overrides; the last one counts."""
+    values = [value for key, _, value in (o.partition("=") for o in overrides) if key.lstrip("+") == name]
     return values[-1] if values else default
 
 
@@ -225,10 +216,5 @@ def replayed(overrides: Iterable[str]) -> bool:
 
 
 def measuring_cell(study: Study) -> int:
-    """The cell in which quantities are measured beside rows, once a study: the first one whose seconds count."""
+    """Index of the cell in which `measure` takes place: the first one that is not replayed."""
     return next((number for number, overrides in enumerate(study["cells"]) if not replayed(overrides)), 0)
-
-
-def sources(studies: Iterable[Study]) -> set[str]:
-    """Tables and figures that have a study."""
-    return {source for study in studies for source in study["source"]}

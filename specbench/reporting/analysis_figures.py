@@ -1,6 +1,6 @@
-"""Figures of what rows hold beyond tau. Each is drawn from one group of entries and returned, or None without its data.
+"""Figures of `specbench.reporting.analysis`, from one group of entries; None without data.
 
-Where many drafters would hide each other, each has a panel of its own, the others behind it in grey.
+Each drafter has a panel of its own, with the others in grey behind it.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,21 @@ from specbench.reporting.text import mathtext
 
 PANEL = 2.0, 1.75  # inches
 ACROSS = 4  # panels in a row
-LETTERS = 22  # of a name, above a panel or in a legend
+MAX_NAME = 22  # characters above a panel or beside a point
 BEHIND = "#d0d0d0"
+Points = list[tuple[float, Interval]]
 
 
 def acceptance_by_position(group: Sequence[Entry]) -> Figure | None:
-    """tau by where in the output a cycle begins, a panel a drafter."""
-    shown, tokens = drafters(group), stretch(group)
-    points = [[((at + 0.5) * tokens, rate.shown) for at, rate in enumerate(analysis.by_position(e, tokens))] for e in shown]
-    if not any(len([rate for _, rate in line if rate]) > 1 for line in points):
+    """tau by the position in the output at which a cycle begins."""
+    entries, tokens = drafters(group), stretch(group)
+    rates = [analysis.by_position(e, tokens) for e in entries]
+    points = [[((i + 0.5) * tokens, rate.shown) for i, rate in enumerate(own) if rate.shown] for own in rates]
+    if not any(len(own) > 1 for own in points):
         return None
-    positions = max(map(len, points))
-    figure, panels = _panels([e.title for e in shown])
-    for panel, e in zip(panels, shown, strict=True):
-        _curves(panel, e, shown, points)
+    figure, panels = _panels(entries, points)
+    positions = max(map(len, rates))
+    for panel in panels:
         panel.set_xlim(0, tokens * positions)
         panel.xaxis.set_major_locator(MultipleLocator(tokens * -(-positions // 4)))
     figure.supylabel("tau", fontsize="medium")
@@ -43,16 +44,13 @@ def acceptance_by_position(group: Sequence[Entry]) -> Figure | None:
 
 
 def reliability(group: Sequence[Entry]) -> Figure | None:
-    """How often the target took a candidate, by the probability that the drafter gave it, a panel a drafter."""
-    found = [(e, c) for e in drafters(group) if (c := analysis.calibration(e)) and any(rate.shown for _, rate in c.curve)]
-    if not found:
+    """The share of candidates that the target accepted, by the drafter's probability."""
+    results = [(e, c) for e in drafters(group) if (c := analysis.calibration(e)) and any(rate.shown for _, rate in c.curve)]
+    if not results:
         return None
-    shown = [e for e, _ in found]
-    points = [[(mean, rate.shown) for mean, rate in c.curve] for _, c in found]
-    figure, panels = _panels([e.title for e in shown], square=True)
-    for panel, (e, c) in zip(panels, found, strict=True):
-        panel.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--", zorder=1)
-        _curves(panel, e, shown, points)
+    points = [[(mean, rate.shown) for mean, rate in c.curve if rate.shown] for _, c in results]
+    figure, panels = _panels([e for e, _ in results], points, square=True)
+    for panel, (_, c) in zip(panels, results, strict=True):
         panel.set(xlim=(-0.04, 1.04), ylim=(-0.04, 1.04), aspect="equal")
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_locator(FixedLocator([0, 0.5, 1]))
@@ -63,29 +61,33 @@ def reliability(group: Sequence[Entry]) -> Figure | None:
     return figure
 
 
-def _panels(titles: Sequence[str], square: bool = False) -> tuple[Figure, list[Axes]]:
-    """One panel a title, at most `ACROSS` in a row and as many in each as can be, all on the same axes."""
-    down = -(-len(titles) // ACROSS)
-    across = -(-len(titles) // down)
+def _panels(entries: Sequence[Entry], points: Sequence[Points], square: bool = False) -> tuple[Figure, list[Axes]]:
+    """A panel an entry, all with the same axes, at most `ACROSS` in a row. square: with the diagonal."""
+    down = -(-len(entries) // ACROSS)
+    across = -(-len(entries) // down)
     size = PANEL[0] * max(across, 2), (PANEL[0] if square else PANEL[1]) * down + 0.5
     layout = "compressed" if square else "constrained"
     figure, grid = plt.subplots(down, across, figsize=size, layout=layout, sharex=True, sharey=True, squeeze=False)
     panels = list(grid.flat)
-    for panel, title in zip(panels, titles, strict=False):
-        panel.set_title(short(title), fontsize="small")
+    for panel, e in zip(panels, entries, strict=False):
+        panel.set_title(short(e.title), fontsize="small")
         panel.tick_params(labelsize="small")
         panel.set_axisbelow(True)
-    for empty in panels[len(titles) :]:
+    for empty in panels[len(entries) :]:
         empty.remove()
-    for above in panels[len(titles) - across : (down - 1) * across]:  # nothing stands below them
+    for above in panels[len(entries) - across : (down - 1) * across]:  # nothing is below them
         above.tick_params(labelbottom=True)
-    return figure, panels[: len(titles)]
+    for panel, e in zip(panels, entries, strict=False):
+        if square:
+            panel.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--", zorder=1)
+        _curves(panel, e, entries, points)
+    return figure, panels[: len(entries)]
 
 
-def _curves(panel: Axes, e: Entry, shown: Sequence[Entry], points: Sequence[list[tuple[float, Interval | None]]]) -> None:
-    """A drafter's line with the band of its intervals, before those of the others."""
-    for other, line in zip(shown, points, strict=True):
-        xs, rates = _known(line)
+def _curves(panel: Axes, e: Entry, entries: Sequence[Entry], points: Sequence[Points]) -> None:
+    """An entry's line with the band of its intervals, and the lines of the others."""
+    for other, own in zip(entries, points, strict=True):
+        xs, rates = [x for x, _ in own], [rate for _, rate in own]
         values = [rate.value for rate in rates]
         if other is not e:
             panel.plot(xs, values, color=BEHIND, linewidth=0.8, zorder=1)
@@ -97,19 +99,14 @@ def _curves(panel: Axes, e: Entry, shown: Sequence[Entry], points: Sequence[list
     panel.grid(alpha=0.3)
 
 
-def _known(line: list[tuple[float, Interval | None]]) -> tuple[list[float], list[Interval]]:
-    found = [(x, rate) for x, rate in line if rate is not None]
-    return [x for x, _ in found], [rate for _, rate in found]
-
-
 def short(name: str) -> str:
-    """A name, its middle left out where it is long: what tells arms apart often stands at the end."""
-    half = LETTERS // 2
-    return mathtext(name if len(name) <= LETTERS else f"{name[:half]}…{name[1 - half :]}")
+    """A name without its middle if it is long; arms often differ only at the end."""
+    half = MAX_NAME // 2
+    return mathtext(name if len(name) <= MAX_NAME else f"{name[:half]}…{name[1 - half :]}")
 
 
 def draw(group: Sequence[Entry]) -> dict[str, tuple[Figure | None, str]]:
-    """Name -> figure, or None, and what it shows."""
+    """Name -> figure and title."""
     return {
         "positions": (acceptance_by_position(group), "tau by position in the output"),
         "reliability": (reliability(group), "Drafters' probabilities against acceptance"),

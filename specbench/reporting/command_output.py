@@ -1,7 +1,4 @@
-"""What commands print once their cells are measured, and the files that they leave for other programs.
-
-Called by the commands, after `specbench.evaluation` is through.
-"""
+"""What commands print after measuring, and the files that they leave for other programs."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from specbench.records.studies import Study
 from specbench.reporting import cells, claims, console, outcome, tables, trainings
 from specbench.reporting.groups import Asked, measured
 
-if TYPE_CHECKING:  # these import torch
+if TYPE_CHECKING:  # imports torch
     from specbench.config.run_spec import RunSpec
     from specbench.evaluation.cell import CellResult
     from specbench.evaluation.study_runs import StudyCell
@@ -27,55 +24,57 @@ if TYPE_CHECKING:  # these import torch
 
 
 def show_run(spec: RunSpec, ran: CellResult) -> None:
-    """One cell: its table (of a job of a sweep, at the sweep's end), `summary.json` and `answers.jsonl`."""
+    """Print a cell's table (in a sweep only at its end); write `summary.json` and `answers.jsonl`."""
     asked = Asked.of(ran.ledger, ran.digests)
     entries = measured([asked])
     outcome.write(spec.cell_folder, entries, ran.text)
     if sweeping():
         sweep.note(spec.results, asdict(asked))
     elif spec.show:
-        console.show(entries, spec.details, console.how_to_report(spec.results))
+        console.show(entries, spec.details, spec.results)
 
 
 def show_sweep(noted: Sequence[Mapping[str, Any]], results: Path, details: bool) -> None:
-    """One table of all that a sweep was asked for, see `specbench.config.sweep.note`."""
-    console.show(measured(Asked(**asked) for asked in noted), details, console.how_to_report(results))
+    """Print the tables of a whole sweep. noted: see `specbench.config.sweep.note`."""
+    console.show(measured(Asked(**asked) for asked in noted), details, results)
 
 
 def show_study(name: str, study: Study, decoded: Sequence[tuple[StudyCell, CellResult]]) -> None:
-    """The cells of a study as tables, and what became of its claims."""
+    """Print the tables of a study's cells and the verdicts on its claims; write each cell's files."""
     base = decoded[0][0].base
     entries = []
     for cell, ran in decoded:
-        entries += (own := measured([Asked.of(ran.ledger, ran.digests)]))
+        own = measured([Asked.of(ran.ledger, ran.digests)])
         outcome.write(cell.base.cell_folder, own, ran.text)
+        entries += own
     if base.show:
-        console.show(entries, base.details, console.how_to_report(base.results.parent))
+        console.show(entries, base.details, base.results.parent)
     folders = dict.fromkeys(cell.base.cell_folder for cell, _ in decoded)
     entries = cells.collect([path for folder in folders for path in blocks.below(folder)])
     console.show_claims(claims.judge_study(name, study, entries), study["arms"])
 
 
 def show_report(report: Report, table: bool) -> None:
-    """What a report leaves out, what failed, the newest table if asked for, and how many claims hold."""
+    """Print what a report leaves out, what failed and the count of verdicts. table: also the main result."""
     for problem in report.problems:
         print(f"LEFT OUT {visible(problem)}")
     for error, names in by_error(report.failures).items():
         print(visible(f"FAILED {', '.join(names)}: {error}"))
     if table:
         console.show(report.view.timed(report.view.first) or report.main)
-    if any(any(v.effects) for v in report.verdicts):  # nothing is said of studies that were not run
+    if any(any(v.effects) for v in report.verdicts):  # a study was run
         print("claims: " + ", ".join(f"{count} {kind}" for kind, count in claims.tally(report.verdicts).items()))
 
 
 def rows_markdown(results: Path) -> str:
     """All rows under a results folder as Markdown tables."""
     found = cells.find(results)
-    return tables.markdown(found.entries, found.problems) + "\n" + tables.training_markdown(found.entries)
+    training = tables.markdown_table(trainings.COST, trainings.cost_lines(found.entries))
+    return f"{tables.markdown(found.entries, found.problems)}\n{training}\n"
 
 
 def weights_markdown(folder: Path) -> str:
-    """How good the trained weights under a folder are on held-out answers, as a Markdown table.
+    """Held-out acceptance of the trained weights under a folder, as a Markdown table.
 
     Raises:
         SpecBenchError: there are none.

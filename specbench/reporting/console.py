@@ -1,13 +1,14 @@
-"""The table that a run, a sweep, a study and a benchmark end with: 80 columns of plain text, fastest first, and a verdict.
+"""The table printed at the end of a run, sweep or study: plain text of 80 columns, fastest drafter first, and a verdict.
 
-speed-up = tokens/pass divided by cost, exactly: cost is the time of a cycle of the drafter over that of a plain cycle. So a
-line says by itself why a drafter is fast or slow: it drafts well, or its cycles are dear.
+speed-up = tokens/pass divided by cost, exactly: cost is the time of a cycle of the drafter over that of a plain cycle. So
+each line shows why a drafter is fast or slow: by its acceptance or by its cost.
 """
 
 import math
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -20,81 +21,75 @@ from specbench.reporting import names, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Verdict
 from specbench.reporting.groups import Asked, groups, measured
-from specbench.reporting.tables import ABSENT, alphas_by_step, disturbances, number, peak, shown
+from specbench.reporting.tables import ABSENT, alphas_by_step, notes, number, peak, shown, split
 
-WIDTH, WIDE = 80, 120  # columns of a terminal: what every table fits into, and where more is shown
+WIDTH, WIDE = 80, 120  # terminal columns: for every table, and for tables with more columns
 GAP = "  "
-SAID = 300  # letters of what was found of a claim
+MAX_SUMMARY = 300  # characters of a claim's summary
 Column = tuple[str, Callable[[Entry], str]]
 
 
-def show(entries: Sequence[Entry], details: bool = False, page: str | None = None) -> None:
-    """Print the tables of some entries. page: where the report lies or how it is made, said at the end."""
+def show(entries: Sequence[Entry], details: bool = False, results: Path | None = None) -> None:
+    """Print the tables of some entries. results: folder whose report is mentioned at the end."""
+    page = None if results is None else f"Page with figures, traces and every number: specbench report results={results}"
     print("\n".join(lines(entries, terminal_width(), details, page)), flush=True)
 
 
 def show_claims(verdicts: Iterable[Verdict], arms: Collection[str]) -> None:
-    """What became of a study's claims about these arms and plain decoding."""
+    """Print the verdicts on claims that are only about these arms and plain decoding."""
     for v in verdicts:
-        if any(t.get(side, BASELINE) not in (BASELINE, *arms) for t in v.claim["tests"] for side in ("of", "over")):
-            continue
-        said = v.said if len(v.said) <= SAID else v.said[: SAID - 1] + "…"
-        found = f"{v.verdict}: {v.claim['says']} ({v.claim['source']}). {said}"
-        print("\n".join(textwrap.wrap(visible(found), terminal_width(), subsequent_indent="  ")))
+        named = {test.get(side, BASELINE) for test in v.claim["tests"] for side in ("of", "over")}
+        if named <= {BASELINE, *arms}:
+            summary = v.summary if len(v.summary) <= MAX_SUMMARY else v.summary[: MAX_SUMMARY - 1] + "…"
+            line = f"{v.verdict}: {v.claim['says']} ({v.claim['source']}). {summary}"
+            print("\n".join(textwrap.wrap(visible(line), terminal_width(), subsequent_indent="  ")))
 
 
 def live(ledger: Ledger, questions: Sequence[str]) -> str:
-    """The tables of a cell as far as it is measured."""
-    found = measured([Asked.of(ledger, questions)])
-    return "\n".join(lines(found, terminal_width(), concluded=False))
+    """The tables of a cell that is being measured."""
+    entries = measured([Asked.of(ledger, questions)])
+    return "\n".join(lines(entries, terminal_width(), concluded=False))
 
 
 def terminal_width() -> int:
-    """Columns to write; piped output is as narrow as any terminal."""
+    """Columns of the terminal, at least `WIDTH`; `WIDTH` for piped output."""
     return max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) if sys.stdout.isatty() else WIDTH
-
-
-def how_to_report(results: Path) -> str:
-    """What is said of the page."""
-    return f"Page with figures, traces and every number: specbench report results={results}"
 
 
 def lines(
     entries: Sequence[Entry], width: int = WIDTH, details: bool = False, page: str | None = None, concluded: bool = True
 ) -> list[str]:
-    """What `show` prints, line by line. concluded: with a verdict under each table."""
-    found: list[str] = []
+    """What `show` prints. concluded: with a verdict below each table."""
+    printed: list[str] = []
     machines = len({e.machine for e in entries}) > 1
-    for _, group in groups(names.labelled(entries)):
-        said = caption(group, machines)
-        found += [*([""] if found else []), *_wrapped(said, width), *_group(group, width, details, concluded)]
-    return [*found, *_wrapped(f"=> {page}", width)] if page and found else found
+    for group in groups(names.labelled(entries)):
+        printed += (
+            [""] * bool(printed) + _wrapped(caption(group, machines), width) + _group(group, width, details, concluded)
+        )
+    return [*printed, *_wrapped(f"=> {page}", width)] if page and printed else printed
 
 
 def _group(group: Sequence[Entry], width: int, details: bool, concluded: bool) -> list[str]:
-    """One table with its verdict; of entries of one name the newest."""
-    newest, folded = current(group)
+    """One table with its notes and verdict."""
+    newest, older = current(group)
     ordered = in_order(newest)
-    wide = width >= WIDE
-    columns = main_columns(wide) if not ordered[0].replayed else replayed_columns()
-    found = table(ordered, columns, width)
+    replayed = ordered[0].replayed
+    printed = table(ordered, replayed_columns() if replayed else main_columns(width >= WIDE), width)
+    sentences: list[str] = []
     if details:
         for columns in detail_columns():
-            found += ["", *table([e for e in ordered if e.name != BASELINE], columns, width)]
-        found += [line for e in ordered for line in _wrapped(_training(e), width)]
-    if folded:
-        found += _wrapped(f"{folded} older set{'s' * (folded > 1)} of rows, superseded by the above, not shown.", width)
-    failed = [f"{e.title}: {e.failed} generations FAILED" for e in ordered if e.failed]
-    for line in (*failed, *disturbances(ordered)):
-        found += _wrapped(line, width)
-    if concluded and len(ordered) > 1 and not ordered[0].replayed:
-        said = [verdict.sentence(ordered), *reasons(ordered), *advice(ordered)]
-        found += _wrapped("=> " + " ".join(said), width)
-    return found
+            printed += ["", *table([e for e in ordered if e.name != BASELINE], columns, width)]
+        sentences += map(_training, ordered)
+    if older:
+        sentences.append(f"{older} older set{'s' * (older > 1)} of rows, superseded by the above, not shown.")
+    sentences += [f"{e.title}: {e.failed} generations FAILED" for e in ordered if e.failed] + notes(ordered)
+    if concluded and len(ordered) > 1 and not replayed:
+        sentences.append("=> " + " ".join([verdict.sentence(ordered), *reasons(ordered), *advice(ordered)]))
+    return printed + [line for sentence in sentences for line in _wrapped(sentence, width)]
 
 
 def current(group: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """Of entries of one name, which older weights or code made, the newest; and how many were left out."""
+    """The newest of the entries with one name, and the number of older ones."""
     newest: dict[str, Entry] = {}
     for e in group:
         if e.title not in newest or e.header["started"] >= newest[e.title].header["started"]:
@@ -103,18 +98,19 @@ def current(group: Sequence[Entry]) -> tuple[list[Entry], int]:
 
 
 def in_order(group: Iterable[Entry]) -> list[Entry]:
-    """Fastest first, the baseline at its 1.00; what cannot be ranked behind, and most accepting first without a clock."""
+    """Fastest first, the baseline at 1.00, unranked entries last; replayed entries by tau, highest first."""
 
     def key(e: Entry) -> tuple[bool, float, float]:
-        up = 1.0 if e.name == BASELINE else e.summary.speed_up.value if e.summary.speed_up else -1.0
         tau = e.summary.tau if math.isfinite(e.summary.tau) else 0.0
-        return e.name != BASELINE and not e.replayed and verdict.unranked(e), -up if not e.replayed else 0.0, -tau
+        if e.replayed:
+            return False, 0.0, -tau
+        return e.name != BASELINE and verdict.unranked(e), -verdict.speed_up(e), -tau
 
     return sorted(group, key=key)
 
 
 def caption(group: Sequence[Entry], machine: bool = False) -> str:
-    """`smollm2-135m, mtbench, 4 questions x 48 tokens, greedy; machine quiet`. machine: say which it was."""
+    """`smollm2-135m, mtbench, 4 questions x 48 tokens, greedy; machine quiet`. machine: include its name."""
     e = max(group, key=lambda e: e.summary.prompts)
     config = e.header["config"]
     questions = len(e.totals.questions)
@@ -122,15 +118,15 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
     length = f" x {cap:,} tokens" if isinstance(cap, int) else ""
     parts = [e.model, e.dataset, f"{questions} question{'s' * (questions > 1)}{length}"]
     parts.append("greedy" if e.temperature == 0 else f"T={e.temperature:g}")
-    drawn = {name: config["sampler"].get(name, 0) for name in ("top_p", "top_k")}
-    parts += [f"{name}={value:g}" for name, value in drawn.items() if value not in (0, 1)]
+    sampling = {name: config["sampler"].get(name, 0) for name in ("top_p", "top_k")}
+    parts += [f"{name}={value:g}" for name, value in sampling.items() if value not in (0, 1)]
     parts += [e.dtype] * (e.dtype != "float32")
     link = (config.get("link") or {}).get("name", "local")
     parts += [f"link {link}"] * (link != "local")
     if e.replayed:
         return ", ".join(parts) + "; replayed: acceptance only"
-    where = f" ({e.machine})" if machine else ""
-    return ", ".join(parts) + f"; machine {'busy' if any(x.busy for x in group) else 'quiet'}{where}"
+    name = f" ({e.machine})" if machine else ""
+    return ", ".join(parts) + f"; machine {'busy' if any(x.busy for x in group) else 'quiet'}{name}"
 
 
 # Columns --------------------------------------------------------------------------------------------------------------
@@ -148,10 +144,10 @@ ACCEPTED_SHARE: Column = ("accepted/drafted", _accepted_share)
 
 
 def main_columns(wide: bool) -> list[Column]:
-    """What every table shows."""
+    """Columns of every timed table."""
     columns: list[Column] = [
         DRAFTER,
-        ("speed-up [95%]", lambda e: shown(e.summary.speed_up) if e.name != BASELINE else ABSENT if e.replayed else "1.00"),
+        ("speed-up [95%]", lambda e: shown(e.summary.speed_up) if e.name != BASELINE else "1.00"),
         ("= tokens/pass", lambda e: number("{:.2f}", e.summary.tau)),
         ("/ cost", lambda e: number("{:.2f}", cost(e))),
         ("drafted", lambda e: number("{:.0f}", e.summary.nodes)),
@@ -161,28 +157,33 @@ def main_columns(wide: bool) -> list[Column]:
 
 
 def replayed_columns() -> list[Column]:
-    """Of rows without seconds."""
+    """Columns of a replayed table."""
     return [DRAFTER, TAU, ("drafted", lambda e: number("{:.0f}", e.summary.nodes)), ACCEPTED_SHARE]
 
 
 def detail_columns() -> list[list[Column]]:
-    """What `details=true` adds, table by table."""
+    """Columns of the tables that `details=true` adds."""
     return [
         [DRAFTER, TAU, ("mean by prompt", lambda e: number("{:.2f}", e.summary.tau_macro)), ACCEPTED_SHARE],
-        [DRAFTER, SPEED, ("/".join((*PHASES, "rest")), _split), ("peak memory", peak)],
+        [
+            DRAFTER,
+            SPEED,
+            ("/".join((*PHASES, "rest")), lambda e: split(e, "{:.0f}/{:.0f}/{:.0f}/{:.0f}%")),
+            ("peak memory", peak),
+        ],
         [DRAFTER, ("accepted by step 1, 2, ...", alphas_by_step)],
     ]
 
 
 def cost(e: Entry) -> float:
-    """The time of a cycle over that of a plain one."""
-    if e.name == BASELINE:
-        return math.nan if e.replayed else 1.0
+    """The time of a cycle over that of a plain one; NaN without seconds."""
+    if e.name == BASELINE and not e.replayed:
+        return 1.0
     return e.summary.tau / e.summary.speed_up.value if e.summary.speed_up and not e.replayed else math.nan
 
 
 def output(e: Entry) -> str:
-    """Whether the answers are the baseline's, in a word or two."""
+    """Do the answers equal the baseline's? In a word or two."""
     if e.name == BASELINE:
         return ABSENT
     if e.header.get("simulated"):
@@ -193,15 +194,12 @@ def output(e: Entry) -> str:
         return "LOSSY"
     if e.replayed or e.temperature > 0:
         return "replayed" if e.replayed else "sampled"
-    found = [r.audit["verdict"] for r in e.rows if r.audit is not None]
-    if bugs := sum(v == "bug" for v in found):
-        return f"{bugs} DIFFER"
-    ties = sum(v == "numerical tie" for v in found)
-    return (f"{ties} tie{'s' * (ties > 1)}" if ties else "same") if found else "unknown"
-
-
-def _split(e: Entry) -> str:
-    return number("{:.0f}/{:.0f}/{:.0f}/{:.0f}%", *(100 * e.summary.split[phase] for phase in (*PHASES, "rest")))
+    verdicts = Counter(r.audit["verdict"] for r in e.rows if r.audit is not None)
+    if verdicts["bug"]:
+        return f"{verdicts['bug']} DIFFER"
+    if ties := verdicts["numerical tie"]:
+        return f"{ties} tie{'s' * (ties > 1)}"
+    return "same" if verdicts else "unknown"
 
 
 def _training(e: Entry) -> str:
@@ -215,19 +213,19 @@ def _training(e: Entry) -> str:
 
 
 def reasons(group: Sequence[Entry]) -> list[str]:
-    """Why a paper's tree loses here, or wins: of the one that accepts most."""
+    """Why the paper's tree with the highest tau is slow or fast on this machine."""
     papers = [e for e in verdict.ranked(group) if names.tree_name(e) == names.PAPER]
     if not papers:
         return []
     e = max(papers, key=lambda e: e.summary.tau)
-    each = f"{e.title} drafts {e.summary.nodes:.0f} tokens a cycle for {e.summary.tau:.2f} a pass"
-    if e.summary.speed_up is not None and e.summary.speed_up.value < 1:
-        return [f"{each}, at {cost(e):.1f} times the cost of a plain cycle: too wide a tree for this machine."]
-    return [f"{each}, at only {cost(e):.1f} times the cost of a plain cycle: wide passes are cheap here."]
+    drafts = f"{e.title} drafts {e.summary.nodes:.0f} tokens a cycle for {e.summary.tau:.2f} a pass"
+    if verdict.speed_up(e) < 1:
+        return [f"{drafts}, at {cost(e):.1f} times the cost of a plain cycle: too wide a tree for this machine."]
+    return [f"{drafts}, at only {cost(e):.1f} times the cost of a plain cycle: wide passes are cheap here."]
 
 
 def advice(group: Sequence[Entry]) -> list[str]:
-    """What to do next."""
+    """A suggestion of what to run next."""
     drafters = verdict.ranked(group)
     trees = {names.tree_name(e) for e in group}
     if drafters and names.PAPER in trees and not trees & {"fitted", "rate", "fitted static"}:
@@ -241,7 +239,7 @@ def advice(group: Sequence[Entry]) -> list[str]:
 
 
 def table(group: Sequence[Entry], columns: Sequence[Column], width: int) -> list[str]:
-    """Lines of a table, none wider than `width`: the first column gives way, then the last."""
+    """Lines of a table, at most `width` wide: the first column is shortened, then the whole line."""
     cells = [[visible(make(e)) for _, make in columns] for e in group]
     heading = [visible(title) for title, _ in columns]
     widths = [max(cell_len(line[i]) for line in (heading, *cells)) for i in range(len(heading))]
@@ -257,7 +255,7 @@ def _line(line: Sequence[str], widths: Sequence[int], width: int) -> str:
 
 
 def _fitted(value: str, size: int) -> str:
-    """As wide as asked for, cut where it is longer."""
+    """Padded or shortened to a width."""
     return set_cell_size(value, size) if cell_len(value) <= size else set_cell_size(value, size - 1) + "…"
 
 

@@ -1,7 +1,6 @@
-"""What a report is made of, once for both of its media: sections of paragraphs, tables, figures and details.
+"""The blocks of a report (paragraphs, tables, figures, details), and their Markdown. `report.html.j2` makes the page.
 
-`markdown` writes them as a code host shows them; `report.html.j2` writes the same blocks as a page. Whatever they say may
-hold names of others, which each medium escapes where it writes them.
+Texts are escaped where they are written into a medium.
 """
 
 import re
@@ -14,9 +13,9 @@ from specbench.reporting import text
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that says more than its text.
+    """A table cell.
 
-    tone: what its colour says: good, bad, open, or away where nothing was measured. beside: what was published. hint: on
+    tone: its colour: good, bad, open (undecided) or away (not measured). beside: the published value. hint: shown on
     hovering. parts: lines instead of a text.
     """
 
@@ -29,7 +28,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A sentence. lead: a word in front that must not be overlooked."""
+    """Text. lead: a highlighted word in front."""
 
     text: str
     role: Literal["", "answer", "note"] = ""
@@ -39,7 +38,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """look: plain numbers, long words, a square of drafters, or pairs of measured and published."""
+    """look: numbers, long texts, a square of drafters, or pairs of measured and published values."""
 
     columns: Sequence[str]
     lines: Sequence[Sequence[str | Cell]]
@@ -50,16 +49,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Figures:
-    """Drawings by name, those of them that were drawn. wide: one to a line."""
+    """Figures by name; those that were not drawn are left out."""
 
     names: tuple[str, ...]
-    wide: bool = False
     kind: str = "figures"
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts in one line, each with what a colour says of it."""
+    """Counts in one line, each with its colour."""
 
     lead: str
     counts: Sequence[Cell]
@@ -68,7 +66,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Row:
-    """Blocks side by side, where a page is wide enough."""
+    """Blocks side by side, if the page is wide enough."""
 
     blocks: Sequence["Block"]
     kind: str = "row"
@@ -76,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Link:
-    """A file below the report's folder, which the page names and does not hold."""
+    """A file of the report that the page does not contain."""
 
     title: str
     file: str
@@ -85,7 +83,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks behind a line. file: where Markdown has them, below the report's folder. open: the page shows them at once."""
+    """Folded blocks. file: relative path of the Markdown file that contains them. open: unfolded on the page."""
 
     title: str
     blocks: Sequence["Block"]
@@ -99,7 +97,7 @@ Block = Paragraph | Table | Figures | Tally | Row | Link | Details
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it. short: in the page's contents."""
+    """A heading with its blocks. short: title in the page's navigation."""
 
     anchor: str
     short: str
@@ -108,24 +106,23 @@ class Section:
 
 
 def markdown(sections: Iterable[Section], drawn: Mapping[str, str]) -> str:
-    """All sections, without what has files of its own. drawn: name -> what it shows, of the figures beside the report."""
-    parts = [line for s in sections for line in ("", f"## {s.title}", "", *_blocks(s.blocks, drawn))]
-    return _text(parts)
+    """All sections, without the blocks that have files of their own. drawn: titles of the figures by name."""
+    return _text(line for s in sections for line in ("", f"## {s.title}", "", *_blocks(s.blocks, drawn)))
 
 
 def files(blocks: Iterable[Block], drawn: Mapping[str, str]) -> dict[str, str]:
-    """The details that have files of their own: path below the report's folder -> Markdown."""
-    found = {}
+    """The details with files of their own: relative path -> Markdown."""
+    texts = {}
     for block in blocks:
         if isinstance(block, Details) and block.file:
-            found[block.file] = whole(block.title, block.blocks, drawn, "../" * block.file.count("/"))
+            texts[block.file] = whole(block.title, block.blocks, drawn, "../" * block.file.count("/"))
         if isinstance(block, Details | Row):
-            found |= files(block.blocks, drawn)
-    return found
+            texts |= files(block.blocks, drawn)
+    return texts
 
 
 def whole(title: str, blocks: Iterable[Block], drawn: Mapping[str, str], up: str = "../") -> str:
-    """A file of its own. up: the way from it to the report's folder."""
+    """A file with a title. up: relative path to the report's folder."""
     return _text([f"# {text.markdown(title)}", "", *_blocks(blocks, drawn, up)])
 
 
@@ -165,7 +162,7 @@ def table(block: Table) -> str:
 
 
 def _cell(cell: str | Cell) -> str:
-    """What a page says by colour is bold here."""
+    """Good and bad cells are bold."""
     if isinstance(cell, str):
         return text.markdown(cell)
     shown = text.markdown("; ".join(cell.parts) or cell.text)

@@ -1,4 +1,4 @@
-"""Which entries stand in one table: those that were measured alike, with one baseline."""
+"""Groups of comparable entries: one cell, one kind of machine, the same prompts, one baseline."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,39 +9,34 @@ from specbench.records import blocks
 from specbench.records.metrics import BASELINE
 from specbench.reporting.cells import Entry, collect
 
-Captioned = tuple[str, list[Entry]]
 
-
-def groups(entries: Iterable[Entry]) -> list[Captioned]:
-    """Comparable entries under their captions: of one cell, on one kind of machine, of the same prompts, with one baseline.
-
-    An arm of which some generations failed stands beside the others that were asked the same.
-    """
+def groups(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Comparable entries. An arm with failed generations belongs to the other arms with the same prompts."""
     by_cell: dict[tuple[str, ...], list[Entry]] = {}
     for e in entries:
         by_cell.setdefault(e.cell or (e.caption,), []).append(e)
-    return [found for cell in by_cell.values() for found in _by_prompts(cell)]
+    return [group for cell in by_cell.values() for group in _by_prompts(cell)]
 
 
-def _by_prompts(cell: Sequence[Entry]) -> list[Captioned]:
-    """Entries of one cell, apart where they were asked different questions."""
+def _by_prompts(cell: Sequence[Entry]) -> list[list[Entry]]:
+    """Entries of one cell by their questions, each group with the baseline on these."""
     plain = [e for e in cell if e.name == BASELINE]
-    found: dict[frozenset[str], list[Entry]] = {}
     arms = [e for e in cell if e.name != BASELINE]
+    by_questions: dict[frozenset[str], list[Entry]] = {}
     for e in sorted(arms, key=lambda e: -len(e.questions)):
-        whole = next((known for known in found if e.questions == known or (e.failed and e.questions < known)), e.questions)
-        found.setdefault(whole, []).append(e)
-    if plain and not found:
-        found[plain[0].questions] = []
-    for questions, group in found.items():
+        same = (asked for asked in by_questions if e.questions == asked or (e.failed and e.questions < asked))
+        by_questions.setdefault(next(same, e.questions), []).append(e)
+    if plain and not by_questions:
+        by_questions[plain[0].questions] = []
+    for questions, group in by_questions.items():
         if plain:
             group.insert(0, _among(max(plain, key=lambda e: len(e.questions & questions)), questions))
-    place = {id(e): number for number, e in enumerate(cell)}
-    return [(g[-1].caption, sorted(g, key=lambda e: place.get(id(e), -1))) for g in found.values()]
+    order = {id(e): number for number, e in enumerate(cell)}
+    return [sorted(group, key=lambda e: order.get(id(e), -1)) for group in by_questions.values()]
 
 
 def _among(e: Entry, questions: frozenset[str]) -> Entry:
-    """An entry of these questions alone."""
+    """An entry restricted to some questions."""
     if e.questions <= questions:
         return e
     rows, base = ([r for r in some if (r.text or r.question) in questions] for some in (e.rows, e.baseline))
@@ -50,7 +45,7 @@ def _among(e: Entry, questions: frozenset[str]) -> Entry:
 
 @dataclass(frozen=True)
 class Asked:
-    """What one process was asked for, so that a table shows that and nothing older.
+    """What one process was to measure; tables of a run show only that, not older rows.
 
     Attributes:
         folder: of the cell. cell, machine, arms: see `specbench.records.identity`. questions: their digests.
@@ -67,20 +62,17 @@ class Asked:
         return cls(str(ledger.folder), ledger.cell, ledger.machine, list(ledger.arms.values()), list(questions))
 
 
-def measured(wanted: Iterable[Asked]) -> list[Entry]:
-    """What there is of that which some processes were asked for."""
+def measured(requests: Iterable[Asked]) -> list[Entry]:
+    """Entries of what some processes were to measure, as far as there are rows."""
     folders: dict[str, list[Entry]] = {}
-    found: dict[tuple[Any, ...], Entry] = {}
-    for one in wanted:
-        if one.folder not in folders:
-            folders[one.folder] = collect(blocks.below(Path(one.folder)))
-        questions, arms = frozenset(one.questions), {tuple(key) for key in one.arms}
-        for e in folders[one.folder]:
-            if (
-                e.cell[3] == one.cell
-                and e.cell[4] in (one.machine, "")
-                and e.key in arms
-                and (shared := e.questions & questions)
-            ):
-                found[e.cell, e.name, e.key, shared] = _among(e, shared)
-    return list(found.values())
+    entries: dict[tuple[Any, ...], Entry] = {}
+    for asked in requests:
+        if asked.folder not in folders:
+            folders[asked.folder] = collect(blocks.below(Path(asked.folder)))
+        questions, arms = frozenset(asked.questions), {tuple(key) for key in asked.arms}
+        for e in folders[asked.folder]:
+            *_, cell, machine = e.cell
+            shared = e.questions & questions
+            if cell == asked.cell and machine in (asked.machine, "") and e.key in arms and shared:
+                entries[e.cell, e.name, e.key, shared] = _among(e, shared)
+    return list(entries.values())

@@ -1,11 +1,11 @@
-"""What a link makes of a drafter: tokens a second, predicted and measured, and what travels. Rows of targets on servers."""
+"""Drafters over a link to a server: measured and predicted tokens a second, and traffic."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from specbench.records.rows import Row
+from specbench.records.rows import LinkUse, Row
 from specbench.remote.network_emulator import Network
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, shown
@@ -18,7 +18,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Tokens a second over a link, and seconds of a cycle: drafting, the server's pass, bytes on the line, round trips."""
+    """Tokens a second over a link, and seconds of a cycle: drafting, server's pass, transmission, round trips."""
 
     tokens_per_s: float
     draft_s: float
@@ -28,60 +28,65 @@ class Prediction:
 
 
 def predicted(rows: Sequence[Row], shape: Network) -> Prediction | None:
-    """Speed over a link from its round trip, and from the bytes, passes and acceptance of rows of any server.
+    """tau / (drafting + server's pass + bytes / bandwidth + round trips), from rows over any link; None without a cycle.
 
-    tau / (drafting + server's pass + bytes over bandwidth + round trips), the prompt left out: it is sent before decoding.
-    What loss and jitter cost is their mean. Of a stream there is no round trip but the prompt's. None without a cycle.
+    The prompt, which is sent before decoding, does not count. Loss and jitter count with their mean. A stream has no round
+    trip but the prompt's.
     """
-    used = [row.link for row in rows if row.link is not None]
+    uses = _uses(rows)
     cycles = sum(len(row.accepted) for row in rows)
-    if not cycles or len(used) < len(rows):
+    if not cycles or len(uses) < len(rows):
         return None
-    tokens = sum(len(row.tokens) - 1 for row in rows)
-    travelled = sum(sum(u.sent.values()) + sum(u.received.values()) - u.prompt_bytes for u in used)
+    sent_and_received = sum(sum(u.sent.values()) + sum(u.received.values()) - u.prompt_bytes for u in uses)
     draft = sum(row.draft_s for row in rows) / cycles
-    server = sum(u.server_s - u.prompt_s for u in used) / cycles
-    line = shape.transmission_s(travelled) / cycles
-    trips = 2 * shape.mean_latency_s() * sum(u.round_trips - 1 for u in used) / cycles
-    return Prediction(tokens / cycles / (draft + server + line + trips), draft, server, line, trips)
+    server = sum(u.server_s - u.prompt_s for u in uses) / cycles
+    line = shape.transmission_s(sent_and_received) / cycles
+    trips = 2 * shape.mean_latency_s() * sum(u.round_trips - 1 for u in uses) / cycles
+    return Prediction(_tokens(rows) / cycles / (draft + server + line + trips), draft, server, line, trips)
+
+
+def _uses(rows: Sequence[Row]) -> list[LinkUse]:
+    return [row.link for row in rows if row.link is not None]
+
+
+def _tokens(rows: Sequence[Row]) -> int:
+    return sum(len(row.tokens) - 1 for row in rows)
 
 
 def shape_of(link: Mapping[str, Any]) -> Network:
-    """A header's link, as the network emulator takes it."""
+    """The network emulator's settings from a header's link."""
     return Network(**{key: link[key] for key in Network.__dataclass_fields__ if key in link})
 
 
 def table(group: Sequence[Entry]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """A line an arm."""
-    found = [(e, [row for row in e.rows if row.link is not None and not row.link.cut]) for e in group]
-    return COLUMNS, [line for e, rows in found if rows and (line := _line(e, rows))]
+    """Columns and lines: one line an arm with complete generations over a link."""
+    rows = [(e, [row for row in e.rows if row.link is not None and not row.link.cut]) for e in group]
+    return COLUMNS, [line for e, own in rows if own and (line := _line(e, own))]
 
 
 def _line(e: Entry, rows: Sequence[Row]) -> list[str]:
     prediction = predicted(rows, shape_of(e.header["config"].get("link", {})))
     if prediction is None:
         return []
-    tokens = sum(len(row.tokens) - 1 for row in rows)
-    used = [row.link for row in rows if row.link is not None]
-    sent, received = sum(sum(u.sent.values()) for u in used), sum(sum(u.received.values()) for u in used)
-    travelled = [f"{count / tokens:,.0f}" for count in (sent, received)]
-    trips = f"{sum(u.round_trips for u in used) / tokens:.2f}"
+    tokens, uses = _tokens(rows), _uses(rows)
+    sent, received = sum(sum(u.sent.values()) for u in uses), sum(sum(u.received.values()) for u in uses)
+    trips = f"{sum(u.round_trips for u in uses) / tokens:.2f}"
     seconds = prediction.draft_s, prediction.server_s, prediction.line_s, prediction.trips_s
     parts = " / ".join(f"{1000 * part:.1f}" for part in seconds)
     speeds = [f"{e.summary.speed:.1f}", f"{prediction.tokens_per_s:.1f}", shown(e.summary.speed_up)]
-    return [e.title, *speeds, parts, trips, *travelled]
+    return [e.title, *speeds, parts, trips, f"{sent / tokens:,.0f}", f"{received / tokens:,.0f}"]
 
 
 def clients(group: Sequence[Entry]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Tokens a second of a server by how many clients it has, all together and the slowest: medians over repetitions."""
+    """Columns and lines: a server's tokens a second by number of clients, of all and of the slowest; medians."""
     measured = {e.title: e.measured["clients"] for e in group if e.measured.get("clients")}
-    together = {name for found in measured.values() for values in found for name in values if name.startswith("together_")}
-    counts = sorted(int(name.removeprefix("together_")) for name in together)
-    columns = [f"{n} client{'s' * (n > 1)}, {what}" for what in ("all", "the slowest") for n in counts]
-    keys = [f"{what}_{n}" for what in ("together", "slowest") for n in counts]
-    return ("drafter", *columns), [[name, *(_median(found, key) for key in keys)] for name, found in measured.items()]
+    names = {name for repetitions in measured.values() for values in repetitions for name in values}
+    counts = sorted(int(name.removeprefix("together_")) for name in names if name.startswith("together_"))
+    columns = [f"{n} client{'s' * (n > 1)}, {which}" for which in ("all", "the slowest") for n in counts]
+    keys = [f"{which}_{n}" for which in ("together", "slowest") for n in counts]
+    return ("drafter", *columns), [[title, *(_median(own, key) for key in keys)] for title, own in measured.items()]
 
 
-def _median(measured: Sequence[Mapping[str, float]], name: str) -> str:
-    values = [values[name] for values in measured if name in values]
-    return f"{statistics.median(values):.1f}" if values else ABSENT
+def _median(repetitions: Sequence[Mapping[str, float]], name: str) -> str:
+    values = [values[name] for values in repetitions if name in values]
+    return f"{median(values):.1f}" if values else ABSENT

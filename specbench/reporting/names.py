@@ -1,12 +1,12 @@
-"""What tables call a drafter: its own name, and the options in which it differs from the others that stand beside it.
+"""Names of entries in tables: the drafter, and the options in which it differs from other entries.
 
     plain                   the autoregressive baseline
     vanilla SD              speculative decoding with a small model as drafter
     eagle2 · paper          the tree of its paper, beside another tree of the same drafter
     eagle2 · rate           another tree than that of its paper
-    eagle2 · top_p=0.9      what else differs, as far as it is needed to tell rows apart
+    eagle2 · top_p=0.9      other options, as many as are needed to distinguish rows
 
-An arm of a study that is not called after its drafter keeps the name that its study gave it.
+A study's arm that is not named after its drafter keeps the study's name.
 """
 
 import functools
@@ -23,7 +23,7 @@ from specbench.records.studies import FOLDER
 from specbench.reporting.cells import Entry
 
 WORDS = {BASELINE: "plain", "vanilla": "vanilla SD"}
-TREES = {  # classes that grow trees
+TREES = {  # names of tree policies by class
     "Chain": "chain", "Static": "static", "Dynamic": "dynamic", "AccuracyTree": "calibrated", "Calibrated": "calibrated",
     "Fitted": "fitted", "FittedStatic": "fitted static", "CostAwareTree": "rate", "Rate": "rate",
 }  # fmt: skip
@@ -33,20 +33,20 @@ SEPARATOR = " · "
 
 
 def labelled(entries: Iterable[Entry]) -> list[Entry]:
-    """These entries, each with what it is called beside the others."""
+    """Copies of entries with their labels."""
     entries = list(entries)
-    found: dict[int, str] = {}
     by_name: dict[str, list[Entry]] = {}
     for e in entries:
         by_name.setdefault(_base(e), []).append(e)
+    labels: dict[int, str] = {}
     for base, group in by_name.items():
         for e, parts in zip(group, _parts(group), strict=True):
-            found[id(e)] = SEPARATOR.join([base, *parts])
-    return [replace(e, label=found[id(e)]) for e in entries]
+            labels[id(e)] = SEPARATOR.join([base, *parts])
+    return [replace(e, label=labels[id(e)]) for e in entries]
 
 
 def _base(e: Entry) -> str:
-    """The drafter's name, or that which a study gave to an arm that is not called after its drafter."""
+    """The drafter's name, or the study's name of an arm that is not named after its drafter."""
     drafter = str(e.arm["drafter"].get("name", e.name))
     if e.name != drafter and not re.match(rf"{re.escape(drafter)}[_·\s-]", e.name):
         return e.name
@@ -54,58 +54,60 @@ def _base(e: Entry) -> str:
 
 
 def _parts(group: Sequence[Entry]) -> list[list[str]]:
-    """In what entries of one name differ: tree and cell always, of other options as few as tell them apart."""
+    """The label's parts of entries with one base: tree and cell if they differ, then as few options as needed."""
     trees = [tree_name(e) for e in group]
     several = len(set(trees)) > 1
-    own = [_base(e) == e.name and e.name != e.arm["drafter"].get("name") for e in group]  # names that a study gave
-    parts = [[t] if t and (several or (t != PAPER and not mine)) else [] for t, mine in zip(trees, own, strict=True)]
+    named = [_base(e) == e.name and e.name != e.arm["drafter"].get("name") for e in group]  # by the study
+    parts = [[t] if t and (several or (t != PAPER and not own)) else [] for t, own in zip(trees, named, strict=True)]
     options = [dict(_options(e)) for e in group]
     for key in CELLS:
-        if len({own_options.get(key, "") for own_options in options}) > 1:
-            for part, own_options in zip(parts, options, strict=True):
-                part += filter(None, [own_options.get(key)])
-    for key in dict.fromkeys(key for own_options in options for key in own_options if key not in CELLS):
-        values: dict[tuple[str, ...], set[str]] = {}
-        for part, own_options in zip(parts, options, strict=True):
-            values.setdefault(tuple(part), set()).add(own_options.get(key, ""))
-        for part, own_options in zip(parts, options, strict=True):
-            if len(values.get(tuple(part), ())) > 1 and own_options.get(key):
-                part.append(own_options[key])
+        if len({own.get(key, "") for own in options}) > 1:
+            for part, own in zip(parts, options, strict=True):
+                part += filter(None, [own.get(key)])
+    for key in dict.fromkeys(key for own in options for key in own if key not in CELLS):
+        values: dict[tuple[str, ...], set[str]] = {}  # by label so far
+        for part, own in zip(parts, options, strict=True):
+            values.setdefault(tuple(part), set()).add(own.get(key, ""))
+        for part, own in zip(parts, options, strict=True):
+            if len(values.get(tuple(part), ())) > 1 and own.get(key):
+                part.append(own[key])
     return parts
 
 
 def tree_name(e: Entry) -> str:
-    """How its trees grow, in one word; nothing of a drafter that has no tree to choose."""
+    """The tree policy in one word; empty for a drafter without one."""
     growth = _growth(e.arm["drafter"])
     if not growth:
         return ""
-    kind = str(growth.get("_target_", "")).rpartition(".")[2]
     if plain_options(growth) == _of_paper(str(e.arm["drafter"].get("name"))):
         return PAPER
-    return TREES.get(kind, kind.lower())
+    policy = str(growth.get("_target_", "")).rpartition(".")[2]
+    return TREES.get(policy, policy.lower())
 
 
 def _growth(drafter: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a drafter, or of the one that it asks."""
-    found = drafter.get("growth") or (drafter.get("base") or {}).get("growth")
-    return found if isinstance(found, Mapping) else {}
+    """Tree policy of a drafter, or of the drafter that it wraps."""
+    growth = drafter.get("growth") or (drafter.get("base") or {}).get("growth")
+    return growth if isinstance(growth, Mapping) else {}
 
 
 @functools.cache
 def _of_paper(drafter: str) -> Any:
-    """Options of the tree that a drafter's file chooses; None for a drafter without such a file."""
+    """Options of the tree policy in a drafter's configuration file; None without one."""
     conf = FOLDER.parent
-    known = {path.stem: path for path in Path(conf, "drafter").glob("*.yaml")}
-    if drafter not in known:
+    files = {path.stem: path for path in Path(conf, "drafter").glob("*.yaml")}  # names from rows must not become paths
+    if drafter not in files:
         return None
-    lines: Iterable[Any] = (read_yaml(known[drafter], Any) or {}).get("defaults", ())
-    chosen = next((line["override /tree"] for line in lines if isinstance(line, dict) and "override /tree" in line), None)
-    return None if chosen is None else plain_options(read_yaml(Path(conf, "tree", f"{chosen}.yaml"), Any))
+    defaults: Iterable[Any] = (read_yaml(files[drafter], Any) or {}).get("defaults", ())
+    for line in defaults:
+        if isinstance(line, dict) and "override /tree" in line:
+            return plain_options(read_yaml(Path(conf, "tree", f"{line['override /tree']}.yaml"), Any))
+    return None
 
 
 def _options(e: Entry) -> Iterator[tuple[str, str]]:
-    """Options that can tell rows of one drafter apart, those that say most first: name, and how it is written."""
-    config = e.header["config"]
+    """Names and texts of options that can distinguish entries of one drafter, the most important first."""
+    config, drafter = e.header["config"], e.arm["drafter"]
     sampler: Any = config["sampler"]
     link = (config.get("link") or {}).get("name", "local")
     yield "link", f"link={link}" if link != "local" else ""
@@ -115,18 +117,17 @@ def _options(e: Entry) -> Iterator[tuple[str, str]]:
     if e.lossy:
         verify: Any = e.arm.get("verify") or {}
         yield "rule", str(verify.get("_target_", "lossy")).rpartition(".")[2].lower()
-    yield from _flat(_growth(e.arm["drafter"]), "tree.")
-    yield from _flat({k: v for k, v in e.arm["drafter"].items() if k not in ("growth", "name", "weights", "searched")})
-    checkpoint: Any = e.arm.get("checkpoint")
-    if checkpoint:
+    yield from _flat(_growth(drafter), "tree.")
+    yield from _flat({key: v for key, v in drafter.items() if key not in ("growth", "name", "weights", "searched")})
+    if checkpoint := e.arm.get("checkpoint"):
         yield "checkpoint", f"checkpoint={Path(str(checkpoint)).name}"
     yield "label", e.name
 
 
-def _flat(options: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str]]:
-    """Plain options, those of parts below them among them."""
+def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Scalar options, those of nested parts included."""
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{place}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         elif name != "_target_" and value is not None and not isinstance(value, (list, tuple)):
-            yield f"{place}{name}", f"{name}={value}"
+            yield f"{prefix}{name}", f"{name}={value}"

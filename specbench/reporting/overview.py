@@ -1,7 +1,7 @@
-"""What a reader wants to know first of a benchmark: who is fastest, what each drafter accepts, who beats whom, and why.
+"""The main result: which drafter is fastest, what each accepts, which beats which, and where the time goes.
 
-Speeds come from rows that were decoded with the clock, acceptances from replayed rows where there are any, since these
-hold more questions. Two drafters are compared only if their rows were measured alike (`claims.config_differences`).
+Speeds come from timed rows, acceptances from replayed rows if there are any, since these cover more questions. Drafters are
+compared only if their conditions agree (`claims.config_differences`).
 """
 
 import math
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specbench.records.metrics import BASELINE, RATES, free_width_speed_up
+from specbench.records.metrics import BASELINE, PHASES, RATES, free_width_speed_up
 from specbench.records.statistics import Interval, contrast, pooled
 from specbench.reporting import console, verdict
 from specbench.reporting.cells import Entry
@@ -17,16 +17,17 @@ from specbench.reporting.claims import config_differences
 from specbench.reporting.document import Cell, Table
 from specbench.reporting.groups import groups
 from specbench.reporting.names import PAPER, SEPARATOR, labelled, tree_name
-from specbench.reporting.tables import ABSENT, called, number, shown
+from specbench.reporting.tables import ABSENT, direction, number, shown, title
 
-PHASES = ("draft", "target", "verify", "rest")
-TOP = 6  # drafters in a figure or a matrix that is not of all
-FREE = ("tree",)  # a benchmark is about drafters with their trees
+TOP = 6  # drafters in a figure or matrix of the best
+FREE = ("tree",)  # aspects in which compared drafters may differ
+PRELIMINARY = "preliminary"  # too few questions, or a busy machine
+VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What was decoded, and how."""
+    """A prompt set and temperature."""
 
     dataset: str
     temperature: float
@@ -36,15 +37,12 @@ class Setting:
 
 
 def where(e: Entry) -> tuple[str, str, str]:
-    """What two drafters must have in common for one to be called better: target, precision, machine."""
+    """Target, precision and machine, in which ranked drafters must agree."""
     return e.model, e.dtype, e.machine
 
 
 class Overview:
-    """Entries of one target in one precision on one machine, by setting.
-
-    Of several groups about one thing the largest counts, of those the newest.
-    """
+    """Entries of one target in one precision on one machine, by setting."""
 
     def __init__(self, entries: Iterable[Entry]):
         self.entries = labelled(entries)
@@ -52,94 +50,77 @@ class Overview:
         replayed: Counter[Setting] = Counter()
         self.by_setting: dict[Setting | None, list[Entry]] = {}
         for e in self.entries:
-            self.by_setting.setdefault(setting(e), []).append(e)
-            (replayed if e.replayed else timed)[setting(e)] += e.summary.prompts
+            setting = Setting(e.dataset, e.temperature)
+            self.by_setting.setdefault(setting, []).append(e)
+            (replayed if e.replayed else timed)[setting] += e.summary.prompts
         self.settings = sorted({*timed, *replayed}, key=lambda s: (s.temperature, -timed[s], -replayed[s], s.dataset))
 
     @property
     def first(self) -> Setting | None:
-        """The setting that the answer is about: greedy, with most generations."""
+        """The setting of the main result: greedy, with most generations."""
         return next(iter(self.settings), None)
 
-    def timed(self, at: Setting | None) -> list[Entry]:
-        """The largest group of a setting's drafters as decoded with the clock, fastest first."""
-        found = groups(e for e in self.by_setting.get(at, []) if not e.replayed)
-        largest: list[Entry] = max((group for _, group in found), key=_size, default=[])
-        return ranking(self._best(largest))
+    def timed(self, setting: Setting | None) -> list[Entry]:
+        """The largest timed group of a setting, fastest first; of equal ones the newest."""
+        timed = groups(e for e in self.by_setting.get(setting, []) if not e.replayed)
+        largest: list[Entry] = max(timed, key=_size, default=[])
+        return ranking(_best(largest))
 
-    def known(self, at: Setting | None) -> list[Entry]:
-        """A setting's drafters, the baseline among them, as their acceptance is known best."""
-        return self._best(self.by_setting.get(at, []))
+    def known(self, setting: Setting | None) -> list[Entry]:
+        """A setting's drafters and baseline, each with the entry that covers most questions."""
+        return _best(self.by_setting.get(setting, []))
 
-    def accepting(self, at: Setting | None) -> list[Entry]:
-        """The same without the baseline, most accepting first."""
-        found = [e for e in self.known(at) if e.name != BASELINE]
-        return sorted(found, key=lambda e: e.summary.tau if math.isfinite(e.summary.tau) else 0.0, reverse=True)
+    def accepting(self, setting: Setting | None) -> list[Entry]:
+        """The same without the baseline, highest tau first."""
+        drafters = [e for e in self.known(setting) if e.name != BASELINE]
+        return sorted(drafters, key=lambda e: e.summary.tau if math.isfinite(e.summary.tau) else 0.0, reverse=True)
 
-    @staticmethod
-    def _best(entries: Iterable[Entry]) -> list[Entry]:
-        best: dict[str, Entry] = {}
-        for e in entries:
-            rival = best.get(e.title)
-            if rival is None or _weight(e) > _weight(rival):
-                best[e.title] = e
-        return list(best.values())
+
+def _best(entries: Iterable[Entry]) -> list[Entry]:
+    """Of entries with one name the lossless, replayed, largest, newest one."""
+
+    def rank(e: Entry) -> tuple[bool, bool, int, str]:
+        return not e.lossy, e.replayed, e.summary.prompts, str(e.header.get("started", ""))
+
+    best: dict[str, Entry] = {}
+    for e in entries:
+        if e.title not in best or rank(e) > rank(best[e.title]):
+            best[e.title] = e
+    return list(best.values())
 
 
 def _size(group: Sequence[Entry]) -> tuple[int, str]:
     return sum(e.summary.prompts for e in group), max(str(e.header.get("started", "")) for e in group)
 
 
-def _weight(e: Entry) -> tuple[bool, bool, int, str]:
-    return not e.lossy, e.replayed, e.summary.prompts, str(e.header.get("started", ""))
-
-
-def setting(e: Entry) -> Setting:
-    return Setting(e.dataset, e.temperature)
-
-
 def ranking(entries: Iterable[Entry]) -> list[Entry]:
-    """Fastest first; the baseline's speed-up is 1."""
-
-    def speed(e: Entry) -> float:
-        return 1.0 if e.name == BASELINE else e.summary.speed_up.value if e.summary.speed_up else -1.0
-
-    return sorted(entries, key=speed, reverse=True)
+    """Fastest first, entries without a speed-up last."""
+    return sorted(entries, key=verdict.speed_up, reverse=True)
 
 
 def families(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Drafters, the one with the fastest arm first, each with its trees side by side. entries: fastest first."""
-    found: dict[str, list[Entry]] = {}
+    """Entries by drafter, in the order of the drafters' first entries."""
+    by_drafter: dict[str, list[Entry]] = {}
     for e in entries:
-        found.setdefault(e.title.partition(SEPARATOR)[0], []).append(e)
-    return list(found.values())
+        by_drafter.setdefault(e.title.partition(SEPARATOR)[0], []).append(e)
+    return list(by_drafter.values())
 
 
 def top(view: Overview) -> list[Entry]:
-    """The fastest drafters that may be ranked; without a clock those that accept most."""
+    """The fastest drafters that can be ranked; without timed ones, those with the highest tau."""
     return (verdict.ranked(view.timed(view.first)) or view.accepting(view.first))[:TOP]
 
 
 def chosen(view: Overview) -> list[Entry]:
-    """Whose acceptance is shown: the drafters highest in the ranking, each with its paper's tree where it has several."""
+    """The drafters whose acceptance is shown: the first in the ranking, with the paper's tree if there are several."""
     accepting = {e.title: e for e in view.accepting(view.first)}
-    found = families([*verdict.ranked(view.timed(view.first)), *accepting.values()])
-    best = [next((e for e in arms if tree_name(e) == PAPER), arms[0]).title for arms in found]
-    return [accepting[title] for title in best if title in accepting][:TOP]
+    by_drafter = families([*verdict.ranked(view.timed(view.first)), *accepting.values()])
+    titles = [next((e for e in arms if tree_name(e) == PAPER), arms[0]).title for arms in by_drafter]
+    return [accepting[title] for title in titles if title in accepting][:TOP]
 
 
-# The answer -----------------------------------------------------------------------------------------------------------
-
-
-def against(a: Entry, b: Entry, metric: str, ratio: bool) -> Interval | None:
-    """One drafter against another, if their rows were measured alike."""
-    if config_differences(a, b, FREE):
-        return None
-    return contrast(RATES[metric], a.totals, b.totals, ratio=ratio)
-
-
-def apart(group: Sequence[Entry]) -> list[str]:
-    """In what the rows of a group differ that should not, so that some of its drafters are not compared."""
+def differences(group: Sequence[Entry]) -> list[str]:
+    """Aspects in which some drafters of a group differ, so that they are not compared."""
     return sorted({aspect for e in group for aspect in config_differences(group[0], e, FREE)})
 
 
@@ -147,45 +128,45 @@ def apart(group: Sequence[Entry]) -> list[str]:
 
 
 def numbers(group: Sequence[Entry]) -> Table:
-    """The table that a run ends with, see `console`; speed-ups coloured where enough questions tell them from 1."""
+    """The console's table, with a tone for speed-ups that differ from 1."""
     ordered = console.in_order(group)
     columns = console.replayed_columns() if ordered[0].replayed else console.main_columns(wide=False)
     lines: list[list[str | Cell]] = [[make(e) for _, make in columns] for e in ordered]
     for e, line in zip(ordered, lines, strict=True):
-        line[0] = e.title + (f" ({e.failed} FAILED)" if e.failed else "")
+        line[0] = title(e)
         if not e.replayed and e.name != BASELINE:
             line[1] = Cell(str(line[1]), _tone(e.summary.speed_up, 1.0, (e,)))
-    return Table([title for title, _ in columns], lines)
+    return Table([heading for heading, _ in columns], lines)
 
 
 def acceptance(view: Overview) -> Table:
     """tau by drafter and setting."""
-    chosen = {at: {e.title: e for e in view.accepting(at)} for at in view.settings}
-    return _by_setting(view, chosen, lambda e: shown(e.summary.tau_interval), "tau by dataset (generations)")
+    entries = {setting: {e.title: e for e in view.accepting(setting)} for setting in view.settings}
+    return _by_setting(view, entries, lambda e: shown(e.summary.tau_interval), "tau by dataset (generations)")
 
 
 def speeds(view: Overview) -> Table:
     """Speed-up by drafter and setting."""
-    chosen = {at: {e.title: e for e in view.timed(at) if e.name != BASELINE} for at in view.settings}
-    return _by_setting(view, chosen, lambda e: shown(e.summary.speed_up), "speed-up by dataset (generations)")
+    entries = {s: {e.title: e for e in view.timed(s) if e.name != BASELINE} for s in view.settings}
+    return _by_setting(view, entries, lambda e: shown(e.summary.speed_up), "speed-up by dataset (generations)")
 
 
 def _by_setting(
-    view: Overview, chosen: Mapping[Setting, Mapping[str, Entry]], show: Callable[[Entry], str], caption: str
+    view: Overview, entries: Mapping[Setting, Mapping[str, Entry]], show: Callable[[Entry], str], caption: str
 ) -> Table:
-    """A line a drafter, most accepting first; a column a setting, with what its rows are, where they are all the same."""
+    """A line a drafter and a column a setting; the kind of rows is in the heading, or in each cell if kinds differ."""
     columns = ["drafter"]
-    lines: dict[str, list[str | Cell]] = {e.title: [e.title] for at in view.settings for e in view.accepting(at)}
-    for at, found in chosen.items():
-        if not found:
+    lines: dict[str, list[str | Cell]] = {e.title: [e.title] for s in view.settings for e in view.accepting(s)}
+    for setting, by_title in entries.items():
+        if not by_title:
             continue
-        kinds = {_kind(e) for e in found.values()}
-        alike = len(kinds) == 1
-        columns.append(f"{at} ({kinds.pop()})" if alike else str(at))
+        kinds = {_kind(e) for e in by_title.values()}
+        one_kind = len(kinds) == 1
+        columns.append(f"{setting} ({kinds.pop()})" if one_kind else str(setting))
         for name, line in lines.items():
-            value = show(found[name]) if name in found else ABSENT
-            aside = f" ({_kind(found[name])})" if name in found and not alike else ""
-            line.append(Cell(ABSENT, "away") if value == ABSENT else value + aside)
+            value = show(by_title[name]) if name in by_title else ABSENT
+            kind = f" ({_kind(by_title[name])})" if name in by_title and not one_kind else ""
+            line.append(Cell(ABSENT, "away") if value == ABSENT else value + kind)
     return Table(tuple(columns), list(lines.values()) if len(columns) > 1 else [], caption)
 
 
@@ -194,91 +175,70 @@ def _kind(e: Entry) -> str:
 
 
 def matrix(group: Sequence[Entry], metric: str) -> Table:
-    """Every drafter against every other one: the line's over the column's, coloured where enough questions tell them so."""
-    ratio = metric != "tau"
-    caption = (
-        "speed of the line's drafter over that of the column's"
-        if ratio
-        else "tau of the line's drafter minus that of the column's"
-    )
-    lines: list[list[str | Cell]] = [
-        [a.title, *(_duel(a, b, metric, ratio) if a is not b else Cell("", "away") for b in group)]
-        for a in group
-    ]  # fmt: skip
+    """The metric (tau or a speed) of every drafter against every other one."""
+    if metric == "tau":
+        caption = "tau of the line's drafter minus that of the column's"
+    else:
+        caption = "speed of the line's drafter over that of the column's"
+    lines: list[list[str | Cell]] = []
+    for a in group:
+        lines.append([a.title, *(Cell("", "away") if a is b else _duel(a, b, metric) for b in group)])
     return Table(("", *(e.title for e in group)), lines, caption, "matrix")
 
 
-def _duel(a: Entry, b: Entry, metric: str, ratio: bool) -> Cell:
-    pair = f"{a.title} against {b.title}"
-    if differ := config_differences(a, b, FREE):
-        return Cell(ABSENT, "away", hint=f"{pair}: rows that differ in {', '.join(differ)} are not compared")
+def _duel(a: Entry, b: Entry, metric: str) -> Cell:
+    pair, ratio = f"{a.title} against {b.title}", metric != "tau"
+    if aspects := config_differences(a, b, FREE):
+        return Cell(ABSENT, "away", hint=f"{pair}: rows that differ in {', '.join(aspects)} are not compared")
     effect = contrast(RATES[metric], a.totals, b.totals, ratio=ratio)
     if effect is None:
         return Cell(ABSENT, "away", hint=f"{pair}: nothing to compare")
-    said = f"{effect.value:.2f}" if ratio else f"{effect.value:+.2f}"
-    few = verdict.too_little((a, b))
-    hint = f"{pair}: {shown(effect)}" + (f" ({few})" if few else "")
-    return Cell(said, _tone(effect, 1.0 if ratio else 0.0, (a, b)), hint=hint)
+    problem = verdict.too_little((a, b))
+    hint = f"{pair}: {shown(effect)}" + (f" ({problem})" if problem else "")
+    value = f"{effect.value:.2f}" if ratio else f"{effect.value:+.2f}"
+    return Cell(value, _tone(effect, 1.0 if ratio else 0.0, (a, b)), hint=hint)
 
 
-def _tone(effect: Interval | None, neutral: float, of: Sequence[Entry]) -> str:
-    if verdict.too_little(of):
-        return ""
-    return {"more": "good", "less": "bad"}.get(called(effect, neutral, "more", "less"), "")
-
-
-TOO_LITTLE = "preliminary"  # too few questions, or a busy machine
-VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
+def _tone(effect: Interval | None, neutral: float, compared: Sequence[Entry]) -> str:
+    tone = direction(effect, neutral, "good", "bad")
+    return "" if verdict.too_little(compared) or tone not in ("good", "bad") else tone
 
 
 def versus(group: Sequence[Entry]) -> list[list[str]]:
-    """The matrices once more, a pair a line and with intervals. group: fastest first, the baseline left out."""
+    """Every pair of drafters with intervals, in the order of `VERSUS`. group: fastest first."""
     drafters = [e for e in group if e.name != BASELINE]
     lines = []
     for i, a in enumerate(drafters):
         for b in drafters[i + 1 :]:
-            speed, tau = against(a, b, "speed_up", ratio=True), against(a, b, "tau", ratio=False)
-            calls = called(speed, 1.0, "yes", "no"), called(tau, 0.0, "yes", "no, less")
+            speed, tau = _against(a, b, "speed_up"), _against(a, b, "tau")
+            words = direction(speed, 1.0, "yes", "no"), direction(tau, 0.0, "yes", "no, less")
             if verdict.too_little((a, b)):
-                calls = (TOO_LITTLE, TOO_LITTLE)
-            lines.append([a.title, b.title, shown(speed), shown(tau), *calls])
+                words = (PRELIMINARY, PRELIMINARY)
+            lines.append([a.title, b.title, shown(speed), shown(tau), *words])
     return lines
 
 
-TIMES = (
-    "drafter",
-    "nodes",
-    "draft, ms",
-    "target, ms",
-    "verify, ms",
-    "rest, ms",
-    "cycle, ms",
-    "tau",
-    "measured speed-up",
-    "expected (times)",
-    "expected (parameters)",
-    "if a wide pass cost no more than a narrow one",
-)
+def _against(a: Entry, b: Entry, metric: str) -> Interval | None:
+    if config_differences(a, b, FREE):
+        return None
+    return contrast(RATES[metric], a.totals, b.totals, ratio=metric != "tau")
 
 
 def times(group: Sequence[Entry]) -> Table:
-    """Where the time of a cycle goes, and what speed-up tau and these times make: measured beside expected."""
+    """The time of a cycle by phase, and measured beside expected speed-up."""
+    columns = (
+        "drafter", "nodes", *(f"{phase}, ms" for phase in (*PHASES, "rest")), "cycle, ms", "tau", "measured speed-up",
+        "expected (times)", "expected (parameters)", "if a wide pass cost no more than a narrow one",
+    )  # fmt: skip
     lines = []
     for e in group:
-        sums, s = e.totals.pooled(), e.summary
+        sums, s = e.totals.pooled, e.summary
         cycle = 1000 * float(sums["seconds"] / sums["cycles"]) if sums["cycles"] else math.nan
-        parts = [number("{:.1f}", cycle * s.split[phase]) for phase in PHASES]
-        up = s.speed_up.value if s.speed_up and e.name != BASELINE else math.nan
-        wide = pooled(free_width_speed_up, e.totals)
-        expected = (s.expected, s.expected_by_parameters, wide) if e.name != BASELINE else (math.nan,) * 3
-        lines.append(
-            [
-                e.title,
-                number("{:.0f}", s.nodes),
-                *parts,
-                number("{:.1f}", cycle),
-                number("{:.2f}", s.tau),
-                *(number("{:.2f}", v) for v in (up, *expected)),
-            ]
-        )
-    return Table(TIMES, lines)
+        phases = [number("{:.1f}", cycle * s.split[phase]) for phase in (*PHASES, "rest")]
+        speed_ups = [math.nan] * 4
+        if e.name != BASELINE:
+            measured, wide = s.speed_up.value if s.speed_up else math.nan, pooled(free_width_speed_up, e.totals)
+            speed_ups = [measured, s.expected, s.expected_by_parameters, wide]
+        rates = [number("{:.2f}", value) for value in (s.tau, *speed_ups)]
+        lines.append([e.title, number("{:.0f}", s.nodes), *phases, number("{:.1f}", cycle), *rates])
+    return Table(columns, lines)

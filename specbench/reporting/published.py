@@ -1,9 +1,8 @@
 """The papers' numeric tables from `results/published/*.csv`, with measured numbers beside the published ones.
 
-A published cell names paper, table, row, column, and what it is about: target, drafter, variant, dataset, temperature,
-metric. A study says which of its arms a row, or `row | column`, is about (`Study.shows`); nothing is matched by names. The
-arm's number for the cell's dataset, temperature and metric then stands beside the published one, if that is of the same
-target; of another one's the report says that alone. What was not measured stays empty.
+A study assigns its arms to rows, or to `row | column`, of a table (`Study.shows`). The arm's value for a cell's dataset,
+temperature and metric is shown beside the published one; values published for another target are marked. What was not
+measured stays empty.
 """
 
 import csv
@@ -28,7 +27,7 @@ from specbench.reporting.claims import TIMED, Evidence
 
 
 class Cell(TypedDict):
-    """A published number. variant: `name=value`, several with a semicolon and a space between."""
+    """A published number. variant: `name=value`, separated by a semicolon and a space."""
 
     paper: str
     table: str
@@ -59,21 +58,18 @@ TITLES = {
 
 
 def load(folder: Path, problems: list[str] | None = None) -> pd.DataFrame:
-    """All published numbers, in the order of the files.
-
-    Args:
-        problems: see `specbench.common.io.readable`.
+    """All published numbers, in the order of the files. problems: see `specbench.common.io.readable`.
 
     Raises:
-        SpecBenchError: no file, other columns, or a value that is no number; file and line are named.
+        SpecBenchError: no file, wrong columns, or a value that is not a number; it names file and line.
     """
     paths = sorted(folder.glob("*.csv"))
     if not paths:
         raise SpecBenchError(f"no published numbers in {folder}")
-    parts = [pd.DataFrame(cells, columns=list(FIELDS), dtype=str) for _, cells in readable(paths, read, problems)]
-    found = pd.concat(parts or [pd.DataFrame(columns=list(FIELDS), dtype=str)], ignore_index=True)
-    found["number"] = found["value"].astype(float)
-    return found
+    cells = [cell for _, part in readable(paths, read, problems) for cell in part]
+    numbers = pd.DataFrame(cells, columns=list(FIELDS), dtype=str)
+    numbers["number"] = numbers["value"].astype(float)
+    return numbers
 
 
 def read(path: Path) -> list[Any]:
@@ -93,30 +89,26 @@ def read(path: Path) -> list[Any]:
     return cells
 
 
-MEASURED = {  # metrics of the papers' tables -> ours; the rest is not measured here
-    "tau": "tau",
-    "speed_up": "speed_up",
-    "tokens_per_s": "tokens_per_s",
-    "alpha": "alpha",
-    **{f"{i}-alpha": f"alpha{i}" for i in range(5)},
-}
+# Metrics of the papers' tables -> `RATES`; other metrics are not measured here.
+MEASURED = {name: name for name in ("tau", "speed_up", "tokens_per_s", "alpha")}
+MEASURED |= {f"{i}-alpha": f"alpha{i}" for i in range(5)}
 MEMORY = "memory_gb"  # GB in the papers' tables are GiB
-ELSEWHERE = "another target"  # stands for a number that was published of one
-MEAN = "mean"  # as a dataset: of the others of its row
+ELSEWHERE = "another target"  # shown instead of a value that was published for one
+MEAN = "mean"  # as a dataset: the mean over the other datasets of its row
 
 
 class Pair(NamedTuple):
-    """A cell: measured here or None, as published or "", what was measured, and whether both are of the same target."""
+    """A cell's measured and published ("" if none) value, the arm measured, and whether both have the same target."""
 
     measured: float | None
     published: str
-    said: str = ""
+    source: str = ""
     alike: bool = False
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table of a paper, as published or as a study rebuilt it. study: its name, or none. on: what measured it."""
+    """One table of a paper, as published, and as measured by a study if one is named."""
 
     paper: str
     table: str
@@ -127,11 +119,11 @@ class PaperTable:
     published_on: str
     study: str = ""
     measured_on: str = ""
-    again: bool = False  # another study shows the same table before this one
+    again: bool = False  # an earlier study shows the same table
 
     @property
     def slug(self) -> str:
-        """Its name as a file."""
+        """Its file name, without suffix."""
         return text.slug(f"{self.paper}-{self.table}{'-' + self.study if self.again else ''}")
 
     @property
@@ -140,13 +132,13 @@ class PaperTable:
 
     @property
     def targets(self) -> str:
-        """What was measured where; the reader must not take one target's numbers for another's."""
+        """Targets and machines of the published and the measured values."""
         theirs = f"published: {self.published_on or 'no target named'}"
         return f"{theirs}; measured here: {self.measured_on}" if self.measured_on else theirs
 
     @property
     def measured(self) -> int:
-        """How many cells hold a measured number."""
+        """Number of cells with a measured value."""
         return sum(pair.measured is not None for row in self.cells.values() for pair in row.values())
 
     def pairs(self) -> list[list[Pair | None]]:
@@ -154,7 +146,7 @@ class PaperTable:
         return [[row.get(c) for c in self.columns] for row in self.cells.values()]
 
     def frame(self) -> pd.DataFrame:
-        """Two columns a column of the paper: measured, published; one, where nothing was measured."""
+        """Two columns a column of the paper, measured and published; only published ones if nothing was measured."""
         index = pd.Index(list(self.cells), name="row")
         if not self.measured:
             body = [[pair.published if pair else "" for pair in line] for line in self.pairs()]
@@ -174,23 +166,23 @@ def tables(published: pd.DataFrame, known: Mapping[str, Evidence], problems: lis
     """Every table of every paper, once for each study that shows it and measured something of it.
 
     Args:
-        known: what there is by study. problems: a row that a study shows and no table has is appended.
+        known: by study. problems: a line is appended for each row that a study shows and no table has.
     """
-    found, absent = [], {(name, key) for name, one in known.items() for key in _keys(one)}
+    made: list[PaperTable] = []
+    absent = {(name, key) for name, evidence in known.items() for key in _keys(evidence)}
     for (paper, table), part in published.groupby(["paper", "table"], sort=False):
-        made: list[PaperTable] = []
+        own: list[PaperTable] = []
         for name, evidence in known.items():
             for rows in (s["rows"] for s in evidence.study.get("shows", []) if (s["paper"], s["table"]) == (paper, table)):
-                there = {*part["row"], *(part["row"] + " | " + part["column"])}
-                absent -= {(name, (paper, table, row)) for row in rows if row in there}
-                one = _table(str(paper), str(table), part, _Beside(part, rows, evidence), name, bool(made))
-                made += [one] if one.measured else []
-        found += made or [_table(str(paper), str(table), part)]
+                existing = {*part["row"], *(part["row"] + " | " + part["column"])}
+                absent -= {(name, (paper, table, row)) for row in rows if row in existing}
+                rebuilt = _table(str(paper), str(table), part, _Beside(part, rows, evidence), name, bool(own))
+                own += [rebuilt] if rebuilt.measured else []
+        made += own or [_table(str(paper), str(table), part)]
     if problems is not None:
-        problems += [
-            f"study {name} shows {' '.join(key)}, which is not among the published numbers" for name, key in absent
-        ]
-    return found
+        message = "study {} shows {}, which is not among the published numbers"
+        problems += [message.format(name, " ".join(key)) for name, key in absent]
+    return made
 
 
 def _keys(evidence: Evidence) -> list[tuple[str, str, str]]:
@@ -202,39 +194,47 @@ def _table(
 ) -> PaperTable:
     cells: dict[str, dict[str, Pair]] = {}
     for cell in part.itertuples():
-        value, said = beside.find(cell) if beside else (None, "")
+        value, source = beside.find(cell) if beside else (None, "")
         alike = beside is not None and cell.target in beside.targets
-        cells.setdefault(str(cell.row), {})[str(cell.column)] = Pair(value, str(cell.value), said, alike)
-    conventions = tuple(sorted(set(part["tau_convention"]) - {""}))
-    notes = tuple(f"{row}, {column}: {note}" for row, column, note in _noted(part))
-    ours = beside is not None and any(p.measured is not None for row in cells.values() for p in row.values())
-    theirs = beside.shown if beside is not None and ours else part
+        cells.setdefault(str(cell.row), {})[str(cell.column)] = Pair(value, str(cell.value), source, alike)
+    if not any(pair.measured is not None for row in cells.values() for pair in row.values()):
+        beside = None
     return PaperTable(
         paper=paper,
         table=table,
         columns=tuple(dict.fromkeys(part["column"])),
         cells=cells,
-        notes=notes,
-        conventions=conventions,
-        published_on=_on(theirs),
+        notes=_notes(part),
+        conventions=tuple(sorted(set(part["tau_convention"]) - {""})),
+        published_on=_targets(part if beside is None else beside.shown),
         study=study,
-        measured_on=beside.where if beside is not None and ours else "",
+        measured_on="" if beside is None else beside.where,
         again=again,
     )
 
 
-def _on(part: pd.DataFrame) -> str:
-    """Targets and hardware of published rows."""
-    pairs = dict.fromkeys(zip(part["target"], part["hardware"], strict=True))
-    machines: dict[str, list[str]] = {}
-    for target, hardware in pairs:
+def _targets(part: pd.DataFrame) -> str:
+    """Targets and hardware of published values."""
+    by_hardware: dict[str, list[str]] = {}
+    for target, hardware in dict.fromkeys(zip(part["target"], part["hardware"], strict=True)):
         if target:
-            machines.setdefault(hardware, []).append(target)
-    return "; ".join(f"{', '.join(names)}{f' on {hardware}' if hardware else ''}" for hardware, names in machines.items())
+            by_hardware.setdefault(hardware, []).append(target)
+    return "; ".join(
+        f"{', '.join(names)}{f' on {hardware}' if hardware else ''}" for hardware, names in by_hardware.items()
+    )
+
+
+def _notes(part: pd.DataFrame) -> tuple[str, ...]:
+    """Notes on cells; one that many cells share is given once."""
+    notes = []
+    for note, rows in part[part["note"] != ""].groupby("note", sort=False):
+        first = rows.iloc[0]
+        notes.append(f"all, {len(rows)} cells: {note}" if len(rows) > 3 else f"{first['row']}, {first['column']}: {note}")
+    return tuple(notes)
 
 
 class _Beside:
-    """The measured halves of a table: which arm each cell is about, and what is known of that arm."""
+    """The measured values of a table. rows: row, or `row | column`, -> arm."""
 
     def __init__(self, part: pd.DataFrame, rows: Mapping[str, str], evidence: Evidence):
         self.part, self.rows, self.evidence = part, rows, evidence
@@ -245,16 +245,16 @@ class _Beside:
 
     @property
     def shown(self) -> pd.DataFrame:
-        """The published cells that an arm stands beside."""
+        """The published cells that an arm is assigned to."""
         return self.part[[self.arm(cell) is not None for cell in self.part.itertuples()]]
 
     @property
     def where(self) -> str:
-        """The study's target and machine."""
+        """The study's targets and machines."""
         return "; ".join(dict.fromkeys(f"{e.model} on {e.machine}, {e.dtype}" for e in self.evidence.entries))
 
     def find(self, cell: Any) -> tuple[float | None, str]:
-        """The measured number of a published cell, and what it is."""
+        """The measured value of a published cell, and what was measured."""
         arm = self.arm(cell)
         if arm is None:
             return None, ""
@@ -263,46 +263,34 @@ class _Beside:
     def _value(self, arm: str, cell: Any) -> tuple[float | None, str]:
         at: dict[str, Any] = {"dataset": cell.dataset} if cell.dataset else {}
         at |= {"temperature": float(cell.temperature)} if cell.temperature else {}
-        metric = str(cell.metric)
-        if metric == MEMORY:
-            e = self.evidence.find(arm, at, timed=True)
-            value = e.summary.peak_bytes / 2**30 if e is not None and e.summary.peak_bytes else None
-        elif metric in MEASURED:
-            e = self.evidence.find(arm, at, timed=MEASURED[metric] in TIMED)
-            by_tree = (
-                e is not None and metric.endswith("-alpha") and not _is_chain(e)
-            )  # n-alpha is of chains, by definition
-            rate = None if e is None or by_tree else interval(RATES[MEASURED[metric]], e.totals)
-            value = None if rate is None else rate.value
-        else:
+        metric = MEASURED.get(cell.metric)
+        if metric is None and cell.metric != MEMORY:
             return None, ""
-        if value is None or e is None:
+        e = self.evidence.find(arm, at, timed=metric is None or metric in TIMED)
+        if e is None:
+            return None, ""
+        if metric is None:
+            value = e.summary.peak_bytes / 2**30 if e.summary.peak_bytes else None
+        elif cell.metric.endswith("-alpha") and not _is_chain(e):
+            value = None  # n-alpha is defined for chains
+        else:
+            rate = interval(RATES[metric], e.totals)
+            value = None if rate is None else rate.value
+        if value is None:
             return None, ""
         trained = f", {e.seeds} seed{'s' if e.seeds > 1 else ''}" if "of" in e.arm else ""
         return value, f"{arm}{trained}: {e.dataset}, {e.summary.prompts} generations{', replayed' if e.replayed else ''}"
 
     def _mean(self, cell: Any) -> tuple[float | None, str]:
-        """Over the datasets of the cell's row, only if all of them were measured."""
+        """Mean over the datasets of the cell's row, if all of them were measured."""
         part = self.part
         alike = (part["row"] == cell.row) & (part["metric"] == cell.metric) & (part["temperature"] == cell.temperature)
         others = part[alike & ~part["dataset"].isin([MEAN, ""])].drop_duplicates("dataset")
-        found = [self.find(other)[0] for other in others.itertuples()]
-        values = [value for value in found if value is not None]
-        if not values or len(values) < len(found):
+        values = [self.find(other)[0] for other in others.itertuples()]
+        if not values or None in values:
             return None, ""
-        return float(np.mean(values)), f"mean of {', '.join(others['dataset'])}"
+        return float(np.mean(values)), f"mean of {', '.join(others['dataset'])}"  # type: ignore[arg-type]
 
 
 def _is_chain(e: Entry) -> bool:
     return str(e.growth.get("_target_", "Chain")).endswith("Chain")
-
-
-def _noted(part: pd.DataFrame) -> list[tuple[str, str, str]]:
-    """Cells with a note; a note that many cells share is given once."""
-    noted = part[part["note"] != ""]
-    found = []
-    for note, rows in noted.groupby("note", sort=False):
-        first = rows.iloc[0]
-        many = len(rows) > 3
-        found.append(("all" if many else first["row"], f"{len(rows)} cells" if many else first["column"], str(note)))
-    return found

@@ -1,4 +1,4 @@
-"""Blocks as they were read from a results folder, by age, with what entries are made of: arms, rows, the baseline's."""
+"""Blocks read from a results folder, ordered by age, with the arms and rows that entries are made of."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,41 +8,37 @@ from pathlib import Path
 from specbench.common.io import read_bytes, readable
 from specbench.records import blocks, identity
 from specbench.records.metrics import BASELINE, busy
-from specbench.records.rows import Failure, Measurement, Row
+from specbench.records.rows import Failure, Row
 from specbench.records.schema import Header
 
-Key = tuple[str, tuple[str, str]]  # an arm's label and what determines its rows
-Turn = tuple[str, int]  # of which question
+Key = tuple[str, tuple[str, str]]  # an arm's label and its `identity.arm_key`
+Turn = tuple[str, int]  # digest of a question, and turn
 
 
 @dataclass
 class Source:
-    """A block as it was read, its rows of later arms among them. number: in order of time."""
+    """A block. number: in order of time."""
 
     number: int
     path: Path
     collection: str
     header: Header
-    records: Sequence[object]  # rows, failures and measurements, as they were written
+    records: Sequence[object]
 
     @cached_property
     def rows(self) -> list[Row]:
         return [r for r in self.records if isinstance(r, Row)]
 
     @cached_property
-    def measurements(self) -> list[Measurement]:
-        return [r for r in self.records if isinstance(r, Measurement)]
-
-    @cached_property
     def group(self) -> tuple[str, ...]:
-        """What blocks whose rows are pooled have in common. Seconds are those of one kind of machine."""
+        """Key of the blocks whose rows are pooled; seconds only with those of the same kind of machine."""
         machine = "" if self.header.get("replay") else identity.machine_key(self.header)
         study, model = self.header.get("study") or "", self.header["config"]["model"]["name"]
         return self.collection, study, model, identity.cell_key(self.header), machine
 
     @cached_property
     def keys(self) -> dict[str, Key]:
-        """Its arms: label -> key."""
+        """Keys of its arms by label."""
         return {label: (label, identity.arm_key(arm)) for label, arm in self.header["arms"].items()}
 
     @cached_property
@@ -56,13 +52,13 @@ class Source:
 
 
 def turn_of(record: Row | Failure) -> Turn:
-    """By which a generation is known: its question and turn."""
+    """Key of a record's turn; older rows have no digest."""
     return record.text or record.question, record.turn
 
 
 def read_sources(paths: Iterable[Path], root: Path | None, problems: list[str] | None) -> list[Source]:
-    """Blocks by age, without those that count no more."""
-    found, left_out = [], [] if problems is None else problems
+    """Blocks by age, without those of an older decoding version."""
+    sources, left_out = [], [] if problems is None else problems
     for path, (header, records) in readable(paths, blocks.read_block, problems):
         if header["decoding"] != identity.DECODING:
             left_out.append(f"{path}: its rows were decoded by older rules (version {header['decoding']}); measure again")
@@ -71,8 +67,8 @@ def read_sources(paths: Iterable[Path], root: Path | None, problems: list[str] |
             left_out.append(f"{path}: the last row was cut off by a crash and is left out")
         # <collection>/<model>/<cell>/<block>.jsonl
         above = path.relative_to(root).parts[:-3] if root is not None and path.is_relative_to(root) else ()
-        found.append(Source(0, path, "/".join(above), header, records))
-    found.sort(key=lambda source: (source.header["started"], source.path.name))
-    for number, source in enumerate(found):
+        sources.append(Source(0, path, "/".join(above), header, records))
+    sources.sort(key=lambda source: (source.header["started"], source.path.name))
+    for number, source in enumerate(sources):
         source.number = number
-    return found
+    return sources

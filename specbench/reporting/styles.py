@@ -1,6 +1,6 @@
-"""How a drafter looks: one colour and marker a name, the same in every figure of every run; its trees differ in dashes.
+"""Colour and marker of each drafter, the same in every figure; its trees differ in their dashes.
 
-The shipped drafters' looks are fixed here; any other name gets one from its own letters, whatever stands beside it.
+Those of the shipped drafters are listed here; those of other names are derived from a hash of the name.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY = COLOURS = (
 )  # fmt: skip
 MARKERS = "osD^vPX<>*hpd8"
 
-# Methods differ in colour, variants of one method in their marker. Okabe and Ito's yellow is left out: a thin line of it
-# cannot be seen on white.
+# Methods differ in colour, variants of a method in their marker. Okabe and Ito's yellow is left out: thin lines of it are
+# invisible on white.
 KNOWN = {
     "none": (GREY, "8"),
     "vanilla": (BLACK, "X"),
@@ -35,25 +35,25 @@ KNOWN = {
     "early_exit": (VERMILION, "p"),
     "ouroboros": (BLACK, "s"),
 }
-NAMES = {said: name for name, said in WORDS.items()}
+NAMES = {word: name for name, word in WORDS.items()}
 
 
 def style(title: str) -> dict[str, Any]:
-    """`color` and `marker` of a drafter or a study's arm."""
+    """`color` and `marker` of a drafter or study's arm."""
     base = title.partition(SEPARATOR)[0]
     return dict(zip(("color", "marker"), KNOWN.get(NAMES.get(base, base)) or _of_letters(base), strict=True))
 
 
 def line(title: str) -> dict[str, Any]:
-    """The look of a line through points, for `Axes.plot` and `Axes.errorbar`: dashed for another tree than the paper's."""
+    """Style for `Axes.plot` and `Axes.errorbar`; dashed for a tree other than the paper's."""
     tree = title.partition(SEPARATOR)[2]
     return style(title) | {"linestyle": "-" if tree in ("", PAPER) else "--"}
 
 
 def _of_letters(name: str) -> tuple[str, str]:
-    """Colour and marker of a name: its parent's colour if it is called after a shipped drafter, as `eagle2_fitted`."""
-    number, colour = divmod(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"), len(COLOURS))
+    """Colour and marker by hash; a name such as `eagle2_fitted` has the colour of the shipped drafter."""
+    number, index = divmod(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"), len(COLOURS))
     parent = max((known for known in KNOWN if name.startswith(f"{known}_")), key=len, default=None)
-    found, own = KNOWN[parent] if parent else (COLOURS[colour], "")
-    others = MARKERS.replace(own, "")
-    return found, others[number % len(others)]
+    colour, marker = KNOWN[parent] if parent else (COLOURS[index], "")
+    others = MARKERS.replace(marker, "")
+    return colour, others[number % len(others)]

@@ -1,199 +1,177 @@
-"""Entries to tables of the report: decoding, acceptance by step, memory, training."""
+"""Tables of entries: decoding, acceptance by step, memory; and the notes below them."""
 
-import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
 
-from specbench.records.metrics import BASELINE, PHASES, RATES
+from specbench.records.metrics import BASELINE, PHASES, RATES, equal_answers, speed
+from specbench.records.rows import Row
 from specbench.records.statistics import Interval, interval
-from specbench.reporting import document, served, text
+from specbench.reporting import document, text
 from specbench.reporting.analysis import FEWEST
 from specbench.reporting.cells import Entry
 from specbench.reporting.groups import groups
 
 ABSENT = "-"
-
-COLUMNS = (
-    "drafter",
-    "tok/s",
-    "speed-up [95%]",
-    "tau [95%] (macro)",
-    "alpha per step",
-    "nodes",
-    "draft/target/verify/rest",
-    "expected (by params)",
-    "peak",
-    "lossless",
-)
-TRAINING = (
-    "drafter",
-    "trained parameters",
-    "multiplied a draft pass",
-    "different tokens",
-    "tokens seen",
-    "steps",
-    "hours",
-    "held-out chain tau",
-    "trained on",
-)
+STEPS = 6  # draft steps with a column of their own
+ALPHAS = ("drafter", "tau [95%]", *(f"step {i + 1} [95%]" for i in range(STEPS)))
+MEMORY = ("drafter", "target's weights", "drafter's weights", "KV caches", "everything else", "peak", "processes")
 
 
-def cells(entry: Entry) -> list[str]:
-    """One table line, in the order of `COLUMNS`."""
-    s = entry.summary
-    return [
-        entry.title + (f" ({entry.failed} FAILED)" if entry.failed else ""),
-        number("{:.1f}", s.speed),
-        shown(s.speed_up),
-        number(f"{shown(s.tau_interval)} ({{:.2f}})", s.tau_macro),
-        alphas_by_step(entry),
-        number("{:.1f}", s.nodes),
-        number("{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%", *(100 * s.split[phase] for phase in (*PHASES, "rest"))),
-        _expected(s.expected, s.expected_by_parameters),
-        peak(entry),
-        s.lossless,
-    ]
-
-
-def alphas_by_step(entry: Entry) -> str:
-    """Acceptance by draft step, of the steps that were tried often enough."""
-    return " ".join(f"{alpha:.2f}" for alpha in entry.summary.alphas[: known_depths(entry)]) or ABSENT
-
-
-def peak(entry: Entry) -> str:
-    """Peak memory while decoding."""
-    return f"{entry.summary.peak_bytes / 2**20:,.0f} MiB" if entry.summary.peak_bytes else ABSENT
-
-
-def _expected(by_times: float, by_parameters: float) -> str:
-    """Two numbers of which either may be absent, the second one in brackets."""
-    first, second = number("{:.2f}", by_times), number("{:.2f}", by_parameters)
-    return ABSENT if first == second == ABSENT else f"{first} ({second})"
+# Cells ----------------------------------------------------------------------------------------------------------------
 
 
 def number(form: str, *values: float) -> str:
-    """Values in their form; absent where there is none of one of them, as without any cycle."""
+    """Formatted values; absent unless all are finite."""
     return form.format(*values) if all(map(math.isfinite, values)) else ABSENT
 
 
-def shown(found: Interval | None) -> str:
-    """A value with its interval; one that has none, or no width, alone."""
-    if found is None:
+def shown(value: Interval | None) -> str:
+    """A value with its interval; without the interval if that has no width."""
+    if value is None:
         return ABSENT
-    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]" if found.low < found.high else f"{found.value:.2f}"
+    return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]" if value.low < value.high else f"{value.value:.2f}"
 
 
-def called(effect: Interval | None, neutral: float, above: str, below: str) -> str:
-    """What may be said of an effect: nothing while its interval holds the neutral value."""
+def direction(effect: Interval | None, neutral: float, above: str, below: str) -> str:
+    """The word for an effect whose interval lies above or below the neutral value; else "not shown"."""
     if effect is None:
         return "not compared"
-    if effect.low == effect.high:  # a single question, resampled
+    if effect.low == effect.high:  # resampling a single question gives no interval
         return "not shown"
     return above if effect.low > neutral else below if effect.high < neutral else "not shown"
 
 
-def known_depths(entry: Entry) -> int:
-    """So many draft steps were tried often enough for a share to say anything."""
-    return int((entry.totals.pooled()["tried"] >= FEWEST).cumprod().sum())
+def title(e: Entry) -> str:
+    """An entry's name, with its failures."""
+    return e.title + (f" ({e.failed} FAILED)" if e.failed else "")
 
 
-ALPHAS = ("drafter", "tau [95%]", *(f"step {i + 1} [95%]" for i in range(6)))
+def known_depths(e: Entry) -> int:
+    """Number of draft steps that were tried often enough to show their acceptance."""
+    return int((e.totals.pooled["tried"] >= FEWEST).cumprod().sum())
 
 
-def alphas(entry: Entry) -> list[str]:
-    """tau and per-step acceptance with their intervals, in the order of `ALPHAS`; steps that hardly occurred are absent."""
-    depths = known_depths(entry)
-    steps = [shown(interval(RATES[f"alpha{i}"], entry.totals)) if i < depths else ABSENT for i in range(6)]
-    return [entry.title, shown(entry.summary.tau_interval), *steps]
+def alphas_by_step(e: Entry) -> str:
+    """Acceptance by draft step."""
+    return " ".join(f"{alpha:.2f}" for alpha in e.summary.alphas[: known_depths(e)]) or ABSENT
 
 
-MEMORY = ("drafter", "target's weights", "drafter's weights", "KV caches", "everything else", "peak", "processes")
+def split(e: Entry, form: str) -> str:
+    """Shares of the decode time by phase, in percent."""
+    return number(form, *(100 * e.summary.split[phase] for phase in (*PHASES, "rest")))
+
+
+def peak(e: Entry) -> str:
+    """Peak memory while decoding."""
+    return f"{e.summary.peak_bytes / 2**20:,.0f} MiB" if e.summary.peak_bytes else ABSENT
+
+
+def _expected(e: Entry) -> str:
+    by_times, by_parameters = (number("{:.2f}", v) for v in (e.summary.expected, e.summary.expected_by_parameters))
+    return ABSENT if by_times == by_parameters == ABSENT else f"{by_times} ({by_parameters})"
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+COLUMNS: dict[str, Callable[[Entry], str]] = {
+    "drafter": title,
+    "tok/s": lambda e: number("{:.1f}", e.summary.speed),
+    "speed-up [95%]": lambda e: shown(e.summary.speed_up),
+    "tau [95%] (macro)": lambda e: number(f"{shown(e.summary.tau_interval)} ({{:.2f}})", e.summary.tau_macro),
+    "alpha per step": alphas_by_step,
+    "nodes": lambda e: number("{:.1f}", e.summary.nodes),
+    "draft/target/verify/rest": lambda e: split(e, "{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%"),
+    "expected (by params)": _expected,
+    "peak": peak,
+    "lossless": lambda e: e.summary.lossless,
+}
+
+
+def cells(e: Entry) -> list[str]:
+    """One line of the decoding table, in the order of `COLUMNS`."""
+    return [column(e) for column in COLUMNS.values()]
+
+
+def alphas(e: Entry) -> list[str]:
+    """tau and acceptance by step with intervals, in the order of `ALPHAS`."""
+    depths = known_depths(e)
+    steps = [shown(interval(RATES[f"alpha{i}"], e.totals)) if i < depths else ABSENT for i in range(STEPS)]
+    return [e.title, shown(e.summary.tau_interval), *steps]
 
 
 def memory_lines(group: Sequence[Entry]) -> list[list[str]]:
-    """Where the peak of decoding goes, in MiB, each drafter in processes of its own; the median of those.
+    """Parts of the peak while decoding, in MiB, of the median process of each drafter; in the order of `MEMORY`.
 
-    On a CPU the peak is the process's, Python and libraries in it.
+    On a CPU the peak is that of the process, Python and its libraries included.
     """
     lines = []
     for e in group:
-        found = [values for values in e.measured.get("memory", ()) if {"peak", "kv"} <= set(values)]
-        if not found or "bytes" not in e.arm:
+        processes = [values for values in e.measured.get("memory", ()) if {"peak", "kv"} <= set(values)]
+        if not processes or "bytes" not in e.arm:
             continue
-        middle = sorted(found, key=lambda values: values["peak"])[len(found) // 2]
+        middle = sorted(processes, key=lambda values: values["peak"])[len(processes) // 2]
         target, drafter = e.header["target"]["bytes"], 0 if e.name == BASELINE else e.arm["bytes"]
         parts = (target, drafter, middle["kv"], middle["peak"] - target - drafter - middle["kv"], middle["peak"])
-        lines.append([e.title, *(f"{part / 2**20:,.0f}" for part in parts), str(len(found))])
+        lines.append([e.title, *(f"{part / 2**20:,.0f}" for part in parts), str(len(processes))])
     return lines
 
 
-def training_cells(drafters: str, entry: Entry) -> list[str]:
-    """What weights cost, in the order of `TRAINING`; with a second stage on top of another drafter, both together."""
-    parts, last = [entry.weights], entry.weights["history"][-1]
-    while parts[-1].get("base", {}).get("history"):
-        parts.append(parts[-1]["base"])
-
-    def total(key: str) -> float:
-        return sum(part[key] for part in parts)
-
-    return [
-        drafters,
-        f"{total('parameters'):,}",
-        f"{entry.parameters:,}",
-        f"{entry.weights['data']['unique_tokens']:,}",
-        f"{total('tokens_seen'):,}",
-        f"{total('steps'):,}",
-        f"{total('hours'):.2f}",
-        number("{:.2f}", last.get("chain_tau", math.nan)),
-        f"{entry.weights['machine']['device']}, {entry.weights['machine']['cores']} cores",
-    ]
+# Notes ----------------------------------------------------------------------------------------------------------------
 
 
-def training_lines(entries: list[Entry]) -> list[list[str]]:
-    """One line for all drafters that use the same weights, if their training is on record."""
-    groups: dict[str, list[Entry]] = {}
-    for e in entries:
-        if e.weights.get("history"):
-            groups.setdefault(json.dumps(e.weights, sort_keys=True), []).append(e)
-    several = len({e.model for e in entries}) > 1
-    lines = []
-    for group in groups.values():
-        names = ", ".join(dict.fromkeys(e.summary.drafter for e in group))
-        lines.append(training_cells(f"{names} ({group[0].model})" if several else names, group[0]))
-    return lines
+def notes(group: Sequence[Entry]) -> list[str]:
+    """Notes below a table: the machine was busy, rows are another engine's.
 
-
-def disturbances(group: Sequence[Entry]) -> list[str]:
-    """What stands under a table: that it was timed on a busy machine, and what by another engine.
-
-    Of lines that differ in their numbers alone, block by block, the worst stands for all.
+    Of notes on several blocks that differ only in their numbers, the last in order is given.
     """
-    worst = {re.sub(r"[\d.]+", "", line): line for line in sorted(e.busy for e in group if e.busy)}
-    others = (served.said(e.arm, e.rows, e.baseline) for e in group)
-    return list(dict.fromkeys(filter(None, (*worst.values(), *others))))
+    busy = {re.sub(r"[\d.]+", "", note): note for note in sorted(e.busy for e in group if e.busy)}
+    served = (_served_note(e.arm, e.rows, e.baseline) for e in group if e.served)
+    return list(dict.fromkeys((*busy.values(), *served)))
+
+
+def _served_note(arm: Mapping[str, Any], rows: Sequence[Row], baseline: Sequence[Row]) -> str:
+    """On another engine's rows: its name, its speed, how many answers equal the baseline's. arm: of the header."""
+    drafter, engine = arm["drafter"], arm.get("served") or {}
+    turns = {(row.text or row.question, row.turn) for row in rows}
+    base = [row for row in baseline if (row.text or row.question, row.turn) in turns]
+    different = [(row.served.at, row.question) for row in rows if row.served and row.served.at is not None]
+    where = ", the earliest difference at token {} of question {}".format(*min(different)) if different else ""
+    counted = "; tokens counted anew from its text" if any(row.served and row.served.counted for row in rows) else ""
+    version = f", {drafter['engine']}" if drafter.get("engine") else ""
+    return (
+        f"{drafter['name']}: answers of {engine.get('id')} at {drafter.get('endpoint')}{version}, timed by another "
+        "engine's clock and compared with no drafter here. "
+        f"First token after {_pace(rows)}; plain decoding here: {_pace(base)}. {equal_answers(rows)}{where}{counted}."
+    )
+
+
+def _pace(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "unknown"
+    return f"{1000 * median(row.prefill_s for row in rows):.0f} ms (median), then {speed(rows):.1f} tokens/s"
+
+
+# Markdown -------------------------------------------------------------------------------------------------------------
 
 
 def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:
-    """The decoding tables as Markdown, what could not be read on top."""
+    """The decoding tables as Markdown, below the problems with files."""
     parts = list(map(markdown_problem, problems))
-    for caption, group in groups(entries):
-        heading = text.markdown(f"{caption}, {group[0].summary.prompts} generations")
-        parts.append(f"{heading}\n\n{markdown_table(COLUMNS, map(cells, group))}")
-        parts += map(text.markdown, disturbances(group))
+    for group in groups(entries):
+        heading = text.markdown(f"{group[-1].caption}, {group[0].summary.prompts} generations")
+        parts.append(f"{heading}\n\n{markdown_table(list(COLUMNS), map(cells, group))}")
+        parts += map(text.markdown, notes(group))
     return "\n\n".join(parts) + "\n"
 
 
 def markdown_problem(problem: str) -> str:
-    """A file that is left out, or a part of it, as a line."""
+    """A line on a file that was left out."""
     return f"**LEFT OUT** {text.markdown(problem)}"
 
 
-def training_markdown(entries: list[Entry]) -> str:
-    """What the drafters of these entries cost to train, as Markdown."""
-    return markdown_table(TRAINING, training_lines(entries)) + "\n"
-
-
 def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table of texts that may hold anything."""
+    """A table as Markdown, its texts escaped."""
     return document.table(document.Table(columns, list(lines)))

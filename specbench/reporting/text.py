@@ -1,7 +1,6 @@
-"""Text of others, such as names, errors and claims, into a medium: one function each, applied once, where it enters.
+"""Escaping of text (names, errors, claims) for each medium; to be applied once, where the text enters the medium.
 
-All of them make control characters visible first (`common.errors.visible`), and then take the medium's own signs for what
-they are: letters. Knows errors and nothing else in the project.
+Every function makes control characters visible (`common.errors.visible`) and escapes the medium's special characters.
 """
 
 import re
@@ -16,8 +15,8 @@ from specbench.common.errors import visible
 if TYPE_CHECKING:
     import pandas as pd
 
-# What GitHub's Markdown would take for a mark, as a character reference: no renderer takes those for anything else.
-# Underscores inside words, brackets that are no link and signs between spaces mean nothing to it and stay readable.
+# Special characters of GitHub's Markdown where they have a meaning; they become character references, which no renderer
+# misreads. Underscores inside words, brackets without a link and signs between spaces have none and stay readable.
 _MARKS = re.compile(
     r"""\\(?=[!-/:-@\[-`{-~])   # a backslash before punctuation
       | &(?=\#?\w+;)             # the beginning of a character reference
@@ -37,21 +36,21 @@ _LATEX = {
     "^": "\\textasciicircum ",
     "|": "\\textbar ",
 }
-LONGEST = 60  # letters of a label in a figure
+MAX_LABEL = 60  # characters of a label in a figure
 
 
 def terminal(text: str) -> Text:
-    """For Rich, which would read `[bold]` and `:smile:` in a plain string."""
+    """For Rich, which would interpret `[bold]` and `:smile:` in a plain string."""
     return Text(visible(text))
 
 
 def markdown(text: str) -> str:
-    """For a cell or inside a line, not for its beginning."""
-    return _MARKS.sub(lambda found: f"&#{ord(found[0])};", visible(text))
+    """For a table cell or the inside of a line, not for its beginning."""
+    return _MARKS.sub(lambda match: f"&#{ord(match[0])};", visible(text))
 
 
 def html(value: Any) -> Markup:
-    """For an element or a quoted attribute; what is markup already passes."""
+    """For an element or a quoted attribute; markup is not escaped again."""
     return value if isinstance(value, Markup) else escape(visible(str(value)))
 
 
@@ -62,29 +61,27 @@ def latex(text: str) -> str:
 
 
 def mathtext(text: str) -> str:
-    """For Matplotlib, which reads formulas between dollars, hides labels that begin with `_`, and has little room."""
-    shown = visible(text)
-    shown = shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"
-    return (" " if shown.startswith("_") else "") + shown.replace("$", r"\$")
+    """For Matplotlib, which reads formulas between dollars and hides labels that begin with `_`; shortened."""
+    label = visible(text)
+    label = label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…"
+    return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
 def slug(text: str) -> str:
-    """A part of a file's name."""
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:LONGEST]
+    """For a part of a file name."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:MAX_LABEL]
 
 
 def csv_table(frame: "pd.DataFrame", index: bool) -> str:
     """A frame of texts as CSV."""
-    written: str = _each(frame, visible).to_csv(index=index, lineterminator="\n")
-    return written
+    return str(_each(frame, visible).to_csv(index=index, lineterminator="\n"))
 
 
 def latex_table(frame: "pd.DataFrame", index: bool) -> str:
     """A frame of texts as LaTeX."""
-    written: str = _each(frame, latex).to_latex(index=index, escape=False)
-    return written
+    return str(_each(frame, latex).to_latex(index=index, escape=False))
 
 
 def _each(frame: "pd.DataFrame", change: Callable[[str], str]) -> "pd.DataFrame":
-    """Cells, columns and index changed alike."""
+    """Apply a function to cells, columns and index."""
     return frame.astype(str).map(change).rename(columns=change, index=lambda label: change(str(label)))

@@ -1,73 +1,89 @@
-"""What trainings say of themselves: the `provenance.json` files under a folder, as a table of held-out acceptance."""
+"""Tables of trainings, from the provenance of weights: their cost and held-out acceptance."""
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json, readable
 from specbench.records.metrics import RATES
 from specbench.records.schema import PROVENANCE, Provenance
-from specbench.records.statistics import Interval, Totals, interval
+from specbench.records.statistics import Totals, interval
+from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, number
 
+COST = (
+    "drafter", "trained parameters", "multiplied a draft pass", "different tokens", "tokens seen", "steps", "hours",
+    "held-out chain tau", "trained on",
+)  # fmt: skip
 HELD_OUT = (
     "drafter", "trained parameters", "different tokens", "tokens seen", "steps", "hours",
     "held-out chain tau [95%]", "0-alpha … 4-alpha", "trained on",
 )  # fmt: skip
 
 
-def read(path: Path) -> Mapping[str, Any]:
-    """A `provenance.json`. Raises `SpecBenchError`."""
-    said: Mapping[str, Any] = read_json(path, Provenance)
-    return said
-
-
 def below(folder: Path, problems: list[str] | None = None) -> dict[str, Mapping[str, Any]]:
-    """Provenances of trainings anywhere below a folder, by the name of their own; weights of others have no training.
+    """Provenance of all weights trained here below a folder, by name. problems: see `specbench.common.io.readable`."""
+    files = readable(sorted(folder.rglob(PROVENANCE)), lambda path: read_json(path, Provenance), problems)
+    return {path.parent.name: provenance for path, provenance in files if provenance.get("history")}
 
-    problems: see `specbench.common.io.readable`.
+
+def _amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Different tokens of the last stage (the first here); tokens seen, steps and hours of all stages."""
+    tokens, steps, hours = (sum(stage[key] for stage in stages) for key in ("tokens_seen", "steps", "hours"))
+    return [f"{stages[0]['data']['unique_tokens']:,}", f"{tokens:,}", f"{steps:,}", f"{hours:.2f}"]
+
+
+def cost_lines(entries: list[Entry]) -> list[list[str]]:
+    """What the weights of entries cost, in the order of `COST`: one line for all drafters with the same weights.
+
+    Weights trained on top of another drafter's are counted together with these.
     """
-    found = readable(sorted(folder.rglob(PROVENANCE)), read, problems)
-    return {path.parent.name: said for path, said in found if said.get("history")}
-
-
-def tau(answers: np.ndarray) -> Interval:
-    """Pooled over cycles, with a bootstrap over answers. Raises `SpecBenchError` where no cycle was counted."""
-    found = interval(RATES["tau"], _totals(answers)) if answers.size else None
-    if found is None:
-        raise SpecBenchError("trainings measured on held-out answers without a cycle cannot be compared")
-    return found
-
-
-def _totals(answers: np.ndarray) -> Totals:
-    """[answers, 2] of tokens and cycles, as sums by question."""
-    tokens, cycles = answers.T
-    return Totals(tuple(map(str, range(len(answers)))), {"tokens": tokens, "cycles": cycles})
-
-
-def held_out_lines(folder: Path, problems: list[str] | None = None) -> list[list[str]]:
-    """One line a drafter. problems: see `specbench.common.io.readable`."""
+    by_weights: dict[str, list[Entry]] = {}
+    for e in entries:
+        if e.weights.get("history"):
+            by_weights.setdefault(json.dumps(e.weights, sort_keys=True), []).append(e)
+    several = len({e.model for e in entries}) > 1
     lines = []
-    for name, said in below(folder, problems).items():
-        last = said.get("held_out") or said["history"][-1]  # older ones kept no answers apart: no interval then
-        shown = number("{:.2f}", last.get("chain_tau", np.nan))
-        if any(cycles for _, cycles in last.get("answers", [])):
-            found = tau(np.asarray(last["answers"], dtype=float))
-            shown += f" [{found.low:.2f}, {found.high:.2f}]"
+    for group in by_weights.values():
+        first, stages = group[0], [group[0].weights]
+        while stages[-1].get("base", {}).get("history"):
+            stages.append(stages[-1]["base"])
+        names, machine = ", ".join(dict.fromkeys(e.summary.drafter for e in group)), first.weights["machine"]
         lines.append(
             [
-                name,
-                f"{said['parameters']:,}",
-                f"{said['data']['unique_tokens']:,}",
-                f"{said['tokens_seen']:,}",
-                f"{said['steps']:,}",
-                f"{said['hours']:.2f}",
-                shown,
-                " ".join(number("{:.2f}", a) for a in last.get("n_alpha", [])) or ABSENT,
-                said["machine"]["device"],
+                f"{names} ({first.model})" if several else names,
+                f"{sum(stage['parameters'] for stage in stages):,}",
+                f"{first.parameters:,}",
+                *_amounts(stages),
+                number("{:.2f}", first.weights["history"][-1].get("chain_tau", math.nan)),
+                f"{machine['device']}, {machine['cores']} cores",
             ]
         )
     return lines
+
+
+def held_out_lines(folder: Path, problems: list[str] | None = None) -> list[list[str]]:
+    """One line a drafter, in the order of `HELD_OUT`. problems: see `specbench.common.io.readable`."""
+    lines = []
+    for name, provenance in below(folder, problems).items():
+        last = provenance.get("held_out") or provenance["history"][-1]  # older files have no answers: no interval
+        tau = number("{:.2f}", last.get("chain_tau", math.nan))
+        if any(cycles for _, cycles in last.get("answers", [])):
+            tau += _tau_bounds(last["answers"])
+        alphas = " ".join(number("{:.2f}", a) for a in last.get("n_alpha", [])) or ABSENT
+        parameters, device = f"{provenance['parameters']:,}", provenance["machine"]["device"]
+        lines.append([name, parameters, *_amounts([provenance]), tau, alphas, device])
+    return lines
+
+
+def _tau_bounds(answers: Sequence[tuple[int, int]]) -> str:
+    """The 95% interval of tau over answers, each with its tokens and cycles."""
+    tokens, cycles = np.asarray(answers, dtype=float).T
+    totals = Totals(tuple(map(str, range(len(answers)))), {"tokens": tokens, "cycles": cycles})
+    tau = interval(RATES["tau"], totals)
+    assert tau is not None  # there are cycles
+    return f" [{tau.low:.2f}, {tau.high:.2f}]"

@@ -35,7 +35,9 @@ def check(path: Path, state: Mapping[str, Any], total: int, shaped_by: Mapping[s
         raise SpecBenchError(
             f"{path} is of a run of {state['total']} steps, this one has {total} (other corpus or settings); {HINT}"
         )
-    before, now = (identity.unplaced(json.loads(text)) for text in (state["shaped_by"], json.dumps(shaped_by)))
+    before, now = (
+        identity.plain_options(json.loads(text), drop_files=False) for text in (state["shaped_by"], json.dumps(shaped_by))
+    )
     if changed := list(differing(before, now)):
         raise SpecBenchError(f"{path} is of a training with another {', '.join(changed[:4])}; {HINT}")
     if len(state["rng"]) != processes:

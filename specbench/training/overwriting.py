@@ -57,4 +57,4 @@ def made_by(drafter: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, 
     parts = {"drafter": drafter, "train": recipe, **{name: recipe.get(name) or {} for name in ("settings", "corpus")}}
     kept = {name: {k: v for k, v in part.items() if k not in NON_IDENTITY_OPTIONS[name]} for name, part in parts.items()}
     kept["train"] = {k: v for k, v in kept["train"].items() if k not in kept}
-    return {name: identity.unplaced(part) for name, part in kept.items()}
+    return {name: identity.plain_options(part, drop_files=False) for name, part in kept.items()}
