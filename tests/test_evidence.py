@@ -268,7 +268,7 @@ def test_the_plan_finds_a_cells_folder_where_the_study_writes_it(name):
 def test_the_plan_counts_whole_questions_of_all_arms_as_they_are_now(home, tmp_path):
     assert replayed(home, tmp_path, "counted", "data.limit=4").returncode == 0
     (task,) = planned(home, tmp_path, "counted")
-    assert (task.kind, task.done, task.planned, task.open, task.waiting) == ("replayed", 4, 12, True, 2)
+    assert (task.kind, task.done, task.planned, task.open, task.claims) == ("replayed", 4, 12, True, 2)
     assert task.seconds == pytest.approx(task.pace * 8 * 2 * 3)
     more = REPLAY.replace("arms:\n", "arms:\n  lookup: {run: [drafter=prompt_lookup]}\n")
     (home / "conf" / "study" / "counted.yaml").write_text(more.replace("HOME", str(home)))
