@@ -12,7 +12,7 @@ from conftest import ROOT
 from forked import FIXED, Door
 
 from specbench.records.blocks import NAME, read_block
-from specbench.records.rows import QuestionEnd
+from specbench.records.rows import QuestionEnd, Row
 
 
 def arguments_of(home, door, *arguments):
@@ -98,3 +98,54 @@ def kill_after_rows(process, results, lines):
     process.send_signal(signal.SIGKILL)
     process.wait()
     return path, path.read_bytes()
+
+
+def train(home, name, *more):
+    return [
+        "drafter=eagle2",
+        "threads=1",
+        f"train.text.path={home / 'talk.json'}",
+        f"train.name={name}",
+        f"train.out={home / 'out' / name}",
+        "train.batch=4",
+        "train.corpus.validation=8",
+        "train.corpus.shard=10",
+        "train.corpus.answer_tokens=20",
+        "train.settings.vocabulary=32",
+        "train.settings.epochs=6",
+        "train.settings.lr=0.005",
+        "train.settings.warmup=0.1",
+        "train.settings.checkpoint_minutes=0",
+        "train.settings.validation_answers=2",
+        *more,
+    ]
+
+
+TWO = """\
+title: Two drafters
+source: [nowhere]
+varies: [tree]
+cells:
+  - [dataset=mtbench, data.limit=3]
+  - [dataset=mtbench, data.limit=6, replay=true]
+arms:
+  eagle2: {run: [drafter=eagle2, drafter.weights=HOME/weights/eagle2]}
+  chain: {run: [drafter=eagle2, tree=chain, drafter.weights=HOME/weights/eagle2]}
+claims:
+  - {says: trees accept more, source: nowhere, published: more, tests: [{metric: tau, of: eagle2, over: chain, is: more}]}
+  - {says: a GPU is fast, source: nowhere, published: more, needs: {device: cuda},
+     tests: [{metric: speed_up, of: eagle2, than: 0.01, is: more}]}
+"""
+
+
+def read_rows(path):
+    """Header and generations of a block."""
+    header, records = read_block(path)
+    return header, [r for r in records if isinstance(r, Row)]
+
+
+def study(home, text, name, *arguments, ok=True):
+    folder = home / "conf"
+    (folder / "study").mkdir(parents=True, exist_ok=True)
+    (folder / "study" / f"{name}.yaml").write_text(text.replace("HOME", str(home)))
+    return run(home, "study", f"--config-dir={folder}", f"study={name}", *arguments, ok=ok)

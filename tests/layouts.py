@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from test_drafters import batch_of
+from drafting import batch_of
 
 from specbench.engine.interface import Batch
 from specbench.training.replay import AcceptanceCounts

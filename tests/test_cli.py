@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, start, typed, wait_for_rows, weight
+from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, start, train, typed, wait_for_rows, weight
 
 from specbench.config.cli import expand_shorthands
 from specbench.records import blocks
@@ -200,27 +200,6 @@ def test_a_prompt_longer_than_the_context_is_a_visible_row_and_the_others_run(ho
     assert "1 generations failed" in said
     _, rows = records_of(results, "none")
     assert [r.kind for r in rows] == ["error", "prompt"] and "300" in rows[0].error
-
-
-def train(home, name, *more):
-    return [
-        "drafter=eagle2",
-        "threads=1",
-        f"train.text.path={home / 'talk.json'}",
-        f"train.name={name}",
-        f"train.out={home / 'out' / name}",
-        "train.batch=4",
-        "train.corpus.validation=8",
-        "train.corpus.shard=10",
-        "train.corpus.answer_tokens=20",
-        "train.settings.vocabulary=32",
-        "train.settings.epochs=6",
-        "train.settings.lr=0.005",
-        "train.settings.warmup=0.1",
-        "train.settings.checkpoint_minutes=0",
-        "train.settings.validation_answers=2",
-        *more,
-    ]
 
 
 def test_training_writes_weights_that_run_uses(home):

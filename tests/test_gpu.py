@@ -23,8 +23,8 @@ and beyond these tests, by hand on one machine or two GPUs:
 import pytest
 import torch
 from conftest import DRAFTING, TRAINED, make, tiny
-from test_corpus import prompts_of
-from test_drafters import batch_of
+from corpora import prompts_of
+from drafting import batch_of
 
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.sampling import Sampler

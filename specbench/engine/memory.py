@@ -2,7 +2,7 @@
 
 Model and drafters are built on the meta device, where tensors have shapes and no storage. The rest follows from the shape:
 the cache, the widest pass (a prompt of `max_context` tokens), and what loading the target and building a drafter take for a
-moment. Checked against a process's peak in `tests/test_memory.py`. Knows no drafter, and no machine's free memory.
+moment. Checked against a process's peak in `tests/engine/test_memory.py`. Knows no drafter, and no machine's free memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence

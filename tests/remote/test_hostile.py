@@ -1,0 +1,267 @@
+"""What others send, when they die, and when: one clear error to who sent it, and nothing to anybody else."""
+
+import itertools
+import random
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import zmq
+from conftest import make, tiny
+from decoding import PROMPT, generate, plain
+from doors import start
+from test_remote import LIMITS, client, folder, server, serving  # noqa: F401 - fixtures
+from test_serve import served
+
+from specbench.common.errors import SpecBenchError
+from specbench.engine.decode import Limits, Step, decode
+from specbench.engine.sampling import Sampler
+from specbench.engine.target import Target
+from specbench.engine.verify import Lossless
+from specbench.remote import protocol
+from specbench.remote.client import LinkLost
+
+TAPS = {"hidden": [], "kv": [], "last": True, "observe_top_k": 0, "condensed": None, "free_running": False}
+TERMS = {"rule": "lossless", "numbers": [], "seed": None, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
+BEGIN = {"kind": "begin", "n": 2, "prompt": PROMPT, "capacity": 64, "taps": TAPS, "judged": TERMS} | {
+    "resumed": False,
+    "eight": False,
+}
+PASS = {"kind": "pass", "n": 3, "tokens": [1, 2], "parents": [0]}
+Q = {"nodes": [0], "ranks": [0, 0], "width": 1, "replacement": False}
+
+
+class Raw:
+    """A client that sends what it likes."""
+
+    def __init__(self, address, greeted=True):
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect(address)
+        if greeted:
+            assert self.ask({"kind": "hello", "n": 1, "version": protocol.VERSION})["kind"] == "welcome"
+
+    def ask(self, *frames):
+        self.socket.send_multipart([f if isinstance(f, bytes) else protocol.encode(f) for f in frames])
+        while self.socket.poll(20_000):
+            answer = protocol.decode(self.socket.recv(), protocol.REPLY)
+            if answer["kind"] != "alive":
+                return answer
+        raise AssertionError("no answer")
+
+    def close(self):
+        self.socket.close()
+
+
+@contextmanager
+def raw(address, greeted=True):
+    found = Raw(address, greeted)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def q(values, rows=1, width=61):
+    return {**Q, "q": protocol.pack(torch.full((rows, width), values))}
+
+
+BAD = {
+    "nothing": (b"", "no msgpack"),
+    "noise": (random.Random(0).randbytes(300), "wrong shape|no msgpack"),
+    "depth": (b"\x91" * 100_000, "no msgpack"),
+    "bytes behind a message": (protocol.encode(PASS) + b"\xc0", "no msgpack"),
+    "a list said to be long": (b"\x81\xa1a\xdd\xff\xff\xff\xff", "no msgpack"),
+    "a million maps": (b"\x81\xa1a\xdd" + (1_000_000).to_bytes(4, "big") + b"\x80" * 1_000_000, "no msgpack"),
+    "a map of many keys": (protocol.encode({str(key): 0 for key in range(100)}), "no msgpack"),
+    "a long text": (protocol.encode({**PASS, "kind": "x" * 10_000}), "no msgpack"),
+    "an extension": (b"\x81\xa1a\xd4\x01\x00", "no msgpack"),
+    "a number": (protocol.encode(7), "wrong shape"),
+    "another kind": ({"kind": "eval", "n": 3, "code": "1"}, "wrong shape"),
+    "more than was asked": ({**PASS, "path": "/etc/passwd"}, "wrong shape"),
+    "a float for an id": ({**PASS, "tokens": [1.0, 2]}, "wrong shape"),
+    "true for an id": ({**PASS, "tokens": [True, 2]}, "wrong shape"),
+    "an empty tree": ({**PASS, "tokens": []}, "wrong shape"),
+    "an id too large": ({**PASS, "tokens": [1, 61]}, "token 61"),
+    "a negative id": ({**PASS, "tokens": [1, -1]}, "wrong shape"),
+    "a circle": ({**PASS, "parents": [1]}, "behind its parent"),
+    "too few parents": ({**PASS, "parents": []}, "behind its parent"),
+    "too many nodes": ({**PASS, "tokens": [1] * 129, "parents": [0] * 128}, "129 nodes"),
+    "no room": ({**PASS, "tokens": [1] * 80, "parents": [0] * 79}, "no room left"),
+    "q of another size": ({**PASS, "drawn": q(0.1, width=60)}, "expected"),
+    "q that is no number": ({**PASS, "drawn": q(float("nan"))}, "no probability"),
+    "q of nodes that are not there": ({**PASS, "drawn": {**q(0.1), "nodes": [7]}}, "does not have"),
+    "ranks beyond the width": ({**PASS, "drawn": {**q(0.1), "ranks": [0, 5]}}, "ranks"),
+    "a shape of petabytes": ({**PASS, "drawn": {**Q, "q": {"d": "float32", "s": [2**30, 2**30], "b": b""}}}, "expected"),
+    "a layer that is not there": ({**BEGIN, "taps": {**TAPS, "kv": [99]}}, "layer 99"),
+    "int8 without what it stands for": (
+        {**PASS, "drawn": {**Q, "q": {"d": "int8", "s": [1, 61], "b": bytes(61)}}},
+        "expected",
+    ),
+    "int8 that stands for no number": (
+        {**PASS, "drawn": {**Q, "q": {"d": "int8", "s": [1, 61], "b": bytes([1] * 61), "m": b"\xff\xff\xff\xff"}}},
+        "no probability",
+    ),
+    "a layer many times": ({**BEGIN, "taps": {**TAPS, "kv": [1] * 50}}, "twice"),
+    "a network that is not there": ({**BEGIN, "taps": {**TAPS, "condensed": "0" * 16}}, "does not have the network"),
+    "a long prompt": ({**BEGIN, "prompt": [1] * 129, "capacity": 200}, "129 tokens"),
+    "a huge cache": ({**BEGIN, "capacity": 2**31 - 1}, "positions"),
+    "no room for the prompt": ({**BEGIN, "capacity": 3}, "no room"),
+    "another rule": ({**BEGIN, "judged": {**TERMS, "rule": "specbench.engine.verify.Simulated"}}, "wrong shape"),
+    "numbers for a rule without": ({**BEGIN, "judged": {**TERMS, "temperature": float("nan")}}, "wrong shape"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_message_gets_one_line_and_hurts_nobody(what, server, folder):  # noqa: F811
+    """Its sender may go on, and another client's generation, begun before and ended after, is what it would be."""
+    message, said = BAD[what]
+    with client(server, folder) as good, raw(server.address) as bad:
+        events = decode(good, make("eagle2", good), PROMPT, Limits(16), Lossless(), Sampler())
+        found = [next(events).token]
+        if not (isinstance(message, dict) and message.get("kind") == "begin"):
+            assert bad.ask(BEGIN)["kind"] == "answer"
+        answer = bad.ask(message)
+        assert answer["kind"] == "error" and "\n" not in answer["said"]
+        assert any(part in answer["said"] for part in said.split("|")), answer["said"]
+        assert bad.ask(BEGIN)["token"] == plain(tiny(), PROMPT, 1)[0]
+        found += [t for e in events if isinstance(e, Step) for t in e.tokens]
+    assert found == plain(tiny(), PROMPT, 16)
+
+
+def test_several_frames_another_version_and_strangers_are_told_so(server):  # noqa: F811
+    with raw(server.address, greeted=False) as stranger:
+        assert "hello" in stranger.ask(PASS)["said"]
+        assert "frames" in stranger.ask(b"a", b"b")["said"]
+        assert f"version {protocol.VERSION}, you speak 99" in stranger.ask({"kind": "hello", "n": 1, "version": 99})["said"]
+
+
+def test_no_more_clients_than_allowed_and_who_leaves_makes_room():
+    with serving(tiny(), clients=1) as small:
+        with raw(small.address), raw(small.address, greeted=False) as second:
+            assert "1 clients already" in second.ask({"kind": "hello", "n": 1, "version": protocol.VERSION})["said"]
+        deadline = time.monotonic() + 120
+        while small.clients and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with raw(small.address):
+            pass
+
+
+def test_another_target_is_refused(server, tmp_path):  # noqa: F811
+    tiny(seed=5).model.save_pretrained(tmp_path)
+    with pytest.raises(SpecBenchError, match="serves another target"), client(server, tmp_path):
+        pass
+
+
+# Bytes below messages ---------------------------------------------------------------------------------------------------
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+HANDSHAKE = GREETING + b"\x04" + bytes([len(READY)]) + READY
+
+
+@pytest.mark.parametrize(
+    ("sent", "ends"),
+    [
+        (HANDSHAKE + b"\x02" + (1 << 30).to_bytes(8, "big") + bytes(1000), True),  # 1 GB announced
+        (HANDSHAKE + b"\x00\x64" + bytes(10), False),  # half a message
+        (HANDSHAKE[:70], False),  # half a handshake
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20, False),  # ZeroMQ's oldest version, to it
+    ],
+)
+def test_what_is_no_message_is_cut_off_or_waits_and_hurts_nobody(sent, ends, server, folder):  # noqa: F811
+    host, port = server.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as line:
+        line.sendall(sent)
+        with client(server, folder) as good:
+            assert generate(good, make("none", good), cap=8)[0] == plain(tiny(), PROMPT, 8)
+        if ends:
+            assert ended(line)
+
+
+def ended(line):
+    """Does the other side hang up?"""
+    try:
+        while line.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+# Side by side -----------------------------------------------------------------------------------------------------------
+
+
+def test_clients_with_different_drafters_interleave(server, folder):  # noqa: F811
+    """Each answer is what it is alone, though every pass comes between passes of others."""
+    prompts = {"eagle2": PROMPT, "moa": [7, 7, 1, 30], "lookahead": [50, 2, 9], "vanilla": [11] * 9}
+    with client(server, folder) as a, client(server, folder) as b, client(server, folder) as c, client(server, folder) as d:
+        found = {drafter: [] for drafter in prompts}
+        streams = [
+            decode(there, make(name, there), prompt, Limits(20), Lossless(), Sampler())
+            for there, (name, prompt) in zip((a, b, c, d), prompts.items(), strict=True)
+        ]
+        for events in itertools.zip_longest(*streams):
+            for name, event in zip(prompts, events, strict=True):
+                if event is not None:
+                    found[name] += event.tokens if isinstance(event, Step) else [event.token]
+    assert found == {name: plain(tiny(), prompt, 20) for name, prompt in prompts.items()}
+
+
+# Sudden ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_client_frees_its_cache(home):
+    target = Target.load(home / "model", torch.float32, torch.device("cpu"))
+    with serving(target, context=256) as running:
+        for _ in range(2):
+            door = start(home, "run", f"link={running.address}", "drafter=none", "rerun=all")
+            deadline = time.monotonic() + 120
+            while not any(c.cache.nbytes for c in list(running.clients.values())) and time.monotonic() < deadline:
+                time.sleep(0.002)
+            door.send_signal(signal.SIGKILL)
+            door.wait()
+            while running.clients and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not running.clients, "a client that is dead still has its place"
+
+
+def test_a_killed_server_is_waited_for_and_answers_stay(home):
+    """At random moments; another server at the same port goes on from the prompt and what was verified."""
+    moments = random.Random(3)
+    expected = generate(Target.load(home / "model", torch.float32, torch.device("cpu")), make("none", tiny()), cap=60)[0]
+    door, address = served(home)
+    port = address.rpartition(":")[2]
+
+    class Running:
+        pass
+
+    Running.address = address
+    with client(Running, home / "model", on_disconnect="wait") as there:
+        found = []
+
+        def answer():
+            events = decode(there, make("none", there), PROMPT, Limits(60), Lossless(), Sampler())
+            for event in events:
+                found.extend(event.tokens if isinstance(event, Step) else [event.token])
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        while not found:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0.0, 0.3))
+        door.send_signal(signal.SIGKILL)
+        door.wait()
+        door, _ = served(home, f"port={port}")
+        thread.join(90)
+        assert found == expected
+        assert there.traffic.resumed >= 1
+        door.send_signal(signal.SIGKILL)
+        there.on_disconnect, there.connection.timeout_s = "stop", 2.0
+        with pytest.raises(LinkLost):
+            generate(there, make("none", there), cap=60)
