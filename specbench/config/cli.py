@@ -65,6 +65,7 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
 
         run: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(recorded)
 
+        @functools.wraps(job)
         def main() -> None:
             succeeded.clear()
             run()
