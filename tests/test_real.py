@@ -82,7 +82,7 @@ def test_fast_products_leave_greedy_ids_unchanged_on_fifty_prompts(real):
     config = configuration("none", "model.dtype=float32", "data.limit=50")
     fast, chat = instantiate(config.model).load()
     fast.optimize_for_inference()
-    assert fast.lean is not None
+    assert fast.fused is not None
     for question in instantiate(config.dataset).load():
         prompt = chat.encode([{"role": "user", "content": question.turns[0]}])[-32:]
         plain, hastened = (ids(events(target, bound("none", target), prompt, 6)) for target in (real[0], fast))

@@ -226,6 +226,8 @@ class Writer:
 
     def _write(self, indices: list[int], process: int, precision: Precision) -> Generator[Text, None, None]:
         """Write dialogues, each into this process's file as it ends."""
+        if not indices:
+            return
         prompts = (p for i in indices if (p := self._prompt(i)))
         answer = self.settings.answer_tokens
         lengths = Lengths(answer, self.settings.text_tokens, min_answer=min(MIN_ANSWER, answer))

@@ -99,7 +99,7 @@ def test_the_lean_forward_is_the_models(kind):
     plain, lean = loud(OTHERS[kind]()), loud(OTHERS[kind]())
     before = lean.fingerprint()
     lean.optimize_for_inference()
-    assert isinstance(lean.lean, FusedLlama)
+    assert isinstance(lean.fused, FusedLlama)
     assert lean.fingerprint() == before, "the parameters are not what they were"
     taps = Taps(hidden=(0, -1), kv=(1,))
     with torch.inference_mode():

@@ -347,11 +347,11 @@ def test_a_process_that_measures_takes_the_products_that_were_timed_here(home):
     words = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32", "threads=1"]
     spec = run_spec.from_config(composed("run", [*words, "drafter=suffix"]))
     timed: packed_linear.Timed = {}
-    loaded = isolated.loaded(spec, None, timed)
+    loaded = isolated.loaded(spec, spec.make_drafter(), timed)
     assert loaded.packing.timed is timed and timed
     other = {key: tuple(not pays for pays in found) for key, found in timed.items()}
     before = dict(other)
-    isolated.loaded(spec, None, other)
+    isolated.loaded(spec, spec.make_drafter(), other)
     assert other == before, "it was timed again"
 
 
