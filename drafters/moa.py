@@ -52,6 +52,7 @@ from drafters.moa_checkpoint import PARTS, attention_shape, map_tensors
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Name, Natural, Positive, Share, Text, Weight
 from specbench.engine.cache import KVCache
+from specbench.engine.drafter import TimedFunction
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.pretrained import fingerprint
@@ -101,6 +102,10 @@ class MoA(CrossAttention, TrainedDrafter):
         self.periods, self.window = periods or (1, growth.depth), window
         self.draws, self.confine = draws, confine
         self.shapes: dict[str, dict[str, Any]] = {}  # of `lsa`, `sa` and `ca`, where a published checkpoint differs
+
+    def timed_functions(self) -> list[TimedFunction]:
+        tail: list[TimedFunction] = [(self.target, "tail", "network")] if self.runs_layers else []
+        return [*super().timed_functions(), *tail]
 
     def build(self, target: Target) -> None:
         if not 0 <= self.tli < target.layers:

@@ -124,7 +124,7 @@ class _Partial(Drafter, ABC):
         self.active_parameters = sum(p.numel() for part in used for p in part.parameters()) + self.head.weight.numel()
 
     def timed_functions(self) -> list[TimedFunction]:
-        return [(self.head, "forward", "head")]
+        return [(self.head, "forward", "head"), (self.target, "subset", "network")]
 
     def reset(self, capacity: int) -> None:
         self.cache.begin(capacity)

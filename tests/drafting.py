@@ -10,6 +10,19 @@ from decoding import plain
 from specbench.engine import vocabulary
 from specbench.engine.interface import Batch, Taps
 
+# Drafters that draft a chain from every position of a text at once (`drafts`), and are trained on packed rows.
+FAMILY = (
+    "vanilla",
+    "medusa",
+    "eagle2",
+    "eagle2_unshifted",
+    "eagle2_feature",
+    "eagle2_token",
+    "hass",
+    "coral",
+    "eagle2_router",
+)
+
 
 def batch_of(target, rows=8, length=24, seed=0):
     """Greedy text of the target from random starts, with its states."""

@@ -136,7 +136,7 @@ class Drafter:
         """Make drafting fast, once weights and device are final; not for training."""
 
     def timed_functions(self) -> list[TimedFunction]:
-        """Its LM head and the functions of its network, besides the target's own, for timing."""
+        """Its LM head, the functions of its network and those that run layers of the target, for timing."""
         return []
 
     @classmethod

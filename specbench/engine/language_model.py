@@ -22,6 +22,7 @@ class LanguageModel:
         path: the folder of its files and its tokenizer.
         packing: decides which products, its drafters' too, use packed weights.
         listing: the file that lists its most frequent ids, see `vocabulary`.
+        made_from: the configuration of a target with random weights; None: its weights were loaded.
     """
 
     def __init__(self, model: Any, path: Path | str | None = None):  # a PreTrainedModel, whose attributes its stubs lack
@@ -29,6 +30,7 @@ class LanguageModel:
         self.path = path
         self.packing = Packing()
         self.listing: Path | None = None
+        self.made_from: PreTrainedConfig | None = None
         self.config: PreTrainedConfig = model.config.get_text_config()
         self.decoder: Any = model.get_decoder()
         if not hasattr(self.decoder, "layers"):

@@ -33,14 +33,12 @@ class Target(CausalLM):
 
     Attributes:
         cache: keys and values of what is kept. taps: what the drafter of the current sequence reads.
-        made_from: the configuration of a target with random weights.
     """
 
     replayed = False
 
     def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model.eval().requires_grad_(False), path)
-        self.made_from: PreTrainedConfig | None = None
         self.cache = self.new_cache(0)
         self.taps = Taps()
         self._tapped: dict[int, Tensor] = {}

@@ -38,7 +38,7 @@ def overhead(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int)
     """Time of the cycles outside forwards of target and drafter. share: of the cycles' time. ms_per_cycle: milliseconds."""
     clock = Clock(target.device)
     of_target = [(target, "run", "forward"), (target.head, "forward", "forward")]
-    of_drafter = [(owner, name, "forward") for owner, name, _ in _forwards(target, bound)]
+    of_drafter = [(owner, name, "forward") for owner, name, _ in bound.drafter.timed_functions()]
     with _timed([*of_target, *of_drafter], clock) as seconds:
         steps, inside = _steps(target, bound, prompts, tokens, clock, seconds)
     total = sum(s.draft_s + s.target_s + s.verify_s + s.rest_s for s in steps)
@@ -118,16 +118,11 @@ def drafting(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int)
     """Drafting time. ms: a cycle. head, network, rest: shares of it; the rest is growing trees and keeping caches."""
     clock = Clock(target.device)
     # The target calls the same head: since the outermost function counts, its calls are not counted as drafting.
-    with _timed([(target, "forward", "target"), *_forwards(target, bound)], clock) as seconds:
+    with _timed([(target, "forward", "target"), *bound.drafter.timed_functions()], clock) as seconds:
         steps, inside = _steps(target, bound, prompts, tokens, clock, seconds)
     total = sum(step.draft_s for step in steps)
     head, network = (inside.get(part, 0.0) / total for part in ("head", "network"))
     return {"ms": 1000 * total / len(steps), "head": head, "network": network, "rest": 1 - head - network}
-
-
-def _forwards(target: Target, bound: BoundDrafter) -> list[Timed]:
-    """Forwards of a drafter: its own, and those of target layers that it runs."""
-    return [*bound.drafter.timed_functions(), (target, "tail", "network"), (target, "subset", "network")]
 
 
 @contextmanager

@@ -75,5 +75,6 @@ def loaded(spec: RunSpec, drafter: Any, timed: Timed | None = None) -> Target:
 def _cached_bytes(target: Target, drafter: Any) -> int:
     """Allocated bytes of the key/value caches of target and drafter."""
     modules = drafter.modules() if isinstance(drafter, nn.Module) else [drafter]
-    caches = [target.cache, *(x for module in modules for x in vars(module).values() if isinstance(x, KVCache))]
+    own = [target.cache] if isinstance(target, Target) else []  # a remote target's is on the server
+    caches = [*own, *(x for module in modules for x in vars(module).values() if isinstance(x, KVCache))]
     return sum(cache.nbytes for cache in {id(c): c for c in caches}.values())

@@ -80,15 +80,26 @@ def _decoding(cost: Callable[..., dict[str, float]]) -> Callable[[Workload, Arm]
     return measure
 
 
+def _local(measure: Callable[[Workload, Arm], dict[str, float]]) -> Callable[[Workload, Arm], dict[str, float]]:
+    """A cost for which the target's layers must be in this process."""
+
+    def measure_local(load: Workload, arm: Arm) -> dict[str, float]:
+        if isinstance(load.target, RemoteTarget):
+            raise SpecBenchError("the target's layers are on the server; measure with link=local")
+        return measure(load, arm)
+
+    return measure_local
+
+
 QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "memory": Quantity(_memory),
     "training": Quantity(lambda _, arm: isolated.call(isolated.training, arm.spec), lambda arm: arm.spec.trained),
     "drafting": Quantity(_decoding(costs.drafting), lambda arm: not _is_baseline(arm)),
-    "overhead": Quantity(_decoding(costs.overhead)),
-    "target_pass": Quantity(lambda load, _: target_cost.target_pass(load.target, load.prompts[0]), _is_baseline),
+    "overhead": Quantity(_local(_decoding(costs.overhead))),
+    "target_pass": Quantity(_local(lambda load, _: target_cost.target_pass(load.target, load.prompts[0])), _is_baseline),
     "clients": Quantity(_clients),
     "generate": Quantity(
-        _decoding(costs.against_transformers), lambda arm: _is_baseline(arm) or bool(costs.assistance(arm.bound))
+        _local(_decoding(costs.against_transformers)), lambda arm: _is_baseline(arm) or bool(costs.assistance(arm.bound))
     ),
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import make, tiny
 from decoding import PROMPT, plain
-from drafting import save_tokenizer, trained
+from drafting import FAMILY, save_tokenizer, trained
 
 from drafters.vanilla import Vanilla
 from specbench.engine.interface import Batch, NoShortcut
@@ -13,17 +13,6 @@ from specbench.training.features import Answer
 from specbench.training.replay import chains, replay
 
 STEPS = 4
-FAMILY = (
-    "vanilla",
-    "medusa",
-    "eagle2",
-    "eagle2_unshifted",
-    "eagle2_feature",
-    "eagle2_token",
-    "hass",
-    "coral",
-    "eagle2_router",
-)
 
 
 def counts_alike(target, made):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import DRAFTERS, TRAINED, make, tiny
 from decoding import PROMPT, generate, plain
+from drafting import listing
 
 from specbench.common.errors import SpecBenchError
 from specbench.config import run_spec
@@ -18,6 +19,7 @@ from specbench.data.prompts import Question
 from specbench.engine.decode import Limits, RunSettings, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
+from specbench.evaluation import isolated, measurements
 from specbench.evaluation.audit import _narrow, _plain, audit
 from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.rows import Row
@@ -160,6 +162,28 @@ def test_a_link_that_waits_goes_on_from_what_was_verified(drafter, more, server,
     with client(server, folder, on_disconnect="wait", cut_after=9) as there:
         assert generate(there, make(drafter, there, *more), cap=24)[0] == expected
         assert there.traffic.resumed == 1
+
+
+def test_costs_over_a_link_are_measured_or_refused(server, folder):
+    """Drafting is timed beside a remote target, caches here are counted; what needs its layers is refused in one line."""
+    with client(server, folder) as there:
+        for drafter in ("eagle2", "moa", "prompt_lookup"):
+            arm = SimpleNamespace(
+                bound=BoundDrafter(drafter, make(drafter, there), Lossless()), spec=SimpleNamespace(backend="eager")
+            )
+            load = measurements.Workload(there, [PROMPT], 8)
+            assert measurements.QUANTITIES["drafting"].measure(load, arm)["ms"] > 0
+            assert isolated._cached_bytes(there, arm.bound.drafter) >= 0
+            for name in ("overhead", "target_pass", "generate"):
+                with pytest.raises(SpecBenchError, match="on the server"):
+                    measurements.QUANTITIES[name].measure(load, arm)
+
+
+def test_a_draft_vocabulary_works_over_a_link(server, folder, tmp_path):
+    with client(server, folder) as there:
+        listing(there, tmp_path)
+        drafter = make("eagle2", there, "drafter.vocabulary=40")
+        assert generate(there, drafter, cap=12)[0] == plain(tiny(), PROMPT, 12)
 
 
 def benched(there, drafter, *more, cap=20, expected=None):

@@ -6,22 +6,12 @@ import pytest
 import torch
 from conftest import make, tiny
 from decoding import plain
+from drafting import FAMILY
 
 from drafters.base import noisy
 from specbench.engine.interface import Batch, Taps
 
 LENGTHS = ((9, 14, 5), (20, 8))  # of the sequences of each packed row, the second of which ends in padding
-DRAFTERS = (
-    "vanilla",
-    "medusa",
-    "eagle2",
-    "eagle2_unshifted",
-    "eagle2_feature",
-    "eagle2_token",
-    "hass",
-    "coral",
-    "eagle2_router",
-)
 
 
 def laid_out(target):
@@ -67,7 +57,7 @@ def quiet(drafter, target):
 
 
 @pytest.mark.parametrize("confined", [False, True])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", FAMILY)
 def test_a_packed_loss_is_the_padded_loss(drafter, confined):
     target = tiny()
     made = quiet(drafter, target)
@@ -93,7 +83,7 @@ def test_so_are_its_gradients(drafter):
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", FAMILY)
 @torch.no_grad()
 def test_what_is_drafted_in_a_packed_row_is_what_is_drafted_alone(drafter):
     target = tiny()
