@@ -48,19 +48,19 @@ class Connection:
     """One client's connection to a server.
 
     Attributes:
-        address: tcp://host:port. timeout_s: of an answer.
+        address: tcp://host:port. timeout_s: of an answer. max_bytes: of an answer.
         welcome: the server's description of itself. traffic: of the current generation.
     """
 
-    def __init__(self, address: str, timeout_s: float):
-        self.address, self.timeout_s = address, timeout_s
+    def __init__(self, address: str, timeout_s: float, max_bytes: int):
+        self.address, self.timeout_s, self.max_bytes = address, timeout_s, max_bytes
         self.socket: zmq.Socket[bytes] | None = None
         self.traffic, self.number = Traffic(), 0
 
     def open(self) -> None:
         """Connect, or reconnect. Raises `SpecBenchError` for a server of another version, `LinkLost` if none answers."""
         self.close()
-        self.socket = client_socket(self.address)
+        self.socket = client_socket(self.address, self.max_bytes)
         self.watch = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self.welcome: protocol.Welcome = self.request({"kind": "hello", "version": protocol.VERSION})

@@ -13,7 +13,6 @@ the number `n` of its request, so that a late one is recognised.
                                                       alive    detects clients that are gone (no answer)
 """
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 import msgpack
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
@@ -37,6 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Layer = Annotated[int, Field(ge=0, lt=4096)]
+Naturals = Annotated[list[Natural], FailFast()]  # one error, not one for each of a million items
+Layers = Annotated[list[Layer], FailFast()]
 Float = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -44,7 +45,7 @@ class WireTensor(TypedDict):
     """A tensor: dtype, shape, little-endian bytes; for int8 also the largest magnitude of each row, as float32."""
 
     d: Literal["float32", "bfloat16", "float16", "int8"]
-    s: Annotated[list[Natural], Field(max_length=4)]
+    s: Annotated[list[Natural], FailFast(), Field(max_length=4)]
     b: bytes
     m: NotRequired[bytes]
 
@@ -58,8 +59,8 @@ class Hello(TypedDict):
 class TapsMessage(TypedDict):
     """`Taps`, with layers counted from 0."""
 
-    hidden: list[Layer]
-    kv: list[Layer]
+    hidden: Layers
+    kv: Layers
     last: bool
     observe_top_k: Natural | None
     condensed: Digest | None
@@ -70,7 +71,7 @@ class VerifyMessage(TypedDict):
     """`VerifyConfig`: the rule's name and numbers; temperature, top-p, top-k."""
 
     rule: Literal["lossless", "typical"]
-    numbers: Annotated[list[Float], Field(max_length=2)]
+    numbers: Annotated[list[Float], FailFast(), Field(max_length=2)]
     temperature: Float
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: Natural
@@ -82,7 +83,7 @@ class Begin(TypedDict):
 
     kind: Literal["begin"]
     n: Natural
-    prompt: Annotated[list[Natural], Field(min_length=1)]
+    prompt: Annotated[list[Natural], FailFast(), Field(min_length=1)]
     capacity: Natural
     taps: TapsMessage
     judged: VerifyMessage | None
@@ -93,9 +94,9 @@ class Begin(TypedDict):
 class Drawn(TypedDict):
     """A tree's sampling: rows of q at nodes that have children, ranks and width of the tree, see `DraftTree`."""
 
-    nodes: list[Natural]
+    nodes: Naturals
     q: WireTensor
-    ranks: list[Natural]
+    ranks: Naturals
     width: Natural
     replacement: bool
 
@@ -105,9 +106,9 @@ class Pass(TypedDict):
 
     kind: Literal["pass"]
     n: Natural
-    tokens: Annotated[list[Natural], Field(min_length=1)]
-    parents: list[Natural]
-    others: NotRequired[list[Natural]]
+    tokens: Annotated[list[Natural], FailFast(), Field(min_length=1)]
+    parents: Naturals
+    others: NotRequired[Naturals]
     drawn: NotRequired[Drawn]
 
 
@@ -131,7 +132,7 @@ class Welcome(TypedDict):
     n: Natural
     version: Natural
     fingerprint: str
-    condensers: list[Digest]
+    condensers: Annotated[list[Digest], FailFast()]
     limits: Limits
 
 
@@ -143,15 +144,15 @@ class Answer(TypedDict):
 
     kind: Literal["answer"]
     n: Natural
-    path: NotRequired[list[Natural]]
+    path: NotRequired[Naturals]
     drafted: NotRequired[Natural]
     token: NotRequired[Natural]
     last: NotRequired[WireTensor]
-    hidden: NotRequired[list[WireTensor]]
-    kv: NotRequired[list[WireTensor]]
-    condensed: NotRequired[list[WireTensor]]
+    hidden: NotRequired[Annotated[list[WireTensor], FailFast()]]
+    kv: NotRequired[Annotated[list[WireTensor], FailFast()]]
+    condensed: NotRequired[Annotated[list[WireTensor], FailFast()]]
     logits: NotRequired[WireTensor]
-    ids: NotRequired[list[list[Natural]]]
+    ids: NotRequired[Annotated[list[Naturals], FailFast()]]
     seconds: Float
 
 
@@ -179,7 +180,13 @@ PARTS = {
     "drawn": "q",
 }
 # Bounds of what a message decodes to, whatever it announces; msgpack itself limits nesting to some hundred levels.
-MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, MAX_CHARACTERS = 1 << 15, 1 << 18, 32, 1 << 12
+MAX_ITEMS, MAX_KEYS, MAX_CHARACTERS = 1 << 18, 32, 1 << 12
+FRAME = 1 << 16  # bytes of a message beside ids and tensors, at most
+
+
+def request_bytes(prompt: int, nodes: int, vocabulary: int) -> int:
+    """Bytes of a request at most: a prompt, or a tree with a float32 probability of every id at every node."""
+    return FRAME + 5 * prompt + nodes * (5 * 5 + 4 * vocabulary)
 
 
 def encode(message: Any) -> bytes:
@@ -213,11 +220,13 @@ def decode_counted(data: bytes, shape: TypeAdapter[Any]) -> tuple[Any, dict[str,
 
 def _unpack_map(data: bytes) -> tuple[dict[str, Any], dict[str, int]]:
     """A map and the size of each item; counts and lengths are checked before anything of that size is built."""
-    containers = itertools.count(1)
+    total = 0
 
     def counted(container: Any) -> Any:
-        if next(containers) > MAX_CONTAINERS:
-            raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
+        nonlocal total
+        total += 1 + len(container)
+        if total > MAX_ITEMS:
+            raise ValueError(f"more than {MAX_ITEMS} items in lists and maps")
         return container
 
     size = max(1, len(data))

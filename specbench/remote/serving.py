@@ -10,7 +10,7 @@ import torch
 from specbench.common.errors import SpecBenchError, format_exception
 from specbench.common.processes import end_with_parent
 from specbench.engine.loading import ModelSpec
-from specbench.remote.protocol import Limits
+from specbench.remote.protocol import Limits, request_bytes
 from specbench.remote.server import Server
 
 TIMEOUT_S = 600  # of loading a model
@@ -34,7 +34,8 @@ def server(
     if model.forward == "lean":
         target.optimize_for_inference()
     context = target.max_context
-    limits = Limits(clients=clients, message=megabytes << 20, prompt=prompt or context, context=context, nodes=nodes)
+    largest = min(megabytes << 20, request_bytes(prompt or context, nodes, target.vocab_size))
+    limits = Limits(clients=clients, message=largest, prompt=prompt or context, context=context, nodes=nodes)
     for drafter in condensers:
         drafter.bind(target)
     return Server(target, address, limits, idle_s, [c for c in condensers if c.taps.condensed])

@@ -83,7 +83,7 @@ class RemoteTarget(LanguageModel):
         int8_states: bool = False,
     ):
         super().__init__(model, path)
-        self.connection = Connection(address, timeout_s)
+        self.connection = Connection(address, timeout_s, self._answer_bytes())
         self.server = address
         self.emulator: subprocess.Popen[str] | None = None
         self.on_disconnect, self.cut_after, self.cutting = on_disconnect, cut_after, True
@@ -96,6 +96,18 @@ class RemoteTarget(LanguageModel):
     def at(cls, address: str, path: Path, dtype: torch.dtype, device: torch.device, **more: Any) -> "RemoteTarget":
         """The target of the server at this address; the local folder needs only what `read_ends` reads."""
         return cls(read_ends(path, dtype, device), path, address, **more)
+
+    def _answer_bytes(self) -> int:
+        """Bytes of an answer at most: of every position the states of all layers, of `MAX_NODES` nodes all logits."""
+        heads, dim = self._kv_shape()
+        position = (self.layers + 1) * self.hidden_size + 2 * self.layers * heads * dim
+        return protocol.FRAME + 4 * self.max_context * position + 8 * MAX_NODES * self.vocab_size
+
+    def _kv_shape(self) -> tuple[int, int]:
+        """Key/value heads of a layer, and their dimension."""
+        config = self.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_key_value_heads, dim
 
     def _open(self) -> None:
         self.connection.open()

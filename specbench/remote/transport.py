@@ -16,6 +16,7 @@ from specbench.common.errors import SpecBenchError
 
 TOKEN = "SPECBENCH_TOKEN"
 HEARTBEAT_MS, TIMEOUT_MS = 1000, 5000  # of ZeroMQ: interval, and time without an answer after which a peer is gone
+QUEUED = 2  # messages of a client that a server holds, in each direction; the protocol needs one
 _ADDRESS = re.compile(r"^tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})$")
 
 
@@ -38,6 +39,8 @@ def is_loopback(host: str) -> bool:
 def server_socket(address: str, max_bytes: int) -> zmq.Socket[bytes]:
     """A server's socket. max_bytes: of a message; a peer that announces more is disconnected before any of it is stored."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.set(zmq.SNDHWM, QUEUED)
+    socket.set(zmq.RCVHWM, QUEUED)
     socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone raises
     socket.set(zmq.MAXMSGSIZE, max_bytes)
     _common(socket)
@@ -52,9 +55,10 @@ def server_socket(address: str, max_bytes: int) -> zmq.Socket[bytes]:
     return socket
 
 
-def client_socket(address: str) -> zmq.Socket[bytes]:
-    """A client's socket; it connects in the background."""
+def client_socket(address: str, max_bytes: int) -> zmq.Socket[bytes]:
+    """A client's socket; it connects in the background. max_bytes: of a message, as for `server_socket`."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.set(zmq.MAXMSGSIZE, max_bytes)
     _common(socket)
     if (key := secret_key(address)) is not None:
         socket.curve_serverkey = zmq.curve_public(key)
