@@ -23,6 +23,7 @@ from specbench.remote import protocol
 from specbench.remote.transport import server_socket
 
 POLL_MS = 500  # between checks for clients that are gone
+BLOCKED_MS = 5  # between attempts to send to clients that do not receive
 
 
 @dataclass
@@ -32,7 +33,8 @@ class Client:
     Attributes:
         int8_states: are its states sent as int8?
         streamed: number of the request whose answers are a stream of plain decoding; None: the client sends trees.
-        root: the last token of such a stream. seen: time of the last message, on the monotonic clock.
+        root: the last token of such a stream. unsent: its next answer, while the client has not received those before.
+        seen: time of the last message, on the monotonic clock.
     """
 
     cache: KVCache
@@ -40,6 +42,7 @@ class Client:
     verifier: LocalVerifier | None = None
     int8_states: bool = False
     streamed: int | None = None
+    unsent: bytes | None = None
     root: int = 0
     seen: float = field(default_factory=time.monotonic)
 
@@ -80,7 +83,8 @@ class Server:
         try:
             while not (self.stopping or until()):
                 streams = [pair for pair in self.clients.items() if pair[1].streamed is not None]
-                if self.socket.poll(0 if streams else POLL_MS):
+                blocked = all(client.unsent is not None for _, client in streams)
+                if self.socket.poll((BLOCKED_MS if blocked else 0) if streams else POLL_MS):
                     self._answer()
                 for peer, client in streams:
                     self._stream(peer, client)
@@ -96,6 +100,8 @@ class Server:
         peer, *frames = self.socket.recv_multipart()
         number = 0
         try:
+            if not peer.startswith(b"\0"):  # a routing id that the client chose might be another client's
+                raise SpecBenchError("a connection with a name of its own choice; leave ZMQ_ROUTING_ID unset")
             if len(frames) != 1:
                 raise SpecBenchError(f"a message of {len(frames)} frames, where one was expected")
             request = protocol.decode(frames[0], protocol.REQUEST)
@@ -114,7 +120,7 @@ class Server:
             return self._welcome(peer, request)
         if (client := self.clients.get(peer)) is None:
             raise SpecBenchError("send hello first: this server does not know the client, or has dropped it as idle")
-        client.seen = time.monotonic()
+        client.seen, client.unsent = time.monotonic(), None
         if request["kind"] == "end":
             self._drop(peer)
             return None
@@ -132,12 +138,21 @@ class Server:
         """Send one more token of plain decoding, until a stop token or the end of the requested positions."""
         if client.streamed is None:  # ended by the client's last message
             return
-        over = client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity
-        number, client.streamed = client.streamed, None
-        if not over and self.clients.get(peer) is client:
+        if self.clients.get(peer) is not client:
+            return
+        if client.unsent is None:
+            if client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity:
+                client.streamed = None
+                return
             reply = self._timed(client, self._verified, root_only(client.root, self.target.device))
-            self._send(peer, reply | {"n": number})
-            client.streamed, client.seen = number, time.monotonic()
+            client.unsent = protocol.encode(reply | {"n": client.streamed})
+        try:
+            self.socket.send_multipart([peer, client.unsent], zmq.NOBLOCK)
+        except zmq.Again:  # it receives later, or is dropped as idle
+            return
+        except zmq.ZMQError:  # gone
+            self._drop(peer)
+        client.unsent, client.seen = None, time.monotonic()
 
     def _welcome(self, peer: bytes, request: protocol.Hello) -> dict[str, Any]:
         if request["version"] != protocol.VERSION:

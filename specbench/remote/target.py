@@ -23,6 +23,7 @@ from specbench.engine.verify import Lossless, Sampler, Verifier, VerifyConfig
 from specbench.remote import protocol
 from specbench.remote.client import Connection, LinkLost, Traffic
 
+MAX_NODES = 1024  # of a tree, all of whose logits may be in an answer
 RETRY_S = 0.2  # between attempts to reconnect
 
 OnDisconnect = Literal["wait", "stop", "continue"]
@@ -250,9 +251,8 @@ class RemoteTarget(LanguageModel):
     def _received(self, answer: Any, tokens: Tensor, start: int) -> VerifiedStates:
         """The states in an answer, of `tokens` [A] at positions from `start` on."""
         count = len(tokens)
-        config = self.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_shape = (config.num_key_value_heads, count, dim)
+        heads, dim = self._kv_shape()
+        kv_shape = (heads, count, dim)
         kv = iter([self._tensor(part, kv_shape) for part in answer.get("kv", [])])
         hidden = [self._tensor(part, (count, self.hidden_size)) for part in answer.get("hidden", [])]
         empty = torch.empty(count, 0, device=self.device, dtype=self.dtype)

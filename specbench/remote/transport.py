@@ -16,7 +16,7 @@ from specbench.common.errors import SpecBenchError
 
 TOKEN = "SPECBENCH_TOKEN"
 HEARTBEAT_MS, TIMEOUT_MS = 1000, 5000  # of ZeroMQ: interval, and time without an answer after which a peer is gone
-QUEUED = 2  # messages of a client that a server holds, in each direction; the protocol needs one
+QUEUED = 1  # messages of a client that a server queues, in each direction: the protocol is one request, one answer
 _ADDRESS = re.compile(r"^tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})$")
 
 

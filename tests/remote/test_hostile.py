@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from contextlib import contextmanager
 
 import pytest
@@ -131,6 +132,79 @@ def test_a_bad_message_gets_one_line_and_hurts_nobody(what, server, folder):  # 
         assert bad.ask(BEGIN)["token"] == plain(tiny(), PROMPT, 1)[0]
         found += [t for e in events if isinstance(e, Step) for t in e.tokens]
     assert found == plain(tiny(), PROMPT, 16)
+
+
+def many(count, item, key="tokens"):
+    """A tree whose list of tokens, or another item, holds the same bytes so often."""
+    head = b"\x84" + b"".join(map(protocol.encode, ("kind", "pass", "n", 1, "parents", [], key)))
+    return head + b"\xdd" + count.to_bytes(4, "big") + item * count
+
+
+LARGE = {
+    "empty texts": many(5_000_000, b"\xa0"),
+    "empty lists": many(5_000_000, b"\x90"),
+    "negative ids, as many as may be": many(protocol.MAX_ITEMS - 9, b"\xff"),
+    "long lists": many(40, b"\xdd" + (200_000).to_bytes(4, "big") + b"\x01" * 200_000),
+    "keys": b"\xdf"
+    + (1_000_000).to_bytes(4, "big")
+    + b"".join(b"\xa3" + i.to_bytes(3, "big") + b"\x01" for i in range(10**6)),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_a_message_takes_a_few_times_its_size_and_no_time(what):
+    """Counts are bounded before objects are built, and of a million mistakes the first one ends it."""
+    message = LARGE[what]
+    tracemalloc.start()
+    try:
+        begin = time.process_time()
+        with pytest.raises(SpecBenchError, match="wrong shape"):
+            protocol.decode(message, protocol.REQUEST)
+        assert time.process_time() - begin < 2 and tracemalloc.get_traced_memory()[1] < 3 * len(message) + 2**25
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_not_received_or_piles_up_is_bounded_and_others_are_served():
+    """Each of 100 answers to one client is 40 kB of logits that it does not receive; it is dropped, not stored for."""
+    with serving(tiny()) as own:
+        silent = Raw(own.address)
+        silent.socket.set(zmq.RCVHWM, 1)
+        silent.socket.send(protocol.encode({**BEGIN, "taps": {**TAPS, "observe_top_k": None}}))
+        wide = {**PASS, "tokens": [1] * 40, "parents": [0] * 39}
+        sent = 0
+        deadline = time.monotonic() + 60
+        while own.clients and sent < 100_000 and time.monotonic() < deadline:
+            silent.socket.send(protocol.encode({**wide, "n": sent}))
+            sent += 1
+        with raw(own.address) as other:
+            assert other.ask(BEGIN)["kind"] == "answer"
+        silent.close()
+
+
+def test_a_connection_that_names_itself_is_refused(server):  # noqa: F811
+    """Or it could take the name of a client that has just gone, and its session."""
+    thief = zmq.Context.instance().socket(zmq.DEALER)
+    thief.set(zmq.LINGER, 0)
+    thief.set(zmq.ROUTING_ID, b"somebody")
+    thief.connect(server.address)
+    thief.send(protocol.encode({"kind": "hello", "n": 1, "version": protocol.VERSION}))
+    assert thief.poll(20_000) and "its own choice" in protocol.decode(thief.recv(), protocol.REPLY)["said"]
+    thief.close()
+
+
+def test_a_slow_reader_of_a_stream_gets_all_of_it(folder):  # noqa: F811
+    """The server waits with the next token, and goes on for others meanwhile."""
+    with serving(tiny()) as own, client(own, folder) as there:
+        target = tiny()
+        drafter = make("none", there, "drafter.streamed=true")
+        events = decode(there, drafter, PROMPT, Limits(60), Lossless(), Sampler())
+        tokens = [next(events).token]
+        time.sleep(1.5)
+        with raw(own.address) as other:
+            assert other.ask(BEGIN)["kind"] == "answer"
+        tokens += [t for step in events for t in step.tokens]
+        assert tokens == plain(target, PROMPT, 60)
 
 
 def test_several_frames_another_version_and_strangers_are_told_so(server):  # noqa: F811
