@@ -4,7 +4,7 @@ A bad message is answered with one line to its sender; other clients are not aff
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from specbench.remote import protocol
 from specbench.remote.transport import server_socket
 
 POLL_MS = 500  # between checks for clients that are gone
+ALIVE = protocol.encode({"kind": "alive"})  # sent to find clients that are gone
 BLOCKED_MS = 5  # between attempts to send to clients that do not receive
 
 
@@ -33,7 +34,7 @@ class Client:
     Attributes:
         int8_states: are its states sent as int8?
         streamed: number of the request whose answers are a stream of plain decoding; None: the client sends trees.
-        root: the last token of such a stream. unsent: its next answer, while the client has not received those before.
+        root: the last token of such a stream. unsent: an answer, while the client has not received the one before.
         seen: time of the last message, on the monotonic clock.
     """
 
@@ -82,10 +83,13 @@ class Server:
         checked = time.monotonic()
         try:
             while not (self.stopping or until()):
-                streams = [pair for pair in self.clients.items() if pair[1].streamed is not None]
-                blocked = all(client.unsent is not None for _, client in streams)
-                if self.socket.poll((BLOCKED_MS if blocked else 0) if streams else POLL_MS):
+                waiting = [pair for pair in self.clients.items() if pair[1].unsent is not None]
+                streams = [pair for pair in self.clients.items() if pair[1].streamed is not None and pair[1].unsent is None]
+                if self.socket.poll(0 if streams else BLOCKED_MS if waiting else POLL_MS):
                     self._answer()
+                for peer, client in waiting:
+                    if client.unsent is not None:
+                        self._send(peer, client.unsent)
                 for peer, client in streams:
                     self._stream(peer, client)
                 if time.monotonic() - checked > POLL_MS / 1000:
@@ -113,7 +117,7 @@ class Server:
             self._drop(peer)
             reply = {"kind": "error", "said": f"the server failed at this request: {one_line(error)}"[:1000]}
         if reply is not None:
-            self._send(peer, reply | {"n": number})
+            self._send(peer, protocol.encode(reply | {"n": number}))
 
     def _reply(self, peer: bytes, request: Any) -> dict[str, Any] | None:
         if request["kind"] == "hello":
@@ -138,21 +142,12 @@ class Server:
         """Send one more token of plain decoding, until a stop token or the end of the requested positions."""
         if client.streamed is None:  # ended by the client's last message
             return
-        if self.clients.get(peer) is not client:
-            return
-        if client.unsent is None:
-            if client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity:
-                client.streamed = None
-                return
+        over = client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity
+        number, client.streamed = client.streamed, None
+        if not over and self.clients.get(peer) is client:
             reply = self._timed(client, self._verified, root_only(client.root, self.target.device))
-            client.unsent = protocol.encode(reply | {"n": client.streamed})
-        try:
-            self.socket.send_multipart([peer, client.unsent], zmq.NOBLOCK)
-        except zmq.Again:  # it receives later, or is dropped as idle
-            return
-        except zmq.ZMQError:  # gone
-            self._drop(peer)
-        client.unsent, client.seen = None, time.monotonic()
+            client.streamed = number
+            self._send(peer, protocol.encode(reply | {"n": number}))
 
     def _welcome(self, peer: bytes, request: protocol.Hello) -> dict[str, Any]:
         if request["version"] != protocol.VERSION:
@@ -282,10 +277,17 @@ class Server:
 
     # Clients ------------------------------------------------------------------------------------------------------------
 
-    def _send(self, peer: bytes, reply: Mapping[str, Any]) -> None:
+    def _send(self, peer: bytes, reply: bytes) -> None:
+        """Send an answer now, or as soon as the client has received those before; its next request makes it void."""
+        client = self.clients.get(peer)
         try:
-            self.socket.send_multipart([peer, protocol.encode(reply)], zmq.NOBLOCK)
-        except zmq.ZMQError:  # the client is gone, or receives nothing
+            self.socket.send_multipart([peer, reply], zmq.NOBLOCK)
+            if client is not None:
+                client.unsent, client.seen = None, time.monotonic()
+        except zmq.Again:
+            if client is not None:
+                client.unsent = reply
+        except zmq.ZMQError:  # the client is gone
             self._drop(peer)
 
     def _drop_gone(self) -> None:
@@ -294,8 +296,13 @@ class Server:
         for peer, client in list(self.clients.items()):
             if now - client.seen > self.idle_s:
                 self._drop(peer)
-            else:
-                self._send(peer, {"kind": "alive"})
+                continue
+            try:
+                self.socket.send_multipart([peer, ALIVE], zmq.NOBLOCK)
+            except zmq.Again:  # it does not receive at the moment
+                continue
+            except zmq.ZMQError:
+                self._drop(peer)
 
     def _drop(self, peer: bytes) -> None:
         """End a client's generation and free its cache."""
