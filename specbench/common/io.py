@@ -103,7 +103,8 @@ def explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return f"not JSON, damaged or cut off ({first['ctx']['error']})"
-    message = first["msg"][:1].lower() + first["msg"][1:]
+    text = first["msg"].removeprefix("Value error, ")
+    message = text[:1].lower() + text[1:]
     if first["type"] == "value_error":  # raised by a validator of this project
         message = str(first["ctx"]["error"])
     elif first["type"] != "missing":

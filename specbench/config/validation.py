@@ -123,7 +123,11 @@ def _explain(error: ValidationError, value: Any) -> str:
     path = max((_path_in(value, e["loc"]) for e in errors), key=len)
     for step in path:
         value = value[step]
-    allowed = [e["msg"].replace("Input should", "must", 1) for e in errors if e["loc"][: len(path)] == path]
+    allowed = [
+        e["msg"].replace("Input should", "must", 1).removeprefix("Value error, ")
+        for e in errors
+        if e["loc"][: len(path)] == path
+    ]
     shown_path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return f"{shown_path}={_shown(value)}: {' or '.join(dict.fromkeys(allowed))}"
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from specbench.common.types import Natural, Weight
+from specbench.common.types import Natural, Temperature
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Sampler:
         temperature: 0 for greedy. top_p: nucleus mass, 1 for all. top_k: ids kept, 0 for all.
     """
 
-    temperature: Weight = 0.0
+    temperature: Temperature = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Natural = 0
 

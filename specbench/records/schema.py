@@ -10,6 +10,7 @@ from pydantic import AfterValidator, AllowInfNan, Discriminator, Tag, with_confi
 from typing_extensions import NotRequired, TypedDict
 
 from specbench.common.io import OPEN
+from specbench.common.types import Temperature
 
 SCHEMA = 3  # format version of blocks
 WEIGHTS, PROVENANCE, SKIP = "model.safetensors", "provenance.json", "skip.json"  # files of a weights folder
@@ -104,7 +105,7 @@ class Named(TypedDict):
 class Sampling(TypedDict):
     """temperature: 0 is greedy."""
 
-    temperature: Annotated[float, Interval(ge=0, le=1e6)]
+    temperature: Temperature
 
 
 @with_config(OPEN)

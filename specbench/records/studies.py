@@ -16,7 +16,7 @@ from typing_extensions import NotRequired, TypedDict
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
-from specbench.common.types import Name, Natural, Text
+from specbench.common.types import Name, Natural, Temperature, Text
 from specbench.records.metrics import RATES
 
 FOLDER = PROJECT / "conf" / "study"
@@ -67,7 +67,7 @@ class At(TypedDict, total=False):
 
     dataset: Name
     category: Name
-    temperature: Annotated[float, Gt(0)]
+    temperature: Temperature
 
 
 # "is" is a keyword, hence the call.

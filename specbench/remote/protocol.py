@@ -26,6 +26,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT
+from specbench.common.types import Temperature
 from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless, Rule, Typical, VerifyConfig
@@ -72,7 +73,7 @@ class VerifyMessage(TypedDict):
 
     rule: Literal["lossless", "typical"]
     numbers: Annotated[list[Float], FailFast(), Field(max_length=2)]
-    temperature: Float
+    temperature: Temperature
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: Natural
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None

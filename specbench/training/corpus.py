@@ -23,7 +23,7 @@ from pydantic import Field
 from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
-from specbench.common.types import Count, Seed, Weight
+from specbench.common.types import Count, Seed, Temperature
 from specbench.data.chat import Chat, Message
 from specbench.engine.target import Target
 from specbench.training import corpus_file
@@ -49,7 +49,7 @@ class CorpusSettings:
     prompt_tokens: Count = 256
     answer_tokens: Count = 384
     text_tokens: Count = 640
-    temperatures: Annotated[tuple[Weight, ...], Field(min_length=1)] = (0.0, 0.0, 0.7)
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.0, 0.7)
     draws: Count = 1
     validation: Count = 256
     seed: Seed = 0
