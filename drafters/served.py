@@ -26,7 +26,7 @@ class Served(ServedEngine):
         model: as the server calls it; None: the only one that it has.
         engine: what runs there, in free text, which is part of its rows' identity.
         prompts: sent as ids, or as text to servers that take no ids.
-        patience_s: see `Endpoint.timeout_s`.
+        timeout_s: see `Endpoint.timeout_s`.
 
     Attributes:
         contents: a digest of the server's description of its model, part of its rows' identity.
@@ -41,13 +41,13 @@ class Served(ServedEngine):
         model: Text | None = None,
         engine: Text | None = None,
         prompts: Literal["ids", "text"] = "ids",
-        patience_s: Positive = 60.0,
+        timeout_s: Positive = 60.0,
     ):
         if endpoint is None:
             raise SpecBenchError(f"drafter={name} needs endpoint=http://HOST:PORT of a server that runs")
         super().__init__(name)
         self.model, self.engine, self.prompts = model, engine, prompts
-        self.endpoint = Endpoint(endpoint, patience_s)
+        self.endpoint = Endpoint(endpoint, timeout_s)
         self.found: dict[str, Any] = {}
 
     def find_model(self) -> None:

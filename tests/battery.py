@@ -70,17 +70,17 @@ def refuse(door: types.ModuleType, name: str, arguments: list[str], mentions: st
     except BaseException as error:
         wrong: str | None = f"raised {type(error).__name__}: {error}"
     else:
-        said = [line for line in err.splitlines() if line.startswith("specbench: ")]
+        message = [line for line in err.splitlines() if line.startswith("specbench: ")]
         after = snapshot(*watched)
         wrong = (
             f"exit code {code}"
             if code != 2
-            else f"said {err[-300:]!r}"
-            if len(said) != 1 or "Traceback" in err
-            else f"a fault instead of a mistake: {said[0]}"
-            if "fault of SpecBench" in said[0]
-            else f"{mentions} is not named in {said[0]!r}"
-            if mentions not in said[0]
+            else f"printed {err[-300:]!r}"
+            if len(message) != 1 or "Traceback" in err
+            else f"a fault instead of a mistake: {message[0]}"
+            if "fault of SpecBench" in message[0]
+            else f"{mentions} is not named in {message[0]!r}"
+            if mentions not in message[0]
             else f"changed {sorted(before.items() ^ after.items())}"
             if before != after
             else None

@@ -145,11 +145,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if COUNT.tried:
         terminalreporter.write_line(f"bad inputs: {COUNT.tried} tried, {len(COUNT.failed)} failed")
     try:
-        said = freshness.warning(RESULTS)
+        message = freshness.warning(RESULTS)
     except Exception as error:
-        said = f"{RESULTS.name}/: {error}"
-    if said:
-        terminalreporter.write_line(said)
+        message = f"{RESULTS.name}/: {error}"
+    if message:
+        terminalreporter.write_line(message)
 
 
 WORDS = ["<pad>", "<end>", *(f"w{i}" for i in range(59))]

@@ -89,7 +89,7 @@ def test_a_head_is_exported_to_a_new_folder_only(home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "server", "said"),
+    ("drafter", "server", "message"),
     [
         (
             "suffix",
@@ -102,9 +102,9 @@ def test_a_head_is_exported_to_a_new_folder_only(home, tmp_path):
         ("eagle2_token", "sglang", "drafter.inputs=token: sglang serves (state, next token) pairs only"),
     ],
 )
-def test_what_a_format_does_not_take_is_refused_before_anything_is_loaded(home, tmp_path, drafter, server, said):
+def test_what_a_format_does_not_take_is_refused_before_anything_is_loaded(home, tmp_path, drafter, server, message):
     asked = f"drafter={drafter}", f"format={server}", f"out={tmp_path / 'out'}", "model.path=/nowhere"
-    assert said in run(home, "export", *asked, ok=False)
+    assert message in run(home, "export", *asked, ok=False)
 
 
 def test_a_sweep_reports_a_failed_cell_and_runs_the_others(home):
@@ -171,13 +171,13 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_clear_line(home, case):
-    arguments, said = BAD[case]
+    arguments, message = BAD[case]
     first = [] if any(a.startswith("drafter=") for a in arguments) else ["drafter=none"]
-    assert said in run(home, "run", *first, *arguments, ok=False)
+    assert message in run(home, "run", *first, *arguments, ok=False)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('{"turns": ["w1"]}\n{"turns": ["w', "cut off"),
         ("hello\n", "not JSON"),
@@ -187,17 +187,17 @@ def test_bad_input_is_one_clear_line(home, case):
         ("", "no prompts"),
     ],
 )
-def test_bad_data_files_are_one_clear_line(home, tmp_path, content, said):
+def test_bad_data_files_are_one_clear_line(home, tmp_path, content, message):
     (tmp_path / "mtbench.jsonl").write_text(content)
-    assert said in run(home, "run", "drafter=none", f"data.root={tmp_path}", ok=False)
+    assert message in run(home, "run", "drafter=none", f"data.root={tmp_path}", ok=False)
 
 
 def test_a_prompt_longer_than_the_context_is_a_visible_row_and_the_others_run(home, tmp_path):
     long = {"question_id": "long", "turns": ["w1 " * 300]}
     (tmp_path / "mtbench.jsonl").write_text(json.dumps(long) + '\n{"question_id": "short", "turns": ["w5"]}\n')
     results = tmp_path / "results"
-    said = run(home, "run", "drafter=none", f"data.root={tmp_path}", f"results={results}", ok=False)
-    assert "1 generations failed" in said
+    message = run(home, "run", "drafter=none", f"data.root={tmp_path}", f"results={results}", ok=False)
+    assert "1 generations failed" in message
     _, rows = records_of(results, "none")
     assert [r.kind for r in rows] == ["error", "prompt"] and "300" in rows[0].error
 
@@ -220,17 +220,17 @@ def test_trees_are_fitted_to_weights_and_machine(home):
     followed = (folder / "acceptance.json").read_text()
     weights = "drafter=eagle2", f"drafter.weights={folder}"
     for tree in ("fitted", "fitted_static", "rate"):
-        said = run(home, "run", *weights, f"tree={tree}", f"results={home / tree}", "data.limit=1")
+        output = run(home, "run", *weights, f"tree={tree}", f"results={home / tree}", "data.limit=1")
         header = json.loads(next((home / tree).rglob(NAME)).read_text().split("\n")[0])
         chosen = header["arms"]["eagle2"]["fitted"]
         assert chosen["choice"]["speedup"] >= chosen["runner_up"]["speedup"] > 0 and set(chosen["costs"]) >= {
             "verify",
             "level",
         }
-        assert "eagle2" in said
+        assert "eagle2" in output
     assert len(list((home / "cache" / "costs" / "tiny").glob("eagle2-*.json"))) == 1, "the same costs are timed once"
-    said = run(home, "cost", *weights, "contexts=[8,16]", f"out={home / 'costs'}")
-    assert "fastest: depth=" in said and (home / "costs" / "tiny-eagle2.png").stat().st_size > 10_000
+    output = run(home, "cost", *weights, "contexts=[8,16]", f"out={home / 'costs'}")
+    assert "fastest: depth=" in output and (home / "costs" / "tiny-eagle2.png").stat().st_size > 10_000
     assert "are for trees that are fitted" in run(home, "cost", *weights, "tree=chain", ok=False)
     (folder / "acceptance.json").unlink()
     run(home, "train", *train(home, "fitted", "train.follow=false"))
@@ -241,8 +241,8 @@ def test_trees_are_fitted_to_weights_and_machine(home):
 
 def test_sublayers_to_skip_are_searched_and_taken(home):
     out = home / "out" / "skip"
-    said = run(home, "train", *train(home, "skip", "drafter=self_speculation", "train.until=search"))
-    assert "plain decoding expected" in said and json.loads((out / "skip.json").read_text())["trials"] > 0
+    output = run(home, "train", *train(home, "skip", "drafter=self_speculation", "train.until=search"))
+    assert "plain decoding expected" in output and json.loads((out / "skip.json").read_text())["trials"] > 0
     wanted = "drafter=self_speculation", f"drafter.searched={out}", f"results={home / 'skipped'}", "data.limit=1"
     assert "self_speculation" in run(home, "run", *wanted)
     assert "nothing to search" in run(home, "train", *train(home, "skip", "train.until=search"), ok=False)
@@ -320,10 +320,10 @@ def test_a_gpus_recipes_train_every_drafter_at_toy_size(home):
     own = [f"train.out={home / 'out'}/gpu-${{drafter.name}}", "train.name=gpu-${drafter.name}"]
     run(home, "train", "-m", *everywhere, *small, f"drafter={','.join(drafters)}", *own, "train.settings.steps=5")
     for drafter in drafters:
-        said = json.loads((home / "out" / f"gpu-{drafter}" / "provenance.json").read_text())
-        assert said["steps"] == 5 and said["recipe"]["settings"]["precision"] == "bf16"
-        assert said["data"]["unique_tokens"] > 3 * 52 * 20, "four draws of 52 conversations"
-        assert len(said["held_out"]["answers"]) == 2 and said["held_out"]["chain_tau"] >= 1
+        provenance = json.loads((home / "out" / f"gpu-{drafter}" / "provenance.json").read_text())
+        assert provenance["steps"] == 5 and provenance["recipe"]["settings"]["precision"] == "bf16"
+        assert provenance["data"]["unique_tokens"] > 3 * 52 * 20, "four draws of 52 conversations"
+        assert len(provenance["held_out"]["answers"]) == 2 and provenance["held_out"]["chain_tau"] >= 1
     table = call(home, "report", f"training={home / 'out'}").stdout
     assert all(f"| gpu-{d} |" in table for d in drafters)
 
@@ -331,8 +331,8 @@ def test_a_gpus_recipes_train_every_drafter_at_toy_size(home):
 def test_a_packed_corpus_saves_the_writing(home, tmp_path):
     packed, until = f"train.packed={tmp_path / 'shipped'}", "train.until=corpus"
     run(home, "train", *train(home, "pack", "train.corpus.seed=3"), packed, until, "train.pack=public domain")
-    said = json.loads((tmp_path / "shipped" / "corpus.json").read_text())
-    assert said["license"] == "public domain" and said["training_tokens"] > 500 and said["held_out"] == 8
+    provenance = json.loads((tmp_path / "shipped" / "corpus.json").read_text())
+    assert provenance["license"] == "public domain" and provenance["training_tokens"] > 500 and provenance["held_out"] == 8
     assert not (home / "out" / "pack").exists(), "nothing was trained"
     shutil.rmtree(
         next(p.parent for p in (home / "cache" / "corpora").rglob("settings.json") if '"seed": 3' in p.read_text())
@@ -353,12 +353,12 @@ def test_training_online_equals_training_stored(home):
 
 
 def test_training_says_what_it_takes_and_refuses_what_cannot_fit(home):
-    said = run(home, "train", *train(home, "plan", "train.settings.steps=2"))
-    assert "plan: corpus" in said and "GB free" in said
+    message = run(home, "train", *train(home, "plan", "train.settings.steps=2"))
+    assert "plan: corpus" in message and "GB free" in message
     folder = home / "out" / "plan"
     before = (folder / "model.safetensors").stat().st_mtime_ns
-    said = run(home, "train", *train(home, "plan", "train.missing=true"))
-    assert "there already" in said and (folder / "model.safetensors").stat().st_mtime_ns == before
+    message = run(home, "train", *train(home, "plan", "train.missing=true"))
+    assert "there already" in message and (folder / "model.safetensors").stat().st_mtime_ns == before
     huge = "train.batch=10000000"
     assert "more memory" in run(home, "train", *train(home, "huge"), huge, ok=False)
     assert not (home / "out" / "huge").exists()
@@ -372,8 +372,10 @@ def test_training_overwrites_nothing_unasked(home):
     before = weights.read_bytes()
     run(home, "train", *once, "train.settings.checkpoint_minutes=1")  # says nothing about what comes out
     other = [*once, "train.settings.lr=0.01", "train.name=other"]
-    said = run(home, "train", *other, ok=False)
-    assert "made with another settings.lr;" in said and "train.overwrite=true" in said and weights.read_bytes() == before
+    output = run(home, "train", *other, ok=False)
+    assert (
+        "made with another settings.lr;" in output and "train.overwrite=true" in output and weights.read_bytes() == before
+    )
     run(home, "train", *other, "train.overwrite=true")
     assert weights.read_bytes() != before
     (weights.parent / "provenance.json").unlink()
@@ -394,7 +396,7 @@ def test_training_on_the_text_itself(home):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["drafter=none"], "nothing to train"),
         (["train.corpus.source=songs"], "must be 'answers' or 'text'"),
@@ -404,8 +406,8 @@ def test_training_on_the_text_itself(home):
         (["train.settings.phases=[{share: 1.0, drafter: {colour: 3}}]"], "phases[0].drafter.colour: no such option"),
     ],
 )
-def test_bad_training_input_is_one_clear_line(home, arguments, said):
-    assert said in run(home, "train", *train(home, "bad"), *arguments, ok=False)
+def test_bad_training_input_is_one_clear_line(home, arguments, message):
+    assert message in run(home, "train", *train(home, "bad"), *arguments, ok=False)
 
 
 @pytest.mark.parametrize(

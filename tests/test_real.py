@@ -197,15 +197,15 @@ def test_the_rounding_of_real_passes_is_measured_and_small(real, answers, dtype)
 def test_the_shipped_corpus_is_this_targets_and_small(real):
     """Ids of what the target wrote, whole and under the settings that training asks for, so that it is taken over."""
     target, folder = real[0], ROOT / "drafters" / "weights" / "smollm2-135m"
-    said = json.loads((folder / PACKED_PROVENANCE).read_text())
+    provenance = json.loads((folder / PACKED_PROVENANCE).read_text())
     asked = instantiate(composed("train").train.corpus)
     settings = settle_precision(asked, target.fingerprint(), target.device, folder)
-    assert settings.precision == said["settings"]["precision"] == "int8"
-    assert said["corpus"] == settings.digest(target.fingerprint()) and said["license"] and said["commit"]
-    assert (folder / PACKED).stat().st_size <= 12e6 and sha256_of(folder / PACKED) == said["sha256"]
+    assert settings.precision == provenance["settings"]["precision"] == "int8"
+    assert provenance["corpus"] == settings.digest(target.fingerprint()) and provenance["license"] and provenance["commit"]
+    assert (folder / PACKED).stat().st_size <= 12e6 and sha256_of(folder / PACKED) == provenance["sha256"]
     texts = unpack(folder / PACKED)
-    assert sum(t.index < settings.validation for t in texts) == said["held_out"] >= 0.95 * settings.validation
-    assert sum(len(t.tokens) for t in texts if t.index >= settings.validation) == said["training_tokens"] >= 1_000_000
+    assert sum(t.index < settings.validation for t in texts) == provenance["held_out"] >= 0.95 * settings.validation
+    assert sum(len(t.tokens) for t in texts if t.index >= settings.validation) == provenance["training_tokens"] >= 1_000_000
     greedy = min(texts, key=lambda t: t.index)
     begin, end = greedy.spans[0]
     tokens = torch.tensor(greedy.tokens[:end])

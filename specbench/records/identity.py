@@ -19,8 +19,9 @@ TIMING = 1
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names
 # Tree classes that adapt to costs in every cycle, so that a fit yields no fixed tree.
 COST_AWARE = ("CostAwareTree", "Rate")
-# Classes that were renamed after rows had been keyed by their first names.
+# Classes and options that were renamed after rows had been keyed by their first names.
 FIRST_NAMES = {"CostAwareTree": "Rate", "AccuracyTree": "Calibrated"}
+FIRST_OPTION_NAMES = {"on_disconnect": "then", "timeout_s": "patience_s"}
 
 
 def digest(value: Any) -> str:
@@ -56,7 +57,7 @@ def plain_options(value: Any, drop_files: bool = True) -> Any:
     """Options with classes named without their modules. drop_files: leave out nulls, paths and names."""
     if isinstance(value, Mapping):
         kept = {k: v for k, v in value.items() if not drop_files or (v is not None and k not in FILES)}
-        plain = {k: plain_options(v, drop_files) for k, v in kept.items()}
+        plain = {FIRST_OPTION_NAMES.get(k, k): plain_options(v, drop_files) for k, v in kept.items()}
         if "_target_" in plain:
             name = _class_name(plain["_target_"])
             plain["_target_"] = FIRST_NAMES.get(name, name)
@@ -72,7 +73,7 @@ def cell_key(header: Mapping[str, Any]) -> str:
     """Target, decoding and mode of a block: of each arm and question only one row counts under one key."""
     config, target = header["config"], header["target"]
     sampler, decode, link = config["sampler"], config.get("decode") or {}, config.get("link") or {}
-    shape = plain_options({**link, "to": None})  # without the address
+    shape = plain_options({**link, "to": None})
     sampled = sampler["temperature"] > 0 or bool(header.get("simulated"))
     return digest(
         {

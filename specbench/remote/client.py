@@ -102,7 +102,7 @@ class Connection:
         answer, sizes = self._answer(begin + self.timeout_s)
         self.traffic.waited_s += time.perf_counter() - begin
         if answer["kind"] == "error":
-            raise SpecBenchError(f"{self.address} says: {answer['said']}")
+            raise SpecBenchError(f"{self.address} says: {answer['message']}")
         _add(self.traffic.received, sizes)
         self.traffic.server_s += answer.get("seconds", 0.0)
         return answer

@@ -128,7 +128,7 @@ class Endpoint:
                         return
                     yield seconds, self._event(data)
             if seconds > answer.first_s + answer.decode_s + self.timeout_s:
-                raise self._error(f"no token for {self.timeout_s:g} s; is it busy? drafter.patience_s= waits longer")
+                raise self._error(f"no token for {self.timeout_s:g} s; is it busy? drafter.timeout_s= waits longer")
         raise self._error("its stream was cut off")
 
     def _event(self, data: bytes) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Endpoint:
                 raise self._error(_status_message(response, path))
             yield response, begin
         except TimeoutError as error:
-            raise self._error(f"silent for {self.timeout_s:g} s; is it busy? drafter.patience_s= waits longer") from error
+            raise self._error(f"silent for {self.timeout_s:g} s; is it busy? drafter.timeout_s= waits longer") from error
         except OSError as error:
             raise self._error(f"{_short(error.strerror or str(error)).lower()}; is the server running?") from error
         except HTTPException as error:

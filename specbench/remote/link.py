@@ -30,9 +30,9 @@ class Link:
     mbit: Positive | None = None
     loss: Share = 0.0
     pause_ms: Weight = 200.0
-    patience_s: Positive = 60.0
+    timeout_s: Positive = 60.0
     cut_after: Count | None = None
-    then: OnDisconnect = "wait"
+    on_disconnect: OnDisconnect = "wait"
     condense: Name | None = None
     states: Literal["exact", "int8"] = "exact"
 
@@ -50,7 +50,7 @@ class Link:
         int8 = self.states == "int8"
         target = RemoteTarget.at(
             address, path, dtype, device,
-            timeout_s=self.patience_s, on_disconnect=self.then, cut_after=self.cut_after, int8_states=int8,
+            timeout_s=self.timeout_s, on_disconnect=self.on_disconnect, cut_after=self.cut_after, int8_states=int8,
         )  # fmt: skip
         target.server, target.emulator = self.to, emulator
         return target

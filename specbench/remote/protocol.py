@@ -31,7 +31,7 @@ from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless, Rule, Typical, VerifyConfig
 
-VERSION = 2
+VERSION = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
@@ -160,7 +160,7 @@ class Answer(TypedDict):
 class Error(TypedDict):
     kind: Literal["error"]
     n: Natural
-    said: Annotated[str, Field(max_length=1000)]
+    message: Annotated[str, Field(max_length=1000)]
 
 
 class Alive(TypedDict):

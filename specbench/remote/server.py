@@ -112,10 +112,10 @@ class Server:
             number = request["n"]
             reply = self._reply(peer, request)
         except SpecBenchError as error:
-            reply = {"kind": "error", "said": one_line(error)[:1000]}
+            reply = {"kind": "error", "message": one_line(error)[:1000]}
         except Exception as error:  # a fault of the server, which goes on for other clients
             self._drop(peer)
-            reply = {"kind": "error", "said": f"the server failed at this request: {one_line(error)}"[:1000]}
+            reply = {"kind": "error", "message": f"the server failed at this request: {one_line(error)}"[:1000]}
         if reply is not None:
             self._send(peer, protocol.encode(reply | {"n": number}))
 

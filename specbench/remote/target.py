@@ -6,7 +6,8 @@ only, so that the decoding loop and the drafters are the same as with a local ta
 
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specbench.common.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError, one_line
 from specbench.engine.interface import DraftTree, Taps, TargetStates, Verdict
 from specbench.engine.language_model import LanguageModel
 from specbench.engine.pretrained import read_ends
@@ -157,21 +158,33 @@ class RemoteTarget(LanguageModel):
         traffic = self.traffic
         traffic.prompt_bytes = sum(traffic.sent.values()) + sum(traffic.received.values())
         traffic.prompt_s = traffic.server_s
-        states = self._received(answer, tokens, 0)
-        if self.verify_config is None:
-            states.logits = protocol.unpack(answer["logits"], self.device, (self.vocab_size,))[None]
+        with self._refusing_answers():
+            states = self._received(answer, tokens, 0)
+            if self.verify_config is None:
+                states.logits = protocol.unpack(answer["logits"], self.device, (self.vocab_size,))[None]
+            else:
+                states.token = self._token(answer)
         return states
 
     def forward(self, tree: DraftTree) -> TargetStates:
         """Send a tree and return the states of its accepted nodes; in a stream, receive the next token instead."""
-        tokens, ranks = tree.tokens.tolist(), tree.ranks.tolist()
-        assert len(tokens) == 1 or not self.taps.free_running, "a stream has no drafts"
-        answer = self._request(None if self.taps.free_running else _tree_message(tree), tokens[0])
+        assert len(tree) == 1 or not self.taps.free_running, "a stream has no drafts"
+        answer = self._request(None if self.taps.free_running else _tree_message(tree), int(tree.tokens[0]))
+        with self._refusing_answers():
+            return self._verified(tree, answer)
+
+    def _verified(self, tree: DraftTree, answer: Any) -> VerifiedStates:
+        """The states in the answer to a tree. Raises an error of any kind if it does not belong to the tree."""
+        tokens, ranks, parents = tree.tokens.tolist(), tree.ranks.tolist(), tree.parents.tolist()
         path, start = answer["path"], len(self.token_ids)
+        if [parents[node] for node in path] != [0, *path][: len(path)] or not len(path) <= answer["drafted"] < len(
+            tokens
+        ) + 1:
+            raise ValueError("a path that the tree does not have")
         kept = [tokens[node] for node in (0, *path)]
         self.token_ids, self.emitted = self.token_ids + kept, self.emitted + len(kept)
         states = self._received(answer, torch.tensor(kept, device=self.device), start)
-        states.verdict = Verdict(path, kept[1:], [ranks[node] for node in path], answer["token"])
+        states.verdict = Verdict(path, kept[1:], [ranks[node] for node in path], self._token(answer))
         states.drafted = answer["drafted"]
         if "logits" in answer:
             states.logits = self._logits(answer, len(tokens))
@@ -264,22 +277,41 @@ class RemoteTarget(LanguageModel):
             hidden=dict(zip(self.taps.hidden, hidden, strict=True)),
             kv=dict(zip(self.taps.kv, zip(kv, kv, strict=True), strict=True)),
             condensed=tuple(self._tensor(part, (count, *part["s"][1:])) for part in answer.get("condensed", [])),
-            token=answer.get("token", 0),
         )
         if self.on_disconnect == "continue":
             self.states.append(states)
         return states
 
+    @contextmanager
+    def _refusing_answers(self) -> Iterator[None]:
+        """Around code that reads an answer, of which `protocol` has validated the types alone."""
+        try:
+            yield
+        except Exception as error:  # a missing part, a node that the tree does not have, a tensor of another shape
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            server = self.connection.address
+            raise SpecBenchError(
+                f"{server} sent an answer that does not fit ({reason}); is it a server of SpecBench?"
+            ) from error
+
+    def _token(self, answer: Any) -> int:
+        if answer["token"] >= self.vocab_size:
+            raise ValueError(f"token {answer['token']}, but the target has {self.vocab_size}")
+        return int(answer["token"])
+
     def _tensor(self, packed: protocol.WireTensor, shape: tuple[int, ...]) -> Tensor:
-        return protocol.unpack(packed, self.device, shape).to(self.dtype)
+        tensor = protocol.unpack(packed, self.device, shape).to(self.dtype)
+        if not bool(tensor.isfinite().all()):
+            raise ValueError("states that are not finite")
+        return tensor
 
     def _logits(self, answer: Any, nodes: int) -> Tensor:
         """Logits [N, V]; those of ids that the server did not send are -inf."""
         if "ids" not in answer:
-            return self._tensor(answer["logits"], (nodes, self.vocab_size))
+            return protocol.unpack(answer["logits"], self.device, (nodes, self.vocab_size)).to(self.dtype)
         ids = torch.tensor(answer["ids"], device=self.device)
         logits = torch.full((nodes, self.vocab_size), -torch.inf, device=self.device, dtype=self.dtype)
-        return logits.scatter(1, ids, self._tensor(answer["logits"], tuple(ids.shape)))
+        return logits.scatter(1, ids, protocol.unpack(answer["logits"], self.device, tuple(ids.shape)).to(self.dtype))
 
 
 def _tree_message(tree: DraftTree) -> dict[str, Any]:

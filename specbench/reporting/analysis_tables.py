@@ -116,7 +116,7 @@ def solved(group: Sequence[Entry]) -> Table:
             own = f"{alone / (alone + sum(len(row.tokens) for row in scored)):.0%}"
             count = f"{sum(bool(row.solved) for row in scored)} of {len(scored)}"
             lines.append([e.title, count, _percent(interval(RATES["solved"], e.totals)), own])
-    return ("drafter", "solved", "share [95%]", "of their tokens said alone, without the target"), lines
+    return ("drafter", "solved", "share [95%]", "of their tokens drafted alone, after the link broke"), lines
 
 
 def _percent(share: Interval | None) -> str:

@@ -227,8 +227,8 @@ def test_models_and_prompts_are_here_once_a_cache_holds_them(tmp_path, monkeypat
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
     models, prompts = column(listing.models(), "here"), column(listing.datasets(), "here")
-    assert {name for name, said in models.items() if said == "yes"} == {"smollm2-135m", "llama3-8b"}
-    assert {name for name, said in prompts.items() if said == "yes"} == {"humaneval", "gsm8k"}
+    assert {name for name, available in models.items() if available == "yes"} == {"smollm2-135m", "llama3-8b"}
+    assert {name for name, available in prompts.items() if available == "yes"} == {"humaneval", "gsm8k"}
 
 
 def test_sizes_and_needs_are_said():
@@ -249,7 +249,7 @@ def test_a_table_keeps_names_and_cuts_where_little_is_lost():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["runn", "drafter=eagle2"], "runn: there is no such command; did you mean run?"),
         (["trials", "drafter=eagle2"], "trials: a trial is a study now; specbench study study=trial_DRAFTER runs it"),
@@ -263,16 +263,16 @@ def test_a_table_keeps_names_and_cuts_where_little_is_lost():
         ),
     ],
 )
-def test_a_misspelt_command_is_one_line(words, said, monkeypatch, capsys):
+def test_a_misspelt_command_is_one_line(words, message, monkeypatch, capsys):
     monkeypatch.setattr(commands.signal, "signal", lambda *_: None)  # of this process, which goes on
     monkeypatch.setattr(sys, "argv", ["specbench", *words])
     with pytest.raises(SystemExit) as end:
         commands.main()
-    assert end.value.code == 2 and capsys.readouterr().err == f"specbench: {said}\n"
+    assert end.value.code == 2 and capsys.readouterr().err == f"specbench: {message}\n"
 
 
 @pytest.mark.parametrize(
-    ("door", "words", "said"),
+    ("door", "words", "message"),
     [
         ("run", ["drafter=eagel2"], "drafter=eagel2: there is no such drafter; did you mean eagle2?"),
         ("run", ["-m", "drafter=eagel2,none"], "drafter=eagel2: there is no such drafter; did you mean eagle2?"),
@@ -288,8 +288,8 @@ def test_a_misspelt_command_is_one_line(words, said, monkeypatch, capsys):
         ("study", [], "study is missing: name one with study=; `specbench list studies` shows what there is"),
     ],
 )
-def test_a_misspelt_file_of_options_is_one_line(home, door, words, said):
-    assert run(home, door, *words, ok=False) == f"specbench: {said}"
+def test_a_misspelt_file_of_options_is_one_line(home, door, words, message):
+    assert run(home, door, *words, ok=False) == f"specbench: {message}"
 
 
 def test_a_command_refuses_as_its_module_does():

@@ -129,8 +129,8 @@ def test_bad_values_of_every_option_are_refused_by_name():
                 bad = put(plain, path, OmegaConf.to_container(OmegaConf.create(f"x: {value}"))["x"])
                 with pytest.raises(SpecBenchError) as refused:
                     validation.check_node(bad, (DOORS[door].Options,))
-                said = str(refused.value)
-                assert said.startswith(path) and "\n" not in said, said
+                message = str(refused.value)
+                assert message.startswith(path) and "\n" not in message, message
     COUNT.tried += len(tried)
     assert len(tried) > 600
 
@@ -153,12 +153,12 @@ def test_anything_at_all_is_held_or_refused_in_one_line(data):
     )
     plain: Any = OmegaConf.to_container(composed(door, override), resolve=True)
     path = data.draw(st.sampled_from([path for path, _ in leaves(plain, DOORS[door].Options)] + list(plain)))
-    said = None
+    message = None
     try:
         validation.check_node(put(plain, path, data.draw(ANYTHING)), (DOORS[door].Options,))
     except SpecBenchError as error:
-        said = str(error)
-    assert said is None or (said.startswith(path) and len(said.splitlines()) == 1)
+        message = str(error)
+    assert message is None or (message.startswith(path) and len(message.splitlines()) == 1)
 
 
 EVERY = 5  # options, of which one is typed behind a door: that takes half a second each

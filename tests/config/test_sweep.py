@@ -51,8 +51,8 @@ def test_a_failed_cell_is_a_visible_row_and_comes_again(home, tmp_path):
 def test_cells_of_a_sweep_are_announced_by_what_differs(home, tmp_path):
     words = "decode.max_new_tokens=4,6", "data.limit=1"
     done = sweep(home, tmp_path, *words, drafters="eagle2")
-    said = [line.split(", about")[0] for line in done.stderr.splitlines() if line.startswith("cell ")]
-    assert said == [f"cell {n}/2: eagle2 on mtbench, decode.max_new_tokens={tokens}" for n, tokens in ((1, 4), (2, 6))]
+    lines = [line.split(", about")[0] for line in done.stderr.splitlines() if line.startswith("cell ")]
+    assert lines == [f"cell {n}/2: eagle2 on mtbench, decode.max_new_tokens={tokens}" for n, tokens in ((1, 4), (2, 6))]
 
 
 def test_only_what_failed_is_run_again(home, tmp_path):

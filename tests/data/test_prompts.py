@@ -57,8 +57,8 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_prompt_is_named_by_its_line(tmp_path, case):
-    records, said = BAD[case]
-    with pytest.raises(SpecBenchError, match=re.escape(said)):
+    records, message = BAD[case]
+    with pytest.raises(SpecBenchError, match=re.escape(message)):
         asked(written(tmp_path / "mine.jsonl", *records))
 
 
@@ -108,15 +108,15 @@ def test_a_study_asks_ones_own_prompts(home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["prompts=/nowhere/x.jsonl"], "prompts=/nowhere/x.jsonl: there is no such file"),
         (["dataset=prompts"], "give prompts=FILE.jsonl"),
         (["prompts="], "dataset.path"),
     ],
 )
-def test_a_file_that_is_not_there_is_one_line(home, arguments, said):
-    assert said in run(home, "run", "drafter=none", *arguments, ok=False)
+def test_a_file_that_is_not_there_is_one_line(home, arguments, message):
+    assert message in run(home, "run", "drafter=none", *arguments, ok=False)
 
 
 # Spec-Bench -----------------------------------------------------------------------------------------------------------
@@ -151,6 +151,6 @@ def test_a_file_of_the_sets_own_name_comes_first_and_one_without_its_task_is_ref
 
 def test_spec_benchs_tasks_come_from_the_hub_client_by_their_category(monkeypatch):
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda **said: asked.append(said) or SPEC_BENCH)
+    monkeypatch.setattr("datasets.load_dataset", lambda **options: asked.append(options) or SPEC_BENCH)
     found = instantiate(composed("run", "dataset=translation").dataset).load()
     assert [q.id for q in found] == ["161"] and "fd2c1cd7d2201ef71db4c5f4e455008f017967bf" in asked[0]["data_files"]

@@ -45,8 +45,8 @@ def test_without_the_option_no_program_is_run_and_one_line_says_how_to_turn_it_o
     assert capsys.readouterr().err == ""
     refused = PromptSet("set", root=str(tmp_path), check=UnitTests(), score=True).load()
     assert refused == unscored and refused[0].check is None and refused[0].digest == unscored[0].digest
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "are not run" in said and "data.run_programs=true" in said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "are not run" in message and "data.run_programs=true" in message
     allowed = PromptSet("set", root=str(tmp_path), check=UnitTests(), score=True, run_programs=True).load()
     assert isinstance(allowed[0].check, Program) and allowed[0].digest != unscored[0].digest
 

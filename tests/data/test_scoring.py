@@ -99,7 +99,7 @@ def test_a_set_hands_out_checks_where_they_are_wanted_and_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("check", "record", "said"),
+    ("check", "record", "message"),
     [
         (UnitTests(), {}, "nothing to score by"),
         (None, {"test": TESTS, "entry_point": "double"}, "nothing to score by"),
@@ -108,6 +108,6 @@ def test_a_set_hands_out_checks_where_they_are_wanted_and_there(tmp_path):
         (LastNumber(), {"reference": "no idea"}, "ends in a number"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_in_one_line(check, record, said, tmp_path):
-    with pytest.raises(SpecBenchError, match=f"record 1: .*{said}"):
+def test_what_cannot_be_scored_is_refused_in_one_line(check, record, message, tmp_path):
+    with pytest.raises(SpecBenchError, match=f"record 1: .*{message}"):
         PromptSet(**written(tmp_path, **record), check=check, score=True, run_programs=True).load()

@@ -213,8 +213,8 @@ def test_moas_released_layout_gives_the_papers_states(tmp_path):
 
 def test_moas_self_attention_alone_has_the_targets_rope_scaling(tmp_path):
     """In the authors' training the cross-attention, built second, switches scaling off in the configuration all share."""
-    said = {"num_attention_heads": 4, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    made = adopted("moa", write(tmp_path / "c", moa_tensors((4, 1, 8)), **said), tiny())
+    config = {"num_attention_heads": 4, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    made = adopted("moa", write(tmp_path / "c", moa_tensors((4, 1, 8)), **config), tiny())
     torch.testing.assert_close(made.rotary.inv_freq * 4, made.cross_rotary.inv_freq)
     assert torch.equal(made.lsa.rotary.inv_freq, made.cross_rotary.inv_freq)
 
@@ -460,14 +460,14 @@ def test_a_format_says_which_drafters_it_takes_as_they_are_configured():
 
 
 def test_a_served_head_is_asked_for_the_tree_that_it_had_here(tmp_path):
-    said = shlex.split(serve_command("sglang", "a b", tmp_path, make("eagle2", tiny(), "tree=chain", "tree.gamma=3")))
-    assert said[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "a b"]
-    assert said[5:9] == ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path)]
-    assert said[9:] == [
+    command = shlex.split(serve_command("sglang", "a b", tmp_path, make("eagle2", tiny(), "tree=chain", "tree.gamma=3")))
+    assert command[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "a b"]
+    assert command[5:9] == ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path)]
+    assert command[9:] == [
         *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
     ]
-    said = shlex.split(serve_command("vllm", "m", tmp_path, make("medusa", tiny())))
-    assert said[:4] == ["vllm", "serve", "m", "--speculative-config"]
-    assert json.loads(said[4]) == {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 5}
-    said = shlex.split(serve_command("vllm", "m", tmp_path, make("eagle2", tiny())))
-    assert json.loads(said[4]) == {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 6}
+    command = shlex.split(serve_command("vllm", "m", tmp_path, make("medusa", tiny())))
+    assert command[:4] == ["vllm", "serve", "m", "--speculative-config"]
+    assert json.loads(command[4]) == {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 5}
+    command = shlex.split(serve_command("vllm", "m", tmp_path, make("eagle2", tiny())))
+    assert json.loads(command[4]) == {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 6}

@@ -116,8 +116,8 @@ def test_training_forward_equals_decoding_forward(drafter):
             for i in range(begin, row.shape[0] - 1):  # root at i, drafting i + 1
                 made.reset(60)
                 made.observe(states.select(torch.arange(i)), int(row[i]))
-                said = target.logits(states.last[i]).argmax()
-                hits.append(bool(made.root_logits().argmax() == said))
+                expected = target.logits(states.last[i]).argmax()
+                hits.append(bool(made.root_logits().argmax() == expected))
     assert offline == pytest.approx(sum(hits) / len(hits), abs=1e-6)
 
 

@@ -186,21 +186,21 @@ def assert_gradients(drafter: Any, target: Target, norms: dict[str, float]) -> N
 
 
 def test_eagles_loss_and_gradients_are_the_authors():
-    target, (said, _) = target_of("eagle2"), lost("eagle2")
-    weights = said["weights"]
+    target, (reference, _) = target_of("eagle2"), lost("eagle2")
+    weights = reference["weights"]
     terms = f"++drafter.regression={weights['vloss']}", f"++drafter.classification={weights['ploss']}"
     made = drafter_of("eagle2", target, "++drafter.noise=0", *terms)
     metrics = made.loss(batch_of("eagle2", target, made))
     for ours, theirs in {"loss": "loss", "regression": "vloss", "classification": "ploss"}.items():
-        assert float(metrics[ours].detach()) == pytest.approx(said[theirs], rel=1e-5)
+        assert float(metrics[ours].detach()) == pytest.approx(reference[theirs], rel=1e-5)
     metrics["loss"].backward()
-    assert_gradients(made, target, said["grad_norms"])
+    assert_gradients(made, target, reference["grad_norms"])
 
 
 def test_hass_losses_and_gradients_are_the_authors_with_hidden_keys_hidden():
     """Step by step. As released, hidden keys weigh in the normaliser, which is another loss."""
-    target, (said, _) = target_of("hass"), lost("hass")
-    ours_as, released = said["hidden_keys_at_minus_infinity"], said["as_released"]
+    target, (reference, _) = target_of("hass"), lost("hass")
+    ours_as, released = reference["hidden_keys_at_minus_infinity"], reference["as_released"]
     names = {"regression": "vloss", "classification": "ploss", "topk_weight": "topk_loss"}
     options = [f"++drafter.{ours}={ours_as['weights'][theirs]}" for ours, theirs in names.items()]
     options += [f"++drafter.topk={ours_as['topk']}", "++drafter.beta=1", "++drafter.noise=0"]
@@ -223,9 +223,9 @@ def test_moas_states_loss_and_gradients_are_the_authors_under_their_mask(case):
 
     Their last target layers run on predictions with true inputs at the boundaries, and rebuild all keys from that.
     """
-    said, given = lost("moa")
-    said, mask = said[case], given[f"{case}.cross_attention_mask"]
-    target, tli = target_of("moa"), "prev_feature_loss" in said
+    reference, given = lost("moa")
+    reference, mask = reference[case], given[f"{case}.cross_attention_mask"]
+    target, tli = target_of("moa"), "prev_feature_loss" in reference
     made = drafter_of("moa", target, f"++drafter.tli={int(tli)}")
     batch = batch_of("moa", target, made)
     tokens, positions = batch.tokens, batch.positions
@@ -236,7 +236,7 @@ def test_moas_states_loss_and_gradients_are_the_authors_under_their_mask(case):
     states = made.cross(s, positions, keys, values, mask)
     torch.testing.assert_close(states, given[f"{case}.cross_attention_output"], **CLOSE)
 
-    weights, final = said["weights"], states
+    weights, final = reference["weights"], states
     loss = states.new_zeros(())
     if tli:
         (true,) = batch.hidden.values()
@@ -245,12 +245,12 @@ def test_moas_states_loss_and_gradients_are_the_authors_under_their_mask(case):
         causal = torch.ones_like(mask).tril()[:, None]
         final = target.tail(mixed, positions, causal, 1, lambda layer, k, v: (k, v))
         before = F.smooth_l1_loss(mixed[batch.scored], true[batch.scored])
-        assert float(before.detach()) == pytest.approx(said["prev_feature_loss"], rel=1e-5)
+        assert float(before.detach()) == pytest.approx(reference["prev_feature_loss"], rel=1e-5)
         loss = weights["prev_feature_loss"] * before
     metrics = DistillationLoss(batch, made.head).loss(final, weights["feature_loss"], weights["forward_KL"])
     loss = loss + metrics["loss"]
     for found, theirs in {"regression": "feature_loss", "classification": "forward_KL"}.items():
-        assert float(metrics[found]) == pytest.approx(said[theirs], rel=1e-5)
-    assert float(loss.detach()) == pytest.approx(said["loss"], rel=1e-5)
+        assert float(metrics[found]) == pytest.approx(reference[theirs], rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(reference["loss"], rel=1e-5)
     loss.backward()
-    assert_gradients(made, target, said["grad_norms"])
+    assert_gradients(made, target, reference["grad_norms"])

@@ -53,12 +53,12 @@ def correct(told, target, text, drafts, offered):
     for phrase in phrases:
         told.keep([drafts[-1], *phrase])
     first = next((i for i, draft in enumerate(drafts) if after[i] != draft), len(drafts))
-    rest, said = drafts[first:], after[first + 1 :]
+    rest, answers = drafts[first:], after[first + 1 :]
     for i, token in enumerate(rest):
         completion = []
         for j in range(min(told.level - 1, len(rest) - i)):
-            completion.append(said[i + j])
-            if i + j + 1 < len(rest) and rest[i + j + 1] != said[i + j]:
+            completion.append(answers[i + j])
+            if i + j + 1 < len(rest) and rest[i + j + 1] != answers[i + j]:
                 break
         if len(completion) == told.level - 1:
             told.keep([token, *completion])
@@ -76,9 +76,9 @@ def test_drafts_suffixes_and_pool_are_the_algorithms(sizes, state):
     log, passes = [], []
     propose, review, run = made.propose, made.observe_tree, made.base.lm.run
 
-    def proposing(*said):
+    def proposing(*args):
         passes.clear()
-        return propose(*said)
+        return propose(*args)
 
     def reviewing(tree, states):
         check(tree)
@@ -87,9 +87,9 @@ def test_drafts_suffixes_and_pool_are_the_algorithms(sizes, state):
         review(tree, states)
         log.append((offered, len(passes), {k: [list(t) for t in v] for k, v in made.pool.known.items() if v}))
 
-    def running(*said):
+    def running(*args):
         passes.append(1)
-        return run(*said)
+        return run(*args)
 
     made.propose, made.observe_tree, made.base.lm.run = proposing, reviewing, running
     draft, remembered, lengthened = SimpleNamespace(model=made.base.lm.model, device=target.device), {}, 0
@@ -127,9 +127,9 @@ def test_the_target_as_its_own_draft_model_is_accepted_in_full(tmp_path):
     made = make("ouroboros", target, *sizes, f"drafter.base.path={tmp_path}")
     ran, run = [], made.base.lm.run
 
-    def running(tokens, *said):
+    def running(tokens, *args):
         ran.append(tokens.shape[1])
-        return run(tokens, *said)
+        return run(tokens, *args)
 
     made.base.lm.run = running
     tokens, steps = generate(target, made, cap=120)
@@ -145,8 +145,8 @@ def test_a_draft_ends_before_a_stop_token():
     drafted = []
     propose = made.propose
 
-    def proposing(*said):
-        drafted.append(propose(*said))
+    def proposing(*args):
+        drafted.append(propose(*args))
         return drafted[-1]
 
     truth = plain(target, PROMPT, 40)

@@ -349,8 +349,8 @@ def test_a_hybrid_copies_where_enough_matches_and_else_drafts_as_if_alone(traine
 
 def tree_of(drafter):
     """The tree that a drafter's own file takes."""
-    (said,) = OmegaConf.load(ROOT / "conf" / "drafter" / f"{drafter}.yaml").defaults
-    return said["override /tree"]
+    (default,) = OmegaConf.load(ROOT / "conf" / "drafter" / f"{drafter}.yaml").defaults
+    return default["override /tree"]
 
 
 @pytest.mark.parametrize("trained", TRAINED)

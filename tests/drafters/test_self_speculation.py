@@ -229,8 +229,8 @@ def test_a_searched_set_is_taken_and_that_of_another_target_refused(tmp_path):
     path = tmp_path / "skip.json"
 
     def write(**changes):
-        said = {"target": "tiny", "target_fingerprint": target.fingerprint(), "attention": [1], "mlp": [0, 2]}
-        path.write_text(json.dumps(said | {"trials": 3} | changes))
+        content = {"target": "tiny", "target_fingerprint": target.fingerprint(), "attention": [1], "mlp": [0, 2]}
+        path.write_text(json.dumps(content | {"trials": 3} | changes))
 
     write()
     made = make("self_speculation", target)
@@ -241,9 +241,9 @@ def test_a_searched_set_is_taken_and_that_of_another_target_refused(tmp_path):
     assert made.provenance["trials"] == 3 and set(made.contents) == {"skip.json"}
     with pytest.raises(SpecBenchError, match="searched for target tiny"):
         made.bind(tiny(seed=4))
-    for changes, said in (({"mlp": [3]}, "layer 3"), ({"mlp": "all"}, "mlp")):
+    for changes, content in (({"mlp": [3]}, "layer 3"), ({"mlp": "all"}, "mlp")):
         write(**changes)
-        with pytest.raises(SpecBenchError, match=said):
+        with pytest.raises(SpecBenchError, match=content):
             made.bind(target)
 
 
@@ -296,17 +296,17 @@ def test_what_a_search_writes_is_what_the_drafter_reads(tmp_path):
     target = quiet(alternate(3))
     answers = [Answer([*PROMPT, *plain(target, PROMPT, 12)], len(PROMPT))]
     made = bound(target, alternate(3), most=4)
-    said = layer_search.search(target, made, answers, tmp_path / "journal", trials=4)
-    assert min(said["prices"]["rest"], *said["prices"]["whole"].values()) > 0
-    assert said["predicted"]["speedup"] >= said["predicted_at_start"]["speedup"] > 0
+    result = layer_search.search(target, made, answers, tmp_path / "journal", trials=4)
+    assert min(result["prices"]["rest"], *result["prices"]["whole"].values()) > 0
+    assert result["predicted"]["speedup"] >= result["predicted_at_start"]["speedup"] > 0
     again = layer_search.search(target, made, answers, tmp_path / "journal", trials=4)
-    assert (again["attention"], again["mlp"]) == (said["attention"], said["mlp"]), "what was tried is tried anew"
-    layer_search.write(tmp_path, {"target": "tiny", "target_fingerprint": target.fingerprint()} | said)
+    assert (again["attention"], again["mlp"]) == (result["attention"], result["mlp"]), "what was tried is tried anew"
+    layer_search.write(tmp_path, {"target": "tiny", "target_fingerprint": target.fingerprint()} | result)
     other = SelfSpeculation("self_speculation", searched=str(tmp_path))
     other.bind(target)
     assert (sorted({0, 1, 2} - other.kept.attention), sorted({0, 1, 2} - other.kept.mlp)) == (
-        said["attention"],
-        said["mlp"],
+        result["attention"],
+        result["mlp"],
     )
     with pytest.raises(SpecBenchError, match="no held-out answers"):
         layer_search.search(target, made, [], tmp_path / "journal")
@@ -316,7 +316,7 @@ def test_what_a_search_writes_is_what_the_drafter_reads(tmp_path):
 def test_a_search_times_passes_with_threads_that_wait_as_they_do_in_decoding(until, policy):
     program = "import os, specbench.common.omp_policy; print(os.environ.get('OMP_WAIT_POLICY'))"
     clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program, f"train.until={until}"], env=clean, capture_output=True, text=True, check=True
     )
-    assert said.stdout.strip() == str(policy)
+    assert done.stdout.strip() == str(policy)

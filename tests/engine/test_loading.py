@@ -53,10 +53,10 @@ def refused(call, *words):
     with counting(words):
         with pytest.raises(SpecBenchError) as error:
             call()
-        said = str(error.value)
-        assert "\n" not in said and len(said) < 900, said
+        message = str(error.value)
+        assert "\n" not in message and len(message) < 900, message
         for word in words:
-            assert str(word) in said, said
+            assert str(word) in message, message
 
 
 def load(folder, **options):
@@ -285,9 +285,9 @@ def test_odd_stop_tokens_and_tokenizers_that_lack_their_parts_are_named(model, t
     shutil.copytree(model, tmp_path / "stop")
     said_in(tmp_path / "stop" / "generation_config.json", eos_token_id=["</s>"])
     refused(lambda: load(tmp_path / "stop"), "eos_token_id")
-    said = json.loads((model / "tokenizer.json").read_text())
-    said["model"]["vocab"]["w9"] = 400  # few ids, one of them beyond the embedding
-    (model / "tokenizer.json").write_text(json.dumps(said))
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"]["vocab"]["w9"] = 400  # few ids, one of them beyond the embedding
+    (model / "tokenizer.json").write_text(json.dumps(content))
     refused(lambda: load(model), model, "401 ids")
     (model / "tokenizer.json").write_text("{}")
     refused(lambda: load(model), "tokenizer", model)
@@ -361,11 +361,11 @@ def test_damaged_weights_of_a_drafter_are_named(kind, own):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "content",
     [b"[]", b"{", b"\xff", b'{"target_fingerprint": 5}', b'{"target": []}', b'{"calibration": "x"}', b'{"history": 3}'],
 )
-def test_an_odd_provenance_is_named(said, own):
-    (own / "provenance.json").write_bytes(said)
+def test_an_odd_provenance_is_named(content, own):
+    (own / "provenance.json").write_bytes(content)
     refused(into_eagle(own), own / "provenance.json")
 
 
@@ -412,8 +412,8 @@ def test_an_odd_configuration_of_a_checkpoint_is_one_line(odd, tmp_path):
         tensors |= {f"{part}.self_attn.{n}": torch.zeros(shape) for n, shape in attention.items()}
         tensors[f"{part}.mlp.gate_proj.weight"] = torch.zeros(48, d)
     save_file(tensors, tmp_path / "model.safetensors")
-    said = [] if odd is None else {"num_attention_heads": 4, "rope_theta": 1e4} | odd
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = [] if odd is None else {"num_attention_heads": 4, "rope_theta": 1e4} | odd
+    (tmp_path / "config.json").write_text(json.dumps(config))
     refused(lambda: adopt("moa", tmp_path, target), tmp_path)
 
 
@@ -475,22 +475,22 @@ def test_a_packed_corpus_is_taken_over_and_a_damaged_one_named(home, tmp_path):
     pack(made)
     made.prepare()
     assert made.texts() == [Text(1, [3, 4, 5], [(1, 3)]), Text(7, [3, 4, 5], [(1, 3)])]
-    file, said = made.packed / PACKED, made.packed / PACKED_PROVENANCE
-    whole, words = file.read_bytes(), json.loads(said.read_text())
+    file, provenance = made.packed / PACKED, made.packed / PACKED_PROVENANCE
+    whole, words = file.read_bytes(), json.loads(provenance.read_text())
     for damaged in (whole[:-9], b"", b"hello", lzma.compress(b"no tensors")):
         file.write_bytes(damaged)
         refused(lambda: unpack(file), file)
         shutil.rmtree(made.folder)
         refused(made.prepare, file, "SHA-256")
-        said.write_text(json.dumps(words | {"sha256": sha256_of(file)}))
+        provenance.write_text(json.dumps(words | {"sha256": sha256_of(file)}))
         refused(made.prepare, file, "damaged")
-        said.write_text(json.dumps(words))
+        provenance.write_text(json.dumps(words))
     for odd in ({"corpus": 5}, {"sha256": None}):
-        said.write_text(json.dumps(words | odd))
-        refused(made.prepare, said, next(iter(odd)))
+        provenance.write_text(json.dumps(words | odd))
+        refused(made.prepare, provenance, next(iter(odd)))
     for text in (b"{", b"[]", b"\xff"):
-        said.write_bytes(text)
-        refused(made.prepare, said)
+        provenance.write_bytes(text)
+        refused(made.prepare, provenance)
 
 
 @pytest.mark.parametrize(

@@ -216,27 +216,27 @@ def test_a_study_asks_for_its_largest_cell():
 def refused(call):
     with pytest.raises(NoRoom) as error:
         call()
-    said = str(error.value)
-    assert "\n" not in said and len(said) < 400, said
-    return said
+    message = str(error.value)
+    assert "\n" not in message and len(message) < 400, message
+    return message
 
 
 @pytest.mark.parametrize("weights", ["trained", "random"])
 @pytest.mark.parametrize("model", SHAPED)
 def test_a_shape_refuses_before_anything_is_fetched_or_loaded(model, weights, free, nothing_loaded):
     free(10 * 10**9)
-    said = refused(lambda: spec(model, f"model.weights={weights}", "model.dtype=bfloat16").load())
-    assert f"{model} needs about" in said and "in bfloat16 (weights" in said and "cpu has 10.0 GB free" in said
+    message = refused(lambda: spec(model, f"model.weights={weights}", "model.dtype=bfloat16").load())
+    assert f"{model} needs about" in message and "in bfloat16 (weights" in message and "cpu has 10.0 GB free" in message
 
 
 def test_llama2_7b_does_not_fit_in_24_gib_in_float32_and_does_in_bfloat16(free, nothing_loaded, monkeypatch):
     free(24 * GIB)
     beside = [drafter("eagle2")]
     asked = spec("llama2-7b", "model.weights=random", "model.dtype=float32")
-    said = refused(lambda: asked.load(beside=beside))
-    assert "(weights 27.0, " in said and "cache 4.4" in said and "eagle2 1.1" in said and "headroom" in said
+    message = refused(lambda: asked.load(beside=beside))
+    assert "(weights 27.0, " in message and "cache 4.4" in message and "eagle2 1.1" in message and "headroom" in message
     for option in ("model=", "model.dtype=bfloat16", "model.max_context below 4096", "larger machine"):
-        assert option in said
+        assert option in message
     monkeypatch.setattr(Target, "random", lambda *a: (_ for _ in ()).throw(SpecBenchError("would be loaded")))
     with pytest.raises(SpecBenchError, match="would be loaded"):
         spec("llama2-7b", "model.weights=random", "model.dtype=bfloat16").load(beside=beside)
@@ -287,8 +287,8 @@ def test_a_drafter_with_which_a_target_does_not_fit_does_not_rule_out_the_next_o
         backend="eager",
     )
     heavy = SimpleNamespace(name="heavy", outline=lambda target: Outline(10**9))
-    said = refused(lambda: targets.load(run, [heavy]))
-    assert "heavy 4.0" in said
+    message = refused(lambda: targets.load(run, [heavy]))
+    assert "heavy 4.0" in message
     free(MIN_HEADROOM + 10**7)
     assert targets.load(run)[0].layers == 3
 

@@ -100,8 +100,8 @@ def test_terms_are_named_before_the_weights_are_fetched(monkeypatch, tmp_path, c
 
 @pytest.mark.parametrize("model", sorted(PAPERS))
 def test_a_benchmark_of_a_papers_target_asks_for_the_heads_it_has(model):
-    said = subprocess.run(["make", "-n", "bench", f"MODEL={model}"], cwd=ROOT, capture_output=True, text=True, check=True)
-    drafters = re.findall(r"arms=\[(\S+)\]", said.stdout)
+    done = subprocess.run(["make", "-n", "bench", f"MODEL={model}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    drafters = re.findall(r"arms=\[(\S+)\]", done.stdout)
     trained = {p.name for p in (ROOT / "drafters" / "weights" / model).glob("*")}
     nothing_needed = ["none", "prompt_lookup", "suffix", "token_recycling"]
     assert drafters == [",".join([*nothing_needed, *sorted(trained | set(spec(model).published or {}))])]

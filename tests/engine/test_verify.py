@@ -240,9 +240,9 @@ def _no_renormalisation(p, q):
     return (p - q).clamp(min=0) + 1e-9
 
 
-def _parents_distribution(tree, said):
-    said = said[tree.parents.clamp(min=0)]
-    return algorithm_d(tree, said)
+def _parents_distribution(tree, q):
+    q = q[tree.parents.clamp(min=0)]
+    return algorithm_d(tree, q)
 
 
 BUGS = {

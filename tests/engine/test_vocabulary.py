@@ -209,9 +209,9 @@ def test_damaged_lists_are_refused(damage, target):
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-7])
     else:
-        said = json.loads((path.parent / vocabulary.PROVENANCE).read_text())
-        del said["sha256"]
-        (path.parent / vocabulary.PROVENANCE).write_text(json.dumps(said))
+        provenance = json.loads((path.parent / vocabulary.PROVENANCE).read_text())
+        del provenance["sha256"]
+        (path.parent / vocabulary.PROVENANCE).write_text(json.dumps(provenance))
     with pytest.raises(SpecBenchError, match=r"not the ids whose SHA-256|damaged|sha256"):
         narrow("eagle2", target)
 
@@ -241,12 +241,12 @@ def test_a_list_counts_the_training_text(tmp_path):
     text = Writer(CorpusSettings(**(SMALL | {"validation": 2, "tokens": 150})), target, Words(), chats_of(60), tmp_path)
     text.prepare()
     text.write()
-    ids, said = text.frequent(61, "tiny")
+    ids, provenance = text.frequent(61, "tiny")
     counts = torch.zeros(61, dtype=torch.long)
     for one in text.texts():
         for token in one.tokens if one.index >= 2 else []:
             counts[token] += 1
-    assert said["training_tokens"] == counts.sum() and said["occurring"] == (counts > 0).sum() < 61
+    assert provenance["training_tokens"] == counts.sum() and provenance["occurring"] == (counts > 0).sum() < 61
     assert ids.tolist() == sorted(range(61), key=lambda i: (-int(counts[i]), i))
     assert torch.equal(text.frequent(7, "tiny")[0], ids[:7])
 
@@ -254,17 +254,17 @@ def test_a_list_counts_the_training_text(tmp_path):
 def test_the_shipped_list_is_that_of_the_shipped_corpus():
     """Counted when the corpus was shorter: rows name the list, so that it stays until drafters are trained anew."""
     folder = ROOT / "drafters" / "weights" / "smollm2-135m"
-    said = json.loads((folder / vocabulary.PROVENANCE).read_text())
+    provenance = json.loads((folder / vocabulary.PROVENANCE).read_text())
     corpus = json.loads((folder / "corpus.json").read_text())
-    assert (said["target_fingerprint"], said["corpus"]) == (corpus["target_fingerprint"], corpus["corpus"])
+    assert (provenance["target_fingerprint"], provenance["corpus"]) == (corpus["target_fingerprint"], corpus["corpus"])
     target = tiny()
-    target.listing, target.fingerprint = folder / vocabulary.FILE, lambda: said["target_fingerprint"]
-    listed = vocabulary.listed(target, said["ids"])
-    assert listed.digest == said["sha256"]
+    target.listing, target.fingerprint = folder / vocabulary.FILE, lambda: provenance["target_fingerprint"]
+    listed = vocabulary.listed(target, provenance["ids"])
+    assert listed.digest == provenance["sha256"]
     texts = [t for t in unpack(folder / "corpus.safetensors.xz") if t.index >= corpus["settings"]["validation"]]
     counts = torch.tensor([i for t in texts for i in t.tokens]).bincount(minlength=49152)
-    assert said["training_tokens"] <= corpus["training_tokens"] == counts.sum()
+    assert provenance["training_tokens"] <= corpus["training_tokens"] == counts.sum()
     best = counts.argsort(descending=True, stable=True)
-    for count in (1024, 8192, said["ids"]):
+    for count in (1024, 8192, provenance["ids"]):
         covered, most = (float(counts[ids[:count]].sum() / counts.sum()) for ids in (listed.ids, best))
         assert covered > most - 0.005, f"the first {count} ids of the list are no longer the most frequent"

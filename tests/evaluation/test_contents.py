@@ -174,8 +174,8 @@ def test_shipped_weights_and_corpus_name_one_fingerprint():
     """That it is the default target's is tested where that target is read (`test_real`)."""
     folder = ROOT / "drafters" / "weights" / "smollm2-135m"
     corpus = json.loads((folder / PACKED_PROVENANCE).read_text())
-    said = {json.loads(p.read_text())["target_fingerprint"] for p in folder.rglob("provenance.json")}
-    assert said == {corpus["target_fingerprint"]}
+    fingerprints = {json.loads(p.read_text())["target_fingerprint"] for p in folder.rglob("provenance.json")}
+    assert fingerprints == {corpus["target_fingerprint"]}
     assert CorpusSettings(**corpus["settings"]).digest(corpus["target_fingerprint"]) == corpus["corpus"]
 
 
@@ -209,7 +209,7 @@ def decode(own, drafter, *overrides):
     return sorted((own / "results").rglob(NAME), key=lambda path: path.stat().st_mtime_ns)
 
 
-def contents_said(path):
+def contents_in(path):
     """What a header says of the contents of target and drafter."""
     header, _ = read_block(path)
     own = [arm["contents"] for name, arm in header["arms"].items() if name != "none"]
@@ -270,10 +270,10 @@ def test_changed_content_is_another_cell_and_unchanged_content_none(kind, own, r
 
 def test_the_header_holds_what_sha256sum_says(own, capsys):
     (path,) = decode(own, "eagle2", f"drafter.weights={own / 'weights' / 'eagle2'}")
-    said = contents_said(path)
-    assert said["target"] == contents_of(own / "model") and "tokenizer.json" in said["target"]
-    assert said["target"]["model.safetensors"] == sha256_of(own / "model" / "model.safetensors")
-    assert said["drafter"]["model.safetensors"] == sha256_of(own / "weights" / "eagle2" / "model.safetensors")
+    contents = contents_in(path)
+    assert contents["target"] == contents_of(own / "model") and "tokenizer.json" in contents["target"]
+    assert contents["target"]["model.safetensors"] == sha256_of(own / "model" / "model.safetensors")
+    assert contents["drafter"]["model.safetensors"] == sha256_of(own / "weights" / "eagle2" / "model.safetensors")
     (question,) = PromptSet("mtbench", root=str(own), limit=1).load()
     assert {r.text for r in read_block(path)[1] if isinstance(r, Row)} == {question.digest}
 

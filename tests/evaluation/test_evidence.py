@@ -118,8 +118,8 @@ def test_how_much_there_is_is_said_before_the_first_question(tmp_path, capsys, r
     capsys.readouterr()
     bench.run(questions, ledger)
     first = capsys.readouterr().err.splitlines()[0]
-    said = re.fullmatch(r"plain, eagle2: 2 questions, about \d+ s at most \(8 tokens an answer\)", first)
-    assert bool(said) != replay and len(first) <= 80
+    match = re.fullmatch(r"plain, eagle2: 2 questions, about \d+ s at most \(8 tokens an answer\)", first)
+    assert bool(match) != replay and len(first) <= 80
     bench.run(questions, ledger)
     assert "at most" not in capsys.readouterr().err, "nothing is missing"
 
@@ -148,8 +148,8 @@ def test_a_study_without_time_says_what_is_left_and_the_next_one_continues(home,
 
 
 def test_a_run_takes_minutes_too(home, tmp_path):
-    said = run(home, "run", "drafter=prompt_lookup", "minutes=0.0001", f"results={tmp_path}")
-    assert "prompt_lookup: 0 of 12 questions" in said and not rows_below(tmp_path)
+    message = run(home, "run", "drafter=prompt_lookup", "minutes=0.0001", f"results={tmp_path}")
+    assert "prompt_lookup: 0 of 12 questions" in message and not rows_below(tmp_path)
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "soon", "nan", "true"])
@@ -241,7 +241,7 @@ def test_a_damaged_block_is_named_and_the_others_are_untouched(home, tmp_path):
     assert replayed(home, tmp_path, "damaged", "data.limit=2").returncode == 0
     (good,) = blocks.below(tmp_path)
     bad = good.with_name("2020-01-01T000000-other-abcdef.jsonl")
-    for content, said in (
+    for content, message in (
         (good.read_bytes() + b"nonsense\n", "no record of a block"),
         (b"null\n", "line 1"),
         (b'{"kind": "header", "schema": 2}\n', "while this code reads blocks of schema 3"),
@@ -250,7 +250,7 @@ def test_a_damaged_block_is_named_and_the_others_are_untouched(home, tmp_path):
         before = good.read_bytes()
         done = replayed(home, tmp_path, "damaged")
         line = [x for x in done.stderr.splitlines() if x.startswith("specbench: ")]
-        assert done.returncode == 2 and len(line) == 1 and bad.name in line[0] and said in line[0], done.stderr
+        assert done.returncode == 2 and len(line) == 1 and bad.name in line[0] and message in line[0], done.stderr
         assert good.read_bytes() == before and bad.read_bytes() == content
 
 
@@ -324,9 +324,9 @@ def a_task(kind):
 def test_evidence_prints_its_plan_and_refuses_what_is_no_study():
     shown = typed_evidence("plan=true", "studies=[hass,n_alpha]")
     assert shown.returncode == 0 and re.search(r"\| hass \| 0: mtbench-greedy-64-replayed \| replayed \|", shown.stdout)
-    for word, said in (("studies=[hasss]", "there is no study hasss"), ("kind=fast", "must be 'replayed'")):
+    for word, message in (("studies=[hasss]", "there is no study hasss"), ("kind=fast", "must be 'replayed'")):
         done = typed_evidence(word)
-        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_training_in_parts_is_the_training_in_one(home):
@@ -335,8 +335,8 @@ def test_a_training_in_parts_is_the_training_in_one(home):
     run(home, "train", *train(home, "undivided"))
     parts = 0
     while not (home / "out" / "divided" / "model.safetensors").is_file():
-        said = run(home, "train", *train(home, "divided", "train.minutes=0.0001"))
-        assert "the same command goes on there" in said or "weights in" in said
+        message = run(home, "train", *train(home, "divided", "train.minutes=0.0001"))
+        assert "the same command goes on there" in message or "weights in" in message
         parts += 1
     assert parts > 2
     one, other = ((home / "out" / name / "model.safetensors").read_bytes() for name in ("undivided", "divided"))

@@ -83,8 +83,12 @@ def test_a_fault_of_one_cell_leaves_the_others_of_a_sweep_alone(told, tmp_path, 
     code, err = told("-m", "drafter=vanilla,none", "decode.max_new_tokens=4")
     assert code == 2 and "Traceback" not in err and "sweep: 1 of 2 cells complete" in err
     (failed,) = (tmp_path / "results").rglob("*.failed.json")
-    said = json.loads(failed.read_text())
-    assert said["drafter"] == "vanilla" and "no such thing" in said["error"] and "in bind" in traceback_of(said["error"])
+    failure = json.loads(failed.read_text())
+    assert (
+        failure["drafter"] == "vanilla"
+        and "no such thing" in failure["error"]
+        and "in bind" in traceback_of(failure["error"])
+    )
     (path,) = (tmp_path / "results").rglob(NAME)
     assert list(read_block(path)[0]["arms"]) == ["none"]
     monkeypatch.undo()
@@ -102,6 +106,6 @@ def test_an_unfit_option_of_one_cell_leaves_the_others_of_a_sweep_alone(told, tm
 @pytest.mark.parametrize("option", ["drafter=none,null", "drafter=none,eagle9", "decode.nonsense=1,2"])
 def test_a_sweep_with_a_cell_that_cannot_be_put_together_is_refused_before_its_first_one(told, tmp_path, option):
     code, err = told("-m", option)
-    said = [line for line in err.splitlines() if line.startswith("specbench: ")]
-    assert code == 2 and "Traceback" not in err and len(said) == 1 and option.split("=")[0] in said[0]
+    message = [line for line in err.splitlines() if line.startswith("specbench: ")]
+    assert code == 2 and "Traceback" not in err and len(message) == 1 and option.split("=")[0] in message[0]
     assert not list((tmp_path / "results").rglob("*.json*"))

@@ -157,8 +157,8 @@ LOOKUPS = [("prompt_lookup", "drafter.rule=latest"), ("prompt_lookup", "drafter.
 def test_only_draft_models_in_chains_and_its_own_prompt_lookup_have_a_counterpart_in_transformers():
     target = tiny()
     assert list(costs.assistance(bound("vanilla", target))) == ["assistant_model"]
-    said = costs.assistance(bound("prompt_lookup", target, "drafter.length=7", "drafter.max_ngram=4"))
-    assert said == {"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 4}
+    options = costs.assistance(bound("prompt_lookup", target, "drafter.length=7", "drafter.max_ngram=4"))
+    assert options == {"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 4}
     assert not any(costs.assistance(bound(name, target, *more)) for name, *more in [*OTHERS, *LOOKUPS])
 
 
@@ -169,8 +169,8 @@ def test_prompt_lookup_drafts_what_transformers_drafts(monkeypatch):
     side = bound("prompt_lookup", target, "drafter.length=4")
     propose, candidates = side.drafter.propose, PromptLookupCandidateGenerator.get_candidates
 
-    def proposing(*said):
-        tree = propose(*said)
+    def proposing(*args):
+        tree = propose(*args)
         ours[tuple(side.drafter.text)] = tree.tokens[1:].tolist()
         return tree
 
@@ -205,8 +205,8 @@ def test_a_training_step_updates_what_is_trained():
 ARMS = settings("a", "b@0", "b@1")
 
 
-def side(label, **said):
-    return SimpleNamespace(label=label, description=said)
+def side(label, **description):
+    return SimpleNamespace(label=label, description=description)
 
 
 def taken(monkeypatch, folder, repetitions, broken=(), budget=None, header=ARMS):
@@ -245,8 +245,8 @@ def test_nothing_is_measured_when_time_is_up(tmp_path, monkeypatch):
 
 def test_an_arm_that_cannot_be_measured_costs_itself_alone(tmp_path, monkeypatch, capsys):
     assert taken(monkeypatch, tmp_path, 3, broken=["a"]) == (1, ["a", "b@0", "b@0", "b@0"])
-    said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("specbench: ")]
-    assert len(said) == 1 and said[0].startswith("specbench: drafting of a not measured: ValueError: boom")
+    message = [x for x in capsys.readouterr().err.splitlines() if x.startswith("specbench: ")]
+    assert len(message) == 1 and message[0].startswith("specbench: drafting of a not measured: ValueError: boom")
 
 
 def test_studies_name_the_quantities_that_there_are():
@@ -288,11 +288,11 @@ def measured(*paths):
 
 
 def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
-    said = study(home, COSTS, "costs", f"results={tmp_path}")
-    said = " ".join(said.split())  # as the terminal had it, lines were broken
-    assert "drafting: ms of eagle2 over chain: " in said
-    assert "reproduced: drafting takes time" in said
-    assert "not run: a pass takes time" in said and "2 repetitions, where 5 make an interval" in said
+    output = study(home, COSTS, "costs", f"results={tmp_path}")
+    output = " ".join(output.split())  # as the terminal had it, lines were broken
+    assert "drafting: ms of eagle2 over chain: " in output
+    assert "reproduced: drafting takes time" in output
+    assert "not run: a pass takes time" in output and "2 repetitions, where 5 make an interval" in output
     (replayed,) = below(tmp_path / "costs" / "tiny" / "mtbench-greedy-12-replayed")
     first, second = below(tmp_path / "costs" / "tiny" / "mtbench-greedy-12")
     assert [sum(isinstance(r, Row) for r in read_block(path)[1]) for path in (replayed, first, second)] == [6, 6, 6]
@@ -384,7 +384,7 @@ def rows(speeds, others=None, replayed=False, link=None):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (rows([10, 10, 10, 10], others=0.4), None),
         (rows([10, 10, 10, 10], others=0.6), "other processes kept 0.6 of its 2 cores"),
@@ -399,10 +399,10 @@ def rows(speeds, others=None, replayed=False, link=None):
         ([], None),
     ],
 )
-def test_a_busy_machine_is_told_from_its_rows(given, said):
+def test_a_busy_machine_is_told_from_its_rows(given, message):
     found = metrics.busy(given, 2)
-    assert (found is None) == (said is None)
-    assert said is None or (said in found and found.startswith("The machine was busy: "))
+    assert (found is None) == (message is None)
+    assert message is None or (message in found and found.startswith("The machine was busy: "))
 
 
 def test_other_drafters_speeds_are_no_drift():

@@ -105,8 +105,8 @@ def test_pieces_are_about_four_characters_each():
 @pytest.mark.parametrize("drafter", ["eagle2", "coral_router", "medusa"])
 def test_rows_of_a_random_target_say_so(home, drafter, tmp_path):
     results = f"results={tmp_path}"
-    said = run(home, "run", f"drafter={drafter}", *SHAPE, "model.path=null", "alpha=[0.9,0.8]", "data.limit=3", results)
-    assert "SIMULATED" in said
+    output = run(home, "run", f"drafter={drafter}", *SHAPE, "model.path=null", "alpha=[0.9,0.8]", "data.limit=3", results)
+    assert "SIMULATED" in output
     header, rows = read_block(next(tmp_path.rglob(NAME)))
     assert header["simulated"] is True and header["arms"][drafter]["lossy"] is True
     rows = [r for r in rows if isinstance(r, Row)]

@@ -51,8 +51,8 @@ claims: []
 
 def test_first_rows_come_before_costs_are_timed(home, tmp_path):
     """Of a study whose trees are fitted the other arms answer the first question, in a block of its own."""
-    said = study(home, EARLY, "early", f"results={tmp_path}", "memorys=1", ok=False)
-    assert "memorys: no such option; did you mean memory" in said
+    message = study(home, EARLY, "early", f"results={tmp_path}", "memorys=1", ok=False)
+    assert "memorys: no such option; did you mean memory" in message
     own = f"--config-dir={home / 'conf'}", "study=early", f"results={tmp_path}"
     done = call(home, "study", *own, SPECBENCH_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -67,9 +67,13 @@ def test_first_rows_come_before_costs_are_timed(home, tmp_path):
 
 
 def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, tmp_path):
-    said = study(home, TWO, "two", f"results={tmp_path}")
-    said = " ".join(said.split())
-    assert "reproduced: trees accept more" in said and "not testable here: a GPU is fast" in said and "needs a GPU" in said
+    output = study(home, TWO, "two", f"results={tmp_path}")
+    output = " ".join(output.split())
+    assert (
+        "reproduced: trees accept more" in output
+        and "not testable here: a GPU is fast" in output
+        and "needs a GPU" in output
+    )
     folder = tmp_path / "two" / "tiny"
     (decoded,), (replayed,) = (blocks.below(folder / f"mtbench-greedy-12{mode}") for mode in ("", "-replayed"))
     header, rows = read_rows(decoded)
@@ -95,8 +99,8 @@ def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, t
 
 
 def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
-    said = study(home, TRAINED, "trained", f"results={tmp_path}")
-    assert "it emits" in said
+    output = study(home, TRAINED, "trained", f"results={tmp_path}")
+    assert "it emits" in output
     (path,) = blocks.below(tmp_path)
     header, _ = read_block(path)
     assert list(header["arms"]) == ["none", "short@0", "short@1", "same@0", "same@1"]
@@ -109,7 +113,7 @@ def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "arguments", "said"),
+    ("change", "arguments", "message"),
     [
         (("title:", "tittle:"), (), "study.tittle"),
         (("drafter=eagle2, tree=chain", "tree=chain"), (), "arm chain names no drafter"),
@@ -124,9 +128,9 @@ def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
         (("replay=true", "replay=true, sampler.temperature=1"), (), "replay=true follows"),
     ],
 )
-def test_a_wrong_study_is_one_clear_line(home, tmp_path, change, arguments, said):
+def test_a_wrong_study_is_one_clear_line(home, tmp_path, change, arguments, output):
     line = study(home, TWO.replace(*change), "wrong", f"results={tmp_path}", *arguments, ok=False)
-    assert said in line, line
+    assert output in line, line
 
 
 def test_an_arm_that_is_not_to_be_had_costs_itself_alone(home, tmp_path):
@@ -177,14 +181,14 @@ def test_a_replay_has_the_precision_that_it_needs():
 
 
 def test_peak_memory_is_measured_beside_timed_rows_or_where_it_is_asked_for():
-    for replay, said, users, memory in [
+    for replay, message, users, memory in [
         ("false", {}, [], 1),
         ("true", {}, [], 0),
         ("true", {"measure": {"memory": 5}}, [], 5),
         ("true", {}, ["memory=2"], 2),
     ]:
         base = settled("eagle2", f"replay={replay}", *users)
-        assert study_runs.repetitions(said, base, users)["memory"] == memory
+        assert study_runs.repetitions(message, base, users)["memory"] == memory
 
 
 def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, tmp_path):
@@ -269,7 +273,7 @@ def test_needs_are_read_from_the_rows(tmp_path):
 
     header = of("a", "b") | {"target": {"dtype": "float32", "parameters": 100, "vocabulary": 500, "device": "cpu"}}
     header["arms"] = {"none": arm("none"), "a": arm("a", weights=weights(100)), "b": arm("b", weights=weights(200))}
-    for needs, said in (
+    for needs, message in (
         ({"device": "cuda"}, ["a GPU"]),
         ({"vocabulary": 501}, ["a target with 501 ids"]),
         ({"vocabulary": 500}, []),
@@ -281,13 +285,13 @@ def test_needs_are_read_from_the_rows(tmp_path):
         ({"pretrained": "none"}, []),
         ({"project": "batched decoding"}, ["batched decoding"]),
     ):
-        assert studies.unmet(needs, header, cuda=False) == said
+        assert studies.unmet(needs, header, cuda=False) == message
         test = {"metric": "tau", "of": "a", "over": "b", "is": "more"}
         spec = {**SPEC, "claims": [{**CLAIM, "needs": needs, "tests": [test]}]}
         found = entries(tmp_path / str(needs), copy.deepcopy(header))
         verdict = judge_study("s", spec, found)[0]
-        assert (verdict.verdict == claims.NOT_TESTABLE) == bool(said)
-        assert not said or ("needs " + said[0] in verdict.summary and "Measured nevertheless" in verdict.summary)
+        assert (verdict.verdict == claims.NOT_TESTABLE) == bool(message)
+        assert not message or ("needs " + message[0] in verdict.summary and "Measured nevertheless" in verdict.summary)
     assert studies.unmet({"device": "cuda"}, None, cuda=True) == []
 
 

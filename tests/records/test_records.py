@@ -388,12 +388,12 @@ def test_a_scan_of_flipped_bytes_ends_in_one_line_or_goes_on(tmp_path, seed):
     for _ in range(3):  # in the beginnings of lines, which are all that a scan looks at
         data[draw.choice(begins) + draw.randrange(70)] = draw.randrange(256)
     path.write_bytes(data)
-    said = None
+    message = None
     try:
         found = scan(path, "none")
     except SpecBenchError as error:
-        found, said = None, str(error)
-    assert found is not None or re.fullmatch(rf"{re.escape(str(path))} line \d+: [^\n]+", said)
+        found, message = None, str(error)
+    assert found is not None or re.fullmatch(rf"{re.escape(str(path))} line \d+: [^\n]+", message)
 
 
 def test_files_that_are_no_blocks_are_passed_over(tmp_path):

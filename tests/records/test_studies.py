@@ -135,24 +135,24 @@ def test_the_door_reads_what_reports_read(name):
     assert read.get("claims") == STUDIES[name].get("claims") and read.get("shows") == STUDIES[name].get("shows")
 
 
-def keys(said):
-    return {o.lstrip("+~").split("=")[0] for o in said}
+def keys(overrides):
+    return {o.lstrip("+~").split("=")[0] for o in overrides}
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_cells_and_arms_are_configurations_of_a_run(name):
     """Arms and cells say nothing of the same options, so that each needs to be tried but once."""
     one = STUDIES[name]
-    cells = {tuple(said) for said in one["cells"]}
+    cells = {tuple(overrides) for overrides in one["cells"]}
     runs = {tuple(arm["run"]) for arm in one["arms"].values()}
     assert len(cells) == len(one["cells"]) and len(runs) == len(one["arms"]) - _alike(one)
     assert not set().union(*map(keys, cells)) & set().union(*map(keys, runs))
     first = one["cells"][0]
     assert any(o.startswith("dataset=") for o in first), "the first cell's dataset is the study's"
-    for said in cells:
-        _hold([*said, *one["arms"][next(iter(one["arms"]))]["run"]])
-    for said in runs:
-        _hold([*first, *said])
+    for overrides in cells:
+        _hold([*overrides, *one["arms"][next(iter(one["arms"]))]["run"]])
+    for overrides in runs:
+        _hold([*first, *overrides])
 
 
 def _alike(one):

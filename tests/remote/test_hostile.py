@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import signal
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 import tracemalloc
 from contextlib import contextmanager
 
+import msgpack
 import pytest
 import torch
 import zmq
@@ -120,15 +122,15 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_message_gets_one_line_and_hurts_nobody(what, server, folder):  # noqa: F811
     """Its sender may go on, and another client's generation, begun before and ended after, is what it would be."""
-    message, said = BAD[what]
+    message, refusal = BAD[what]
     with client(server, folder) as good, raw(server.address) as bad:
         events = decode(good, make("eagle2", good), PROMPT, Limits(16), Lossless(), Sampler())
         found = [next(events).token]
         if not (isinstance(message, dict) and message.get("kind") == "begin"):
             assert bad.ask(BEGIN)["kind"] == "answer"
         answer = bad.ask(message)
-        assert answer["kind"] == "error" and "\n" not in answer["said"]
-        assert any(part in answer["said"] for part in said.split("|")), answer["said"]
+        assert answer["kind"] == "error" and "\n" not in answer["message"]
+        assert any(part in answer["message"] for part in refusal.split("|")), answer["message"]
         assert bad.ask(BEGIN)["token"] == plain(tiny(), PROMPT, 1)[0]
         found += [t for e in events if isinstance(e, Step) for t in e.tokens]
     assert found == plain(tiny(), PROMPT, 16)
@@ -189,7 +191,7 @@ def test_a_connection_that_names_itself_is_refused(server):  # noqa: F811
     thief.set(zmq.ROUTING_ID, b"somebody")
     thief.connect(server.address)
     thief.send(protocol.encode({"kind": "hello", "n": 1, "version": protocol.VERSION}))
-    assert thief.poll(20_000) and "its own choice" in protocol.decode(thief.recv(), protocol.REPLY)["said"]
+    assert thief.poll(20_000) and "its own choice" in protocol.decode(thief.recv(), protocol.REPLY)["message"]
     thief.close()
 
 
@@ -207,17 +209,57 @@ def test_a_slow_reader_of_a_stream_gets_all_of_it(folder):  # noqa: F811
         assert tokens == plain(target, PROMPT, 60)
 
 
+BENT = {
+    "no first token": (0, lambda answer: answer.pop("token")),
+    "a first token beyond the vocabulary": (0, lambda answer: answer.update(token=61)),
+    "no states of the prompt": (0, lambda answer: answer.pop("last")),
+    "states of fewer tokens": (0, lambda answer: answer.update(last=protocol.pack(torch.zeros(1, 32)))),
+    "states that are no numbers": (1, lambda answer: answer["last"].update(b=b"\xff" * len(answer["last"]["b"]))),
+    "no path": (1, lambda answer: answer.pop("path")),
+    "a path beyond the tree": (1, lambda answer: answer.update(path=[500])),
+    "a path that begins below the root": (1, lambda answer: answer.update(path=[3, 4])),
+    "a path for ever": (1, lambda answer: answer.update(path=[1] * 1000)),
+    "no drafted depth": (1, lambda answer: answer.pop("drafted")),
+    "a drafted depth beyond the tree": (1, lambda answer: answer.update(drafted=10**6)),
+    "no bonus": (1, lambda answer: answer.pop("token")),
+    "a bonus beyond the vocabulary": (1, lambda answer: answer.update(token=61)),
+    "no cache rows": (1, lambda answer: answer.pop("kv")),
+}
+
+
+@pytest.mark.parametrize("what", BENT)
+def test_an_answer_that_does_not_fit_is_one_line(what, folder):  # noqa: F811
+    """Of a server that speaks the protocol and means something else, in the answer to a prompt or to a tree."""
+    place, bend = BENT[what]
+    with serving(tiny()) as own, client(own, folder) as there:
+        send, answers = own._send, itertools.count()
+
+        def bent(peer, reply):
+            message = msgpack.unpackb(reply)
+            if message["kind"] == "answer" and next(answers) == place:
+                bend(message)
+            send(peer, msgpack.packb(message))
+
+        own._send = bent
+        drafter = make("moa" if what == "no cache rows" else "eagle2", there)
+        with pytest.raises(SpecBenchError, match=re.escape(f"{own.address} sent an answer that does not fit")) as refused:
+            list(decode(there, drafter, PROMPT, Limits(8), Lossless(), Sampler()))
+        assert "\n" not in str(refused.value)
+
+
 def test_several_frames_another_version_and_strangers_are_told_so(server):  # noqa: F811
     with raw(server.address, greeted=False) as stranger:
-        assert "hello" in stranger.ask(PASS)["said"]
-        assert "frames" in stranger.ask(b"a", b"b")["said"]
-        assert f"version {protocol.VERSION}, you speak 99" in stranger.ask({"kind": "hello", "n": 1, "version": 99})["said"]
+        assert "hello" in stranger.ask(PASS)["message"]
+        assert "frames" in stranger.ask(b"a", b"b")["message"]
+        assert (
+            f"version {protocol.VERSION}, you speak 99" in stranger.ask({"kind": "hello", "n": 1, "version": 99})["message"]
+        )
 
 
 def test_no_more_clients_than_allowed_and_who_leaves_makes_room():
     with serving(tiny(), clients=1) as small:
         with raw(small.address), raw(small.address, greeted=False) as second:
-            assert "1 clients already" in second.ask({"kind": "hello", "n": 1, "version": protocol.VERSION})["said"]
+            assert "1 clients already" in second.ask({"kind": "hello", "n": 1, "version": protocol.VERSION})["message"]
         deadline = time.monotonic() + 120
         while small.clients and time.monotonic() < deadline:
             time.sleep(0.1)

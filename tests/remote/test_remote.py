@@ -219,8 +219,8 @@ def test_alone_a_language_model_says_what_it_would_have_said(server, folder):
     for token in row.alone:
         positions = torch.arange(len(text))[None]
         with torch.inference_mode():
-            said = lm.logits(lm.run(torch.tensor([text]), positions, None, None)[0, -1])
-        assert int(said.argmax()) == token
+            refusal = lm.logits(lm.run(torch.tensor([text]), positions, None, None)[0, -1])
+        assert int(refusal.argmax()) == token
         text.append(token)
 
 

@@ -15,10 +15,10 @@ def served(home, *arguments, **more):
     """A running server and its address."""
     door = start(home, "serve", "threads=1", "port=0", *arguments, **more)
     deadline = time.monotonic() + 120
-    while " at tcp://" not in (said := door.files[1].read_text() if door.files[1].exists() else ""):
-        assert time.monotonic() < deadline and door.poll() is None, said
+    while " at tcp://" not in (refusal := door.files[1].read_text() if door.files[1].exists() else ""):
+        assert time.monotonic() < deadline and door.poll() is None, refusal
         time.sleep(0.05)
-    return door, said.split(" at ")[1].split(";")[0]
+    return door, refusal.split(" at ")[1].split(";")[0]
 
 
 def stopped(door):
@@ -57,17 +57,17 @@ def test_a_run_starts_a_server_of_its_own_behind_a_profile(home, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "refusal"),
     [
         (["link=direct"], "link.to is missing"),
-        (["link=tcp://127.0.0.1:1", "link.patience_s=0.5"], "is specbench.serve running there"),
+        (["link=tcp://127.0.0.1:1", "link.timeout_s=0.5"], "is specbench.serve running there"),
         (["link=tcp://192.0.2.1:5555"], "SPECBENCH_TOKEN"),
         (["link=lan", "replay=true"], "replay=true runs no target passes"),
         (["link=lan", "backend=compile"], "backend=compile"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(home, arguments, said):
-    assert said in run(home, "run", "drafter=none", *arguments, ok=False)
+def test_what_cannot_be_is_refused_in_one_line(home, arguments, refusal):
+    assert refusal in run(home, "run", "drafter=none", *arguments, ok=False)
 
 
 def test_a_server_beyond_loopback_wants_a_token(home):
@@ -77,10 +77,10 @@ def test_a_server_beyond_loopback_wants_a_token(home):
 def test_who_has_not_the_token_gets_no_answer(home, tmp_path):
     door, address = served(home, SPECBENCH_TOKEN="secret")
     try:
-        asked = [f"link={address}", "link.patience_s=3", "drafter=none", "data.limit=1", f"results={tmp_path}"]
+        asked = [f"link={address}", "link.timeout_s=3", "drafter=none", "data.limit=1", f"results={tmp_path}"]
         for token in ("", "another"):
             assert "with the same SPECBENCH_TOKEN" in run(home, "run", *asked, ok=False, SPECBENCH_TOKEN=token)
-        run(home, "run", *asked, "link.patience_s=60", SPECBENCH_TOKEN="secret")
+        run(home, "run", *asked, "link.timeout_s=60", SPECBENCH_TOKEN="secret")
     finally:
         stopped(door)
 

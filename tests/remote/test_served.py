@@ -52,10 +52,10 @@ def serving(stub):
         protocol_version = "HTTP/1.1"
 
         def welcome(self):
-            said = self.headers["Authorization"]
-            stub.keys.append(said)
-            if stub.key is not None and said != f"Bearer {stub.key}":
-                self.send(401 if said is None else 403, json.dumps({"error": f"Incorrect key: {said}"}).encode())
+            key = self.headers["Authorization"]
+            stub.keys.append(key)
+            if stub.key is not None and key != f"Bearer {stub.key}":
+                self.send(401 if key is None else 403, json.dumps({"error": f"Incorrect key: {key}"}).encode())
                 return False
             return True
 
@@ -217,16 +217,16 @@ BAD_STREAMS = {
 
 @pytest.mark.parametrize("case", BAD_STREAMS)
 def test_a_bad_stream_ends_in_one_line(stub, url, case):
-    stub.stream, said = BAD_STREAMS[case]
+    stub.stream, refusal = BAD_STREAMS[case]
     begin = time.monotonic()
-    with pytest.raises(SpecBenchError, match=re.escape(said)) as caught:
+    with pytest.raises(SpecBenchError, match=re.escape(refusal)) as caught:
         Endpoint(url, 0.5).complete({"max_tokens": 4})
     assert str(caught.value).startswith(f"endpoint={url}: ") and "\n" not in str(caught.value)
     assert time.monotonic() - begin < 10 and len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "headers", "said"),
+    ("status", "body", "headers", "refusal"),
     [
         (500, b'{"error": {"message": "no \\u001b[31mmemory"}}', {}, r"/v1/completions answers 500: no \x1b[31mmemory"),
         (400, b'{"message": "prompt: ids are not taken", "code": 400}', {}, "answers 400: prompt: ids are not taken"),
@@ -236,9 +236,9 @@ def test_a_bad_stream_ends_in_one_line(stub, url, case):
         (302, b"", {"Location": "http://elsewhere.example/"}, "it redirects to http://elsewhere.example/; give that"),
     ],
 )
-def test_a_server_that_refuses_is_quoted(stub, url, status, body, headers, said):
+def test_a_server_that_refuses_is_quoted(stub, url, status, body, headers, refusal):
     stub.status, stub.body, stub.headers = status, body, headers
-    with pytest.raises(SpecBenchError, match=re.escape(said)):
+    with pytest.raises(SpecBenchError, match=re.escape(refusal)):
         Endpoint(url, 5.0).complete({"max_tokens": 4})
 
 
@@ -277,7 +277,7 @@ def test_a_key_goes_to_the_server_and_nowhere_else(stub, url, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "refusal"),
     [
         (None, "answers 401, access refused; set OPENAI_API_KEY to its key"),
         ("sk-other", "answers 403, access refused; check the key in OPENAI_API_KEY"),
@@ -285,12 +285,12 @@ def test_a_key_goes_to_the_server_and_nowhere_else(stub, url, monkeypatch):
         ("sk other\r\nX: y", "OPENAI_API_KEY: must be one word"),
     ],
 )
-def test_a_wrong_key_ends_in_a_line_that_names_the_variable_alone(stub, url, monkeypatch, key, said):
+def test_a_wrong_key_ends_in_a_line_that_names_the_variable_alone(stub, url, monkeypatch, key, refusal):
     stub.key = "sk-secret"
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(SpecBenchError, match=re.escape(said)) as caught:
+    with pytest.raises(SpecBenchError, match=re.escape(refusal)) as caught:
         Served("served", url).find_model()
     assert "sk" not in str(caught.value) and "\n" not in str(caught.value)
 
@@ -438,7 +438,7 @@ def test_a_generation_that_fails_is_a_failure_in_its_own_row(home, tmp_path, stu
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "refusal"),
     [
         (["endpoint=null"], "drafter=served needs endpoint=http://HOST:PORT"),
         (["endpoint=ftp://x"], "endpoint=ftp://x: must be http"),
@@ -449,5 +449,5 @@ def test_a_generation_that_fails_is_a_failure_in_its_own_row(home, tmp_path, stu
         (["checkpoint=x"], "takes no checkpoint"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_model_is_loaded(home, tmp_path, stub, url, more, said):
-    assert said in run(home, *asked_of(home, url, tmp_path, "model.path=/nowhere", *more), ok=False)
+def test_what_cannot_be_is_refused_before_the_model_is_loaded(home, tmp_path, stub, url, more, refusal):
+    assert refusal in run(home, *asked_of(home, url, tmp_path, "model.path=/nowhere", *more), ok=False)

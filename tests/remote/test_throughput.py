@@ -34,14 +34,14 @@ def test_predicted_speed_is_that_of_the_link(drafter, more, trips, server, folde
                 plainly.append(benched(near, drafter, *more, cap=30))
                 shaped.append(benched(far, drafter, *more, cap=30))
                 row = min(shaped, key=lambda row: row.decode_s)
-                said = predicted([min(plainly, key=lambda row: row.decode_s)], shape)
-                took = (len(row.tokens) - 1) / said.tokens_per_s
+                prediction = predicted([min(plainly, key=lambda row: row.decode_s)], shape)
+                took = (len(row.tokens) - 1) / prediction.tokens_per_s
                 expected = pytest.approx(took, rel=0.35, abs=0.15)  # a stream of this tiny target lasts 0.1 s
                 if len(shaped) > 1 and row.decode_s == expected:
                     break
         finally:
             far.close()
-    assert said.trips_s == pytest.approx(0.06 * trips)
+    assert prediction.trips_s == pytest.approx(0.06 * trips)
     assert row.decode_s == expected
 
 

@@ -53,10 +53,10 @@ def answers(rng, questions=6, turns=2, shortest=20, longest=60):
 
 def entry(rows, baseline=(), temperature=0.0, **own):
     name = rows[0].drafter
-    said, header = arm(name, **own), settings(name, replay=any(r.replayed for r in rows))
+    options, header = arm(name, **own), settings(name, replay=any(r.replayed for r in rows))
     header["config"]["sampler"]["temperature"] = temperature
-    summary = summarise(header, said, name, rows, list(baseline))
-    return Entry("", summary, 0, rows, header, said, 1, {}, Path("rows.jsonl"), baseline=list(baseline))
+    summary = summarise(header, options, name, rows, list(baseline))
+    return Entry("", summary, 0, rows, header, options, 1, {}, Path("rows.jsonl"), baseline=list(baseline))
 
 
 def rows_of(rng, asked, drafter="eagle2", skill=0.6, known=False):

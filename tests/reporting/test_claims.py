@@ -286,7 +286,7 @@ def test_what_was_replayed_is_compared_with_what_was_decoded_on_decoded_rows(tmp
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"commit": "another", "versions": {"torch": "9"}, "load": 3.0}, []),
         ({"hardware": {"device": "fridge", "cores": 1}}, ["machine"]),
@@ -296,12 +296,12 @@ def test_what_was_replayed_is_compared_with_what_was_decoded_on_decoded_rows(tmp
         ({"study": "t"}, ["study"]),
     ],
 )
-def test_arms_are_compared_whatever_commit_measured_them_and_only_on_one_kind_of_machine(tmp_path, change, said):
+def test_arms_are_compared_whatever_commit_measured_them_and_only_on_one_kind_of_machine(tmp_path, change, message):
     write(tmp_path / "first", header(), "none", "good")
     write(tmp_path / "second", {**header(), **change}, "none", "poor")
     (ours,) = (e for e in cells.collect(below(tmp_path / "first")) if e.name == "good")
     (theirs,) = (e for e in cells.collect(below(tmp_path / "second")) if e.name == "poor")
-    assert claims.config_differences(ours, theirs) == said == claims.config_differences(theirs, ours)
+    assert claims.config_differences(ours, theirs) == message == claims.config_differences(theirs, ours)
 
 
 def test_replayed_arms_are_compared_whatever_machine_replayed_them(tmp_path):
@@ -314,10 +314,10 @@ def test_replayed_arms_are_compared_whatever_machine_replayed_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [({}, []), ({"0": "same"}, ["prompts"]), ({str(q): "x" for q in range(12)}, ["prompts"]), ({"99": "new"}, [])],
 )
-def test_questions_that_both_sides_have_must_be_the_same_text(tmp_path, texts, said):
+def test_questions_that_both_sides_have_must_be_the_same_text(tmp_path, texts, message):
     """How many each side has is no matter."""
 
     def change(one):
@@ -329,7 +329,7 @@ def test_questions_that_both_sides_have_must_be_the_same_text(tmp_path, texts, s
     found = {e.name: e for e in cells.collect(below(tmp_path))}
     assert (
         claims.config_differences(found["good"], found["poor"])
-        == said
+        == message
         == claims.config_differences(found["poor"], found["good"])
     )
 
@@ -337,7 +337,7 @@ def test_questions_that_both_sides_have_must_be_the_same_text(tmp_path, texts, s
 def test_readers_are_told_effects_in_words(known):
     tau = {"metric": "tau", "of": "good", "is": "more"}
     speed, memory = {"metric": "speed_up", "of": "good"}, {"measured": "memory.peak", "of": "good"}
-    said = {
+    expected_by_test = {
         "tau of good over poor: +2.00 [+2.00, +2.00], claimed more": {**tau, "over": "poor"},
         "tau of good over poor: +2.00 [+2.00, +2.00], claimed at least 0.5": {**tau, "over": "poor", "by": 0.5},
         "tau of good: 4.00 [3.96, 4.04], claimed at least 2.5": {**tau, "than": 2.5},
@@ -350,15 +350,15 @@ def test_readers_are_told_effects_in_words(known):
         "tau of good at T=1 over greedy: no rows of good": {**tau, "at": {"temperature": 1}, "over_at": {}},
         "tau of good over at b: no rows of good": {**tau, "over_at": {"dataset": "b"}},
     }
-    study = {**STUDY, "claims": [{**CLAIM, "tests": [test]} for test in said.values()]}
-    for expected, found in zip(said, judge_study("s", study, known.entries), strict=True):
+    study = {**STUDY, "claims": [{**CLAIM, "tests": [test]} for test in expected_by_test.values()]}
+    for expected, found in zip(expected_by_test, judge_study("s", study, known.entries), strict=True):
         assert found.summary.startswith(expected), found.summary
     assert claims.words("training.peak") == "training: peak" and claims.words("alpha2") == "acceptance of step 3"
 
 
 def test_the_tally_counts_verdicts_and_leaves_out_what_there_is_none_of():
     kinds = [REPRODUCED, NOT_TESTABLE, REPRODUCED, NOT_RUN]
-    verdicts = [Verdict("s", CLAIM, (), kind, "said") for kind in kinds]
+    verdicts = [Verdict("s", CLAIM, (), kind, "message") for kind in kinds]
     assert list(claims.tally(verdicts).items()) == [(REPRODUCED, 2), (NOT_TESTABLE, 1), (NOT_RUN, 1)]
     assert claims.cells(verdicts[0]) == ["x", "x", "x", "said", REPRODUCED]
 

@@ -33,8 +33,8 @@ def group_of(folder, **more):
 def labels(tmp_path, drafters, **more):
     """What drafters are called. drafters: their part of the configuration, by arm."""
     header = settings(*drafters, **more)
-    for label, said in drafters.items():
-        header["arms"][label] = arm(label) | {"drafter": said}
+    for label, options in drafters.items():
+        header["arms"][label] = arm(label) | {"drafter": options}
     cell = block(tmp_path, header)
     for name in ("none", *drafters):
         cell.write(random_row(np.random.default_rng(0), name)[0])
@@ -157,9 +157,9 @@ def test_speed_up_is_tokens_a_pass_over_cost_and_no_line_is_wider_than_a_termina
 )
 def test_output_is_said_in_a_word(tmp_path, verdicts, expected):
     cell = block(tmp_path, settings("a"))
-    for question, said in enumerate(verdicts or [None]):
+    for question, message in enumerate(verdicts or [None]):
         row = random_row(np.random.default_rng(0), "a", str(question))[0]
-        row.audit = said and {"verdict": said}
+        row.audit = message and {"verdict": message}
         cell.write(row)
     (entry,) = cells.find(tmp_path).entries
     assert console.output(entry) == expected
@@ -199,15 +199,17 @@ def test_a_busy_machine_yields_no_winner(tmp_path):
             row.decode_s, row.others = seconds, 0.9
             cell.write(row)
     (group,) = groups(names.labelled(cells.find(tmp_path).entries))
-    said = verdict.sentence(group)
-    assert verdict.verdict(group).best == () and "the machine did other work" in said.lower() and "fastest" not in said
+    message = verdict.sentence(group)
+    assert (
+        verdict.verdict(group).best == () and "the machine did other work" in message.lower() and "fastest" not in message
+    )
 
 
 def test_of_lines_that_differ_in_numbers_alone_the_worst_is_shown(tmp_path):
     group = group_of(tmp_path, speeds={"a": 2.0, "b": 1.5})
-    said = "The machine was busy: other processes kept {} of its 2 cores at work. Do not rely on speeds.".format
-    busy = [replace(e, busy=said(cores)) for e, cores in zip(group, ("1.1", "1.3", "0.9"), strict=True)]
-    assert tables.notes(busy) == [said("1.3")]
+    message = "The machine was busy: other processes kept {} of its 2 cores at work. Do not rely on speeds.".format
+    busy = [replace(e, busy=message(cores)) for e, cores in zip(group, ("1.1", "1.3", "0.9"), strict=True)]
+    assert tables.notes(busy) == [message("1.3")]
     assert tables.notes(group) == []
 
 

@@ -40,9 +40,9 @@ def refusal(read, *arguments) -> str | None:
         try:
             read(*arguments)
         except SpecBenchError as error:
-            said = str(error)
-            assert said and len(said.splitlines()) == 1, said
-            return said
+            message = str(error)
+            assert message and len(message.splitlines()) == 1, message
+            return message
     return None
 
 
@@ -57,15 +57,18 @@ def write(path: Path, *records) -> Path:
 def test_a_class_without_a_configuration_of_its_own_is_strict_too(tmp_path):
     path = tmp_path / "x.failed.json"
     good = asdict(CellFailure("m", "d", "x", 0.0, "boom"))
-    for change, said in (({"error": 1}, "error: input should be a valid string, not 1"), ({"more": 1}, "more: unexpected")):
+    for change, message in (
+        ({"error": 1}, "error: input should be a valid string, not 1"),
+        ({"more": 1}, "more: unexpected"),
+    ):
         path.write_text(json.dumps(good | change))
-        assert said in (refusal(CellFailure.read, path) or "")
+        assert message in (refusal(CellFailure.read, path) or "")
     path.write_text(json.dumps(good))
     assert CellFailure.read(path).error == "boom"
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "not JSON"),
         (b"{", "not JSON"),
@@ -76,9 +79,9 @@ def test_a_class_without_a_configuration_of_its_own_is_strict_too(tmp_path):
         (b"null", "should be an object"),
     ],
 )
-def test_damaged_json_is_one_line(tmp_path, data, said):
+def test_damaged_json_is_one_line(tmp_path, data, message):
     (tmp_path / "x.json").write_bytes(data)
-    assert said in (refusal(io.read_json, tmp_path / "x.json") or "")
+    assert message in (refusal(io.read_json, tmp_path / "x.json") or "")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_a_line_separator_inside_a_row_ends_no_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"accepted": [a + 1 for a in ROW["accepted"]]}, "tokens are not"),
         ({"nodes": [1]}, "as many each"),
@@ -134,9 +137,9 @@ def test_a_line_separator_inside_a_row_ends_no_line(tmp_path):
         ({"decode_s": float("nan")}, "prompt.decode_s: input should be a finite number"),
     ],
 )
-def test_a_row_that_contradicts_itself_is_refused_where_it_is_read(tmp_path, change, said):
+def test_a_row_that_contradicts_itself_is_refused_where_it_is_read(tmp_path, change, message):
     path = write(tmp_path / "rows.jsonl", HEADER, ROW, ROW | change)
-    assert "rows.jsonl line 3" in (refusal(read_block, path) or "") and said in (refusal(read_block, path) or "")
+    assert "rows.jsonl line 3" in (refusal(read_block, path) or "") and message in (refusal(read_block, path) or "")
 
 
 def test_a_row_from_before_draft_passes_were_counted_does_not_know_them(tmp_path):

@@ -20,7 +20,7 @@ CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction"
 
 
 def bench(folder, speeds, questions=12, dataset="mtbench", temperature=0.0, study=None, replay=False, cell="decode-1",
-          noise=0.02, seed=0, said=None, **more):  # fmt: skip
+          noise=0.02, seed=0, options=None, **more):  # fmt: skip
     """A cell whose drafters are so many times as fast as its baseline, give or take; random cycles.
 
     said: of a drafter's configuration, by drafter. more: goes over the header.
@@ -28,7 +28,7 @@ def bench(folder, speeds, questions=12, dataset="mtbench", temperature=0.0, stud
     rng = np.random.default_rng(seed)
     header = settings(*speeds, dataset=dataset, **{"study": study, "replay": replay})
     header["config"]["sampler"] = {"temperature": temperature}
-    for name, own in (said or {}).items():
+    for name, own in (options or {}).items():
         header["arms"][name]["drafter"] |= own
     made = block(folder, header | more, f"{dataset}-{cell}")
     for question in range(questions):
@@ -167,9 +167,9 @@ def two_trees(folder):
     """A drafter with its paper's tree and with one of its own, and one without a tree."""
     trees = {"eagle2": {"_target_": "specbench.engine.policies.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}}
     trees |= {"eagle2_rate": {"_target_": "specbench.engine.policies.Rate", "nodes": 9}}
-    said = {name: {"name": "eagle2", "growth": growth} for name, growth in trees.items()}
+    options = {name: {"name": "eagle2", "growth": growth} for name, growth in trees.items()}
     speeds = {"eagle2": 0.5, "suffix": 1.0, "eagle2_rate": 1.5} | {f"d{i}": 0.4 - i / 50 for i in range(6)}
-    bench(folder, speeds, questions=20, said=said)
+    bench(folder, speeds, questions=20, options=options)
 
 
 def test_bars_are_sorted_and_a_drafters_trees_stand_together(tmp_path):
@@ -212,9 +212,9 @@ def test_names_in_a_scatter_hide_neither_each_other_nor_a_point(tmp_path, count)
     figure = figures.cost_against_tau(found)
     (axes,) = figure.axes
     figure.canvas.draw()
-    said = [text for text in axes.texts if not text.get_text().endswith("x")]
-    assert {text.get_text() for text in said} == {e.title for e in found}
-    boxes = [text.get_window_extent() for text in said]
+    labels = [text for text in axes.texts if not text.get_text().endswith("x")]
+    assert {text.get_text() for text in labels} == {e.title for e in found}
+    boxes = [text.get_window_extent() for text in labels]
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     points = {e.title: axes.transData.transform((console.cost(e), e.summary.tau)) for e in found}
     assert not any(box.contains(*point) for box in boxes for point in points.values())
@@ -234,11 +234,19 @@ def test_an_arm_named_after_a_drafter_has_its_colour_and_its_trees_their_dashes(
 
 
 def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):
-    said = {f"a_{ids}": {"name": "a", "vocabulary": ids} for ids in (10, 20)}
-    said |= {"a": {"name": "a", "vocabulary": None}, "r": {"name": "r", "groups": 4, "active": 1, "vocabulary": None}}
+    options = {f"a_{ids}": {"name": "a", "vocabulary": ids} for ids in (10, 20)}
+    options |= {"a": {"name": "a", "vocabulary": None}, "r": {"name": "r", "groups": 4, "active": 1, "vocabulary": None}}
     target = {"dtype": "float32", "parameters": 100, "vocabulary": 40}
     for replay, cell in [(True, "replay-1"), (False, "decode-1")]:
-        bench(tmp_path, dict.fromkeys(said, 1.5), study="vocabulary", replay=replay, cell=cell, said=said, target=target)
+        bench(
+            tmp_path,
+            dict.fromkeys(options, 1.5),
+            study="vocabulary",
+            replay=replay,
+            cell=cell,
+            options=options,
+            target=target,
+        )
         figure = study_figures.draft_vocabularies(cells.find(tmp_path).entries)
         assert len(figure.axes) == 1 + (not replay), "a panel without rows"
     for axes in figure.axes:
@@ -248,7 +256,7 @@ def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):
 
 
 def test_no_legend_lies_over_data(tmp_path):
-    bench(tmp_path, {"a": 2.0, "b": 1.0}, said={"a": {"growth": {"_target_": "x.grow.Chain", "gamma": 4}}})
+    bench(tmp_path, {"a": 2.0, "b": 1.0}, options={"a": {"growth": {"_target_": "x.grow.Chain", "gamma": 4}}})
     found = view(tmp_path).timed(Setting("mtbench", 0.0))
     weights = {"a": {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]}}
     for figure in (
@@ -293,8 +301,8 @@ def test_the_ledger_parts_papers_claims_from_goals_and_folds_what_was_not_judged
     assert (needy.title, len(needy.blocks[0].lines)) == ("3 claims not testable here", 3)
     assert unrun.title == "1 claims not run" and not unrun.open
     blocks = ledger(tmp_path, kinds)
-    said = document.markdown([document.Section("c", "C", "C", blocks)], {})
-    assert "3 judged: **2 reproduced**, **1 not reproduced**." in said and "](claims.md)" in said and "| x |" not in said
+    page = document.markdown([document.Section("c", "C", "C", blocks)], {})
+    assert "3 judged: **2 reproduced**, **1 not reproduced**." in page and "](claims.md)" in page and "| x |" not in page
     assert "| **reproduced** | x | y (z) | one; two |" in document.files(blocks, {})["claims.md"]
 
 

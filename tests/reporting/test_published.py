@@ -51,7 +51,7 @@ def test_suspect_cells_carry_a_note():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("a,b\n1,2\n", "columns must be"),
         (",".join(published.FIELDS) + "\n" + "x," * 7 + ",x,,x,fast,,,\n", "line 2: value: .*, not 'fast'"),
@@ -59,9 +59,9 @@ def test_suspect_cells_carry_a_note():
         (",".join(published.FIELDS) + "\nx,y\n", "line 2: 2 values in 15 columns"),
     ],
 )
-def test_damaged_published_numbers_are_named(tmp_path, content, said):
+def test_damaged_published_numbers_are_named(tmp_path, content, message):
     (tmp_path / "x.csv").write_text(content)
-    with pytest.raises(SpecBenchError, match=said):
+    with pytest.raises(SpecBenchError, match=message):
         published.load(tmp_path)
 
 
@@ -161,7 +161,7 @@ def test_a_mean_is_of_the_rows_datasets_if_all_were_measured(tmp_path, measured)
 
 def test_n_alphas_are_of_chains_alone(tmp_path):
     trees = {"a": {"growth": {"_target_": "x.grow.Dynamic"}}, "b": {"growth": {"_target_": "x.grow.Chain"}}}
-    bench(tmp_path / "s", {"a": 2.0, "b": 1.5}, study="s", said=trees)
+    bench(tmp_path / "s", {"a": 2.0, "b": 1.5}, study="s", options=trees)
     found = cells.find(tmp_path).entries
     numbers = paper(tmp_path / "p", ("A", "0", "", "", "0-alpha", "0.8"), ("B", "0", "", "", "0-alpha", "0.8"))
     table, _ = beside(found, numbers, study(A="a", B="b"))

@@ -32,13 +32,13 @@ GOLDEN = ROOT / "tests" / "golden"  # two plain cells cut to two questions, the 
 HOSTILE = '<img src=x onerror="document.title=\'owned\'"></script><script>document.title="owned"</script>&amp;'
 
 
-def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=0, said=None):
+def fill(folder, drafters=("eagle2", "vanilla"), questions=6, dataset="d", seed=0, options=None):
     """Random but consistent cells; returns all rows. said: of a drafter's configuration, by drafter."""
     rng = np.random.default_rng(seed)
     made = []
     for drafter in drafters:
         header = settings(drafter, dataset=dataset)
-        header["arms"][drafter]["drafter"] |= (said or {}).get(drafter, {})
+        header["arms"][drafter]["drafter"] |= (options or {}).get(drafter, {})
         cell = block(folder, header, f"{dataset}-{drafter}")
         for q in range(questions):
             for who in ("none", drafter):
@@ -131,17 +131,17 @@ def test_a_row_cut_off_by_a_crash_is_left_out_and_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["results=nowhere"], "no rows under"),
         (["format=latex"], "format=latex: must be 'terminal'"),
         (["import=nowhere.jsonl", "format=eagle"], "cannot read nowhere.jsonl: no such file"),
     ],
 )
-def test_bad_questions_are_one_clear_line(tmp_path, arguments, said):
+def test_bad_questions_are_one_clear_line(tmp_path, arguments, message):
     done = call(tmp_path, "report", *arguments)
     lines = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and len(lines) == 1 and said in lines[0]
+    assert done.returncode == 2 and len(lines) == 1 and message in lines[0]
 
 
 def test_two_cells_about_one_thing_are_both_shown_and_the_larger_one_counts(tmp_path):
@@ -244,7 +244,7 @@ def test_answers_of_other_harnesses_are_restated(tmp_path, harness):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "holds no answers"),
         ("{\n", "line 1: not JSON"),
@@ -253,9 +253,9 @@ def test_answers_of_other_harnesses_are_restated(tmp_path, harness):
         ('{"question_id": 1, "choices": [{"new_tokens": [3], "idxs": [1], "wall_time": [0]}]}\n', "cannot be"),
     ],
 )
-def test_damaged_answer_files_are_named(tmp_path, content, said):
+def test_damaged_answer_files_are_named(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(SpecBenchError, match=said):
+    with pytest.raises(SpecBenchError, match=message):
         foreign_results.read(tmp_path / "a.jsonl", "eagle")
 
 
@@ -412,16 +412,18 @@ def test_a_trace_holds_the_trees_the_loop_really_saw(target):
     drafter = make("eagle2", target)
     prompt = [1, 2, 3, 4]
     found = trace.trace(target, Letters(), drafter, prompt, Lossless(), Sampler())
-    said = found["first"] + "".join("".join(c["nodes"][n - 1][0] for n in c["path"]) + c["bonus"] for c in found["cycles"])
+    tokens = found["first"] + "".join(
+        "".join(c["nodes"][n - 1][0] for n in c["path"]) + c["bonus"] for c in found["cycles"]
+    )
     import torch
 
     ids, expected = list(prompt), ""
     with torch.inference_mode():
-        for _ in said:
+        for _ in tokens:
             logits = target.model(torch.tensor([ids])).logits[0, -1]
             ids.append(int(logits.argmax()))
             expected += chr(48 + ids[-1])
-    assert said == expected
+    assert tokens == expected
     for cycle in found["cycles"]:
         for text, parent, p, own in cycle["nodes"]:
             assert len(text) == 1 and 0 <= p <= 1 and own is not None and 0 <= own <= 1
@@ -431,7 +433,7 @@ def test_a_trace_holds_the_trees_the_loop_really_saw(target):
 
 def test_every_figure_is_drawn_from_what_is_there(tmp_path):
     chain = {"growth": {"_target_": "specbench.engine.policies.Chain", "gamma": 4}}
-    fill(tmp_path, ("eagle2", "vanilla"), dataset="mtbench", said={"vanilla": chain})
+    fill(tmp_path, ("eagle2", "vanilla"), dataset="mtbench", options={"vanilla": chain})
     measure(tmp_path / "costs")
     found = report(tmp_path)
     weights = {"hass": {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]}}
@@ -480,28 +482,28 @@ def test_the_summary_of_a_test_run_says_where_a_report_is_older_than_its_rows(tm
     shutil.copytree(GOLDEN / "rows", results)
     monkeypatch.setattr(conftest, "RESULTS", results)
 
-    def said():
+    def warnings():
         lines = Lines()
         conftest.pytest_terminal_summary(lines)
         return [line for line in lines if "bad inputs" not in line]
 
     older = ["results/: the report is older than its rows (make report RESULTS=results)"]
-    assert said() == older, "a report that does not say what it was made from"
+    assert warnings() == older, "a report that does not say what it was made from"
     report(results).write()
-    assert said() == []
+    assert warnings() == []
     rows = sorted(results.rglob(NAME))
     os.utime(rows[0])
     shutil.copytree(rows[0].parent, results / "local" / "cell")
-    assert said() == [], "neither the time of a file nor rows that the report leaves out make it older"
+    assert warnings() == [], "neither the time of a file nor rows that the report leaves out make it older"
     whole = rows[0].read_bytes()
     rows[0].write_bytes(whole + whole.splitlines(keepends=True)[-1])
-    assert said() == older
+    assert warnings() == older
     rows[0].write_bytes(whole)
-    assert said() == []
+    assert warnings() == []
     shutil.copytree(rows[0].parent, results / "another")
-    assert said() == older
+    assert warnings() == older
     monkeypatch.setattr(freshness, "digest", lambda folder: 1 / 0)
-    assert said() == ["results/: division by zero"], "a summary fails no test run"
+    assert warnings() == ["results/: division by zero"], "a summary fails no test run"
 
 
 def test_replays_of_one_machine_stand_beside_speeds_of_another(tmp_path):

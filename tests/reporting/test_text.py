@@ -110,8 +110,8 @@ def test_latex_has_no_command_or_argument_of_a_name(name):
     known = r"\\(?:[&%$#_{}]|textbackslash |textasciitilde |textasciicircum |textbar )"
     assert not re.search(r"[\\&%$#_~^|]", re.sub(known, "", escaped))
     back = re.sub(r"^\{([\[*])\}", r"\1", escaped)
-    for sign, said in text._LATEX.items():
-        back = back.replace(said, sign) if said.startswith("\\text") and sign != "\\" else back
+    for sign, replacement in text._LATEX.items():
+        back = back.replace(replacement, sign) if replacement.startswith("\\text") and sign != "\\" else back
     back = re.sub(r"\\([&%$#_{}])", r"\1", back).replace("\\textbackslash ", "\\")
     assert back == visible(name)
 

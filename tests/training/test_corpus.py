@@ -194,8 +194,11 @@ def test_one_file_carries_the_corpus(tmp_path):
     made.write()
     path = made.pack(tmp_path / "shipped", {"license": "none"})
     assert unpack(path) == made.texts()
-    said = json.loads((tmp_path / "shipped" / "corpus.json").read_text())
-    assert said["training_tokens"] == sum(len(t.tokens) for t in made.texts() if t.index >= 6) and said["held_out"] == 6
+    provenance = json.loads((tmp_path / "shipped" / "corpus.json").read_text())
+    assert (
+        provenance["training_tokens"] == sum(len(t.tokens) for t in made.texts() if t.index >= 6)
+        and provenance["held_out"] == 6
+    )
     target.run = lambda *a, **k: pytest.fail("nothing is left to write")
     taken = writer(target, tmp_path / "b", tmp_path / "shipped")
     taken.write()
@@ -317,8 +320,8 @@ def test_packed_rows_hold_what_padded_rows_hold(tmp_path, answers_only):
     assert dense < padded
     spans = {tuple(t.tokens): t.spans for t in text.texts()}
     for tokens, scored in alone:
-        said = {i for b, e in spans[tuple(tokens)] for i in range(b - 1, e - 1)}
-        assert [i for i, s in enumerate(scored) if s] == (sorted(said) if answers_only else list(range(len(tokens))))
+        answered = {i for b, e in spans[tuple(tokens)] for i in range(b - 1, e - 1)}
+        assert [i for i, s in enumerate(scored) if s] == (sorted(answered) if answers_only else list(range(len(tokens))))
 
 
 def test_packing_loses_nothing_and_cuts_only_what_no_row_holds():

@@ -71,10 +71,10 @@ def test_two_processes_train_what_one_does(home, name, options):
 def test_a_launch_goes_on_only_with_as_many_processes(home):
     launch(home, *train(home, "resumed"), *SHORT)
     (home / "out" / "resumed" / "model.safetensors").unlink()
-    said = run(home, "train", *train(home, "resumed"), *SHORT, ok=False)
-    assert "of 2 processes, this run has 1" in said
+    message = run(home, "train", *train(home, "resumed"), *SHORT, ok=False)
+    assert "of 2 processes, this run has 1" in message
 
 
 def test_a_target_in_parts_writes_no_corpus(home):
-    said = run(home, "train", *train(home, "parts"), "train.shard_target=true", ok=False)
-    assert "train.build=false" in said
+    message = run(home, "train", *train(home, "parts"), "train.shard_target=true", ok=False)
+    assert "train.build=false" in message

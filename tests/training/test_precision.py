@@ -24,7 +24,7 @@ def pays(request, monkeypatch):
 def test_auto_is_bfloat16_on_a_gpu_and_where_it_pays(pays):
     assert precision.mixed("auto", GPU, 576) == "bf16"
     assert precision.mixed("auto", CPU, 576) == ("bf16" if pays else "no")
-    assert [precision.mixed(said, CPU, 576) for said in ("no", "bf16", "fp16")] == ["no", "bf16", "fp16"]
+    assert [precision.mixed(name, CPU, 576) for name in ("no", "bf16", "fp16")] == ["no", "bf16", "fp16"]
 
 
 def test_narrow_products_never_pay_and_wide_ones_are_tried_once(monkeypatch):
@@ -57,7 +57,7 @@ def test_a_training_in_bfloat16_keeps_its_weights_in_float32(tmp_path, pays):
 def test_states_are_read_in_float32_unless_that_is_slower(pays):
     target = tiny(spread=0.15)
     texts = [Text(0, list(range(2, 40)), [(10, 38)])]
-    exact, asked = (read(target, texts, True, said)[0].states for said in ("target", "auto"))
+    exact, asked = (read(target, texts, True, message)[0].states for message in ("target", "auto"))
     assert exact is not None and asked is not None
     assert torch.equal(exact, asked) is not pays
     assert (exact.float() - asked.float()).norm() < 0.03 * exact.float().norm()

@@ -116,16 +116,16 @@ def said_by_a_configuration(settings: dict[str, Any]) -> TrainSettings:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_recipe_that_cannot_be_meant_is_refused(case):
-    settings, said = WRONG[case]
+    settings, message = WRONG[case]
     with pytest.raises(SpecBenchError) as caught:
         said_by_a_configuration(settings)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_phases_are_said_in_one_line(tmp_path, capsys):
     phases = [{"share": 0.8, "train": ["body"]}, {"share": 0.2, "lr": 0.5, "vocabulary": None, "drafter": {"gain": 2}}]
-    said = describe(TrainSettings(decay="constant", vocabulary=8192, phases=phases), 1000)
-    assert said == (
+    description = describe(TrainSettings(decay="constant", vocabulary=8192, phases=phases), 1000)
+    assert description == (
         "phases: 80% confined to 8,192 ids only body (89% of the learning rate), "
         "20% over all ids gain=2 (11% of the learning rate)"
     )
@@ -268,9 +268,9 @@ def packed_corpus(folder: Path) -> Corpus:
     """Random texts whose packing makes other numbers of rows in other epochs: 80 texts in pools of 32."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(5, 21, (80,), generator=generator).tolist()
-    said = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
+    texts_ids = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
     states = [torch.randn(n, 4, generator=generator) for n in lengths]
-    texts = zip(said, states, strict=True)
+    texts = zip(texts_ids, states, strict=True)
     save_shard(
         folder / "shard-00000.safetensors",
         [Sequence(i, ids, torch.ones(len(ids), dtype=torch.bool), known) for i, (ids, known) in enumerate(texts)],
@@ -385,11 +385,11 @@ LACKING: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", LACKING)
 def test_what_the_drafter_lacks_is_said_before_the_first_step(tmp_path, case):
-    settings, said = LACKING[case]
+    settings, message = LACKING[case]
     drafter = Fake()
     with pytest.raises(SpecBenchError) as caught:
         trainer(tmp_path, drafter, **settings)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not drafter.seen and not (tmp_path / "checkpoint.pt").exists()
 
 

@@ -77,8 +77,8 @@ def test_costs_are_timed_once_for_what_they_were_made_for(tmp_path, monkeypatch)
     monkeypatch.setattr(cost_model.timing, "BackgroundLoad", lambda: SimpleNamespace(start=lambda: None, read=lambda: 0.0))
     target = tiny()
     drafter = make("eagle2", target)
-    for said in ({"threads": 1}, {"threads": 1}, {"threads": 2}):
-        assert cost_model.of(target, drafter, "tiny", said) == COSTS
+    for header in ({"threads": 1}, {"threads": 1}, {"threads": 2}):
+        assert cost_model.of(target, drafter, "tiny", header) == COSTS
     assert taken == [{"verify": None}, {"verify": COSTS.verify}]  # the target's passes once for all drafters
 
 

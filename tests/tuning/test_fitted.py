@@ -62,8 +62,8 @@ def answers():
     for begin in range(4):
         prompt = [(7 * begin + i * i) % 60 for i in range(6)]
         events = decode(target, make("none", target), prompt, Limits(30), Lossless(), Sampler())
-        said = [t for e in events for t in ([e.token] if isinstance(e, Prefill) else e.tokens)]
-        found.append(Answer([*prompt, *said], len(prompt)))
+        tokens = [t for e in events for t in ([e.token] if isinstance(e, Prefill) else e.tokens)]
+        found.append(Answer([*prompt, *tokens], len(prompt)))
     return target, found
 
 
@@ -247,8 +247,8 @@ def test_shares_by_rank_are_counted_below_right_nodes(answers):
     for depth in range(3):
         tried, right = 0, [0] * 10
         for text, one in zip(texts, found, strict=False):
-            said = text.ids[text.begin :]
-            for p in range(len(said) - 1):
+            tokens = text.ids[text.begin :]
+            for p in range(len(tokens) - 1):
                 at, node = -1, -1
                 for level in range(depth + 1):
                     at = node
@@ -258,7 +258,7 @@ def test_shares_by_rank_are_counted_below_right_nodes(answers):
                     node = next((n for n in children if n == one.path[p, level]), None)
                     if node is None:
                         break
-                if level < depth or p + depth + 1 >= len(said) or not children:
+                if level < depth or p + depth + 1 >= len(tokens) or not children:
                     continue
                 tried += 1
                 if node is not None:
@@ -294,15 +294,15 @@ def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
     target, asked = tiny(), []
     monkeypatch.setattr(fitting.acceptance, "read", lambda folder: asked.append(folder.name) or made_up())
     monkeypatch.setattr(
-        fitting.cost_model, "of", lambda target, drafter, model, said: asked.append((drafter, said)) or COSTS
+        fitting.cost_model, "of", lambda target, drafter, model, header: asked.append((drafter, header)) or COSTS
     )
     drafter = make("hybrid", target, "tree=rate")
     drafter.base.weights = "somewhere"
     spec, alone = settled("hybrid", "drafter.vocabulary=20"), settled("eagle2", "drafter.vocabulary=20")
     found = fitting.fit(drafter, spec, target, "hybrid")
-    (timed, said) = asked.pop()
+    (timed, header) = asked.pop()
     assert asked == ["somewhere"] and timed is drafter.base
-    assert said["drafter"] == {k: v for k, v in alone.drafter.items() if k != "growth"}
+    assert header["drafter"] == {k: v for k, v in alone.drafter.items() if k != "growth"}
     assert found["fitted"]["choice"] == drafter.base.growth.chosen["choice"]
     assert drafter.nodes == max(drafter.retrieval.nodes, drafter.base.nodes) and drafter.passes == drafter.base.passes
     assert configuration("hybrid").drafter.base.vocabulary is None
