@@ -62,10 +62,10 @@ class Needs(TypedDict, total=False):
 class At(TypedDict, total=False):
     """One of a study's cells; by default the first one's dataset, greedy.
 
-    category: of its prompts; `over_at` then means all other categories.
+    dataset: several: the mean over them. category: of its prompts; `over_at` then means all other categories.
     """
 
-    dataset: Name
+    dataset: Name | Annotated[list[Name], MinLen(2)]
     category: Name
     temperature: Temperature
 
@@ -97,9 +97,16 @@ def _check_test(test: Test) -> Test:
     if not {"over", "over_at", "over_metric", "than"} & set(test):
         others = "another arm (`over`), cell (`over_at`), metric (`over_metric`) or number (`than`)"
         raise ValueError(f"a test compares: with {others}")
+    if isinstance(test.get("over_at", {}).get("dataset"), list):
+        raise ValueError("`over_at` names one data set")
     if "category" in test.get("over_at", {}):
         raise ValueError("`over_at` names no category: it stands for all others than the one of `at`")
     return test
+
+
+def is_difference(test: Mapping[str, Any]) -> bool:
+    """Is the effect of a test a difference? Otherwise it is a ratio."""
+    return "metric" in test and (test["metric"] in ("tau", "solved") or "alpha" in test["metric"])
 
 
 class Claim(TypedDict):

@@ -11,39 +11,78 @@ A claim is a list of tests (`specbench/records/studies.py`); a test compares a m
     {measured: generate.ratio, of: none, than: 1, is: more}       a measurement against a number
 
 The effect is a difference for tau, acceptances and problems solved, a ratio otherwise. Its 95% interval resamples questions
-(paired between arms) or repetitions. Entries are compared only if their conditions agree, see `config_differences`.
+(paired between arms) or repetitions. With `at: {dataset: [mtbench, gsm8k]}` it is the mean over data sets, each resampled
+by its own questions. Entries are compared only if their conditions agree, see `config_differences`.
+
+A study fixes its size in advance (`data.limit` of its cells, repetitions of `measure`): before all of it is measured, and
+with fewer than 20 questions at all, a claim is preliminary, whatever its interval says.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES
-from specbench.records.statistics import Interval, Rate, Totals, contrast, interval, medians, repeated
-from specbench.records.studies import Study, option, unmet
+from specbench.records.statistics import (
+    Estimate,
+    Interval,
+    Rate,
+    Totals,
+    average,
+    estimate,
+    estimate_contrast,
+    medians,
+    repeated,
+)
+from specbench.records.studies import Study, is_difference, option, replayed, unmet
+from specbench.reporting import claim_text
 from specbench.reporting.cells import Entry, pooled
+from specbench.reporting.verdict import QUESTIONS
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
-NOT_TESTABLE, NOT_RUN = "not testable here", "not run"
-VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, NOT_TESTABLE, NOT_RUN)
+PRELIMINARY, NOT_TESTABLE, NOT_RUN = "preliminary", "not testable here", "not run"
+VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, PRELIMINARY, NOT_TESTABLE, NOT_RUN)
 TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "lossless", "solved")
-FEWEST, QUESTIONS = 5, 4  # repetitions of a measurement, and questions, that an interval needs
+FEWEST = 5  # repetitions of a measurement that an interval needs
 EXACT = ("parameters", "draft_cost_by_parameters")  # independent of the questions
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim with its verdict. summary: the effects in words, or the reason why there is no verdict."""
+    """A claim with its verdict.
+
+    Attributes:
+        summary: the effects in words, or the reason why there is no verdict. size: `24 of 80`, of a preliminary one.
+    """
 
     study: str
     claim: Mapping[str, Any]
     effects: tuple[Interval | None, ...]
     verdict: str
     summary: str
+    size: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The effect of a test, or the reason why there is none.
+
+    Attributes:
+        done, planned: questions of the comparison's cell, or repetitions of a measurement.
+    """
+
+    effect: Interval | None = None
+    reason: str = ""
+    done: int = 0
+    planned: int = 0
+
+    @property
+    def preliminary(self) -> bool:
+        return self.done < self.planned
 
 
 def config_differences(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[str]:
@@ -93,9 +132,13 @@ class Evidence:
         self.study = study
         self.entries = [e for e in entries if e.name == BASELINE or e.name in study["arms"]]
 
+    def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Data set and temperature of one of the study's cells; by default the first one's data set, greedy."""
+        return {"dataset": option(self.study["cells"][0], "dataset", "mtbench"), "temperature": 0} | dict(at or {})
+
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
         """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
-        at = {"dataset": option(self.study["cells"][0], "dataset", "mtbench"), "temperature": 0} | dict(at or {})
+        at = self.place(at)
         fit = [
             e
             for e in self.entries
@@ -110,49 +153,77 @@ class Evidence:
         cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
         return pooled([e for e in fit if identity.cell_key(e.header) == cell])
 
+    def planned(self, e: Entry) -> int:
+        """Questions that the study plans for an entry's cell, 20 at least."""
+        sizes = [
+            int(option(words, "data.limit", "80"))
+            for words in self.study["cells"]
+            if option(words, "dataset", "mtbench") == e.dataset
+            and float(option(words, "sampler.temperature", "0")) == e.temperature
+            and replayed(words) == e.replayed
+        ]
+        return max([QUESTIONS, *sizes])
+
     def incomparable(self, a: Entry, b: Entry) -> str:
         """Why two entries are not compared; empty if they can be."""
         aspects = config_differences(a, b, self.study.get("varies", []))
         return f"rows that differ in {', '.join(aspects)} are not compared" if aspects else ""
 
 
-def compare(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, str]:
-    """The effect of a test; None with the reason if there is none."""
+def compare(test: Mapping[str, Any], known: Evidence) -> Comparison:
+    """The effect of a test, over all its data sets."""
     if "measured" in test:
         return _compare_measured(test, known)
+    named = known.place(test.get("at"))["dataset"]
+    parts = []
+    for number, dataset in enumerate(named if isinstance(named, list) else [named]):
+        found, one = _compare_at(test, {**test.get("at", {}), "dataset": dataset}, known, seed=2 * number)
+        if found is None:
+            return one
+        parts.append((found, one))
+    sizes = min((one for _, one in parts), key=lambda one: one.done - one.planned)
+    effect = average([found for found, _ in parts]).interval()
+    if effect is not None and "than" in test:
+        effect = _relative(effect, test)
+    return replace(sizes, effect=effect, reason="" if effect else "no number")
+
+
+def _compare_at(
+    test: Mapping[str, Any], at: Mapping[str, Any], known: Evidence, seed: int
+) -> tuple[Estimate | None, Comparison]:
+    """The effect on one data set, and its size; None with the reason if there is none. seed: of the samples."""
     metric, second = test["metric"], test.get("over_metric", test["metric"])
     timed = metric in TIMED or second in TIMED
-    ours = known.find(test["of"], test.get("at"), timed)
+    ours = known.find(test["of"], at, timed)
     if ours is None:
-        return None, f"no rows of {test['of']}"
-    category = test.get("at", {}).get("category")
+        return None, Comparison(reason=f"no rows of {test['of']}")
+    category = at.get("category")
     if "than" in test:
-        part = _part(ours, category)
-        value = _unbounded_if_few(interval(rate(ours, metric), part), metric, part)
-        return (value and _relative(value, test)), "" if value else "no number"
-    theirs = known.find(test.get("over", test["of"]), test.get("over_at", test.get("at")), timed)
+        return estimate(rate(ours, metric), _part(ours, category), seed), _size(known, metric, ours)
+    theirs = known.find(test.get("over", test["of"]), test.get("over_at", at), timed)
     if theirs is None:
-        return None, f"no rows of {test.get('over', test['of'])}"
+        return None, Comparison(reason=f"no rows of {test.get('over', test['of'])}")
     if ours.replayed != theirs.replayed:  # use timed rows of both
         places = ({"dataset": e.dataset, "temperature": e.temperature} for e in (ours, theirs))
         ours, theirs = (known.find(e.name, at, timed=True) or e for e, at in zip((ours, theirs), places, strict=True))
     if problem := known.incomparable(ours, theirs):
-        return None, problem
+        return None, Comparison(reason=problem)
     split = category is not None and "over_at" in test  # one category against all others
     paired = ours.dataset == theirs.dataset and not split
     mine, yours = _part(ours, category), _part(theirs, category, others=split)
-    if paired:
-        shared = sorted({*mine.questions} & {*yours.questions})
-        mine, yours = mine.among(shared), yours.among(shared)
-    effect = contrast(rate(ours, metric), mine, yours, not _subtracted(test), rate(theirs, second), paired)
-    return _unbounded_if_few(effect, metric, mine, yours), "" if effect else "no questions of both sides"
+    rates = rate(ours, metric), rate(theirs, second)
+    effect = estimate_contrast(rates[0], mine, yours, not is_difference(test), rates[1], paired, seed)
+    size = _size(known, metric, ours, theirs)
+    return effect, size if effect else replace(size, reason="no questions of both sides")
 
 
-def _unbounded_if_few(effect: Interval | None, metric: str, *parts: Totals) -> Interval | None:
-    """An effect with infinite bounds if there are too few questions for an interval."""
-    if effect is None or metric in EXACT or min(len(part.questions) for part in parts) >= QUESTIONS:
-        return effect
-    return Interval(effect.value, -math.inf, math.inf)
+def _size(known: Evidence, metric: str, *entries: Entry) -> Comparison:
+    """Questions that these entries have, and those planned: of the one that lacks most."""
+    if metric in EXACT:
+        return Comparison()
+    sizes = [(len(e.totals.questions), known.planned(e)) for e in entries]
+    done, planned = min(sizes, key=lambda size: size[0] - size[1])
+    return Comparison(done=done, planned=planned)
 
 
 def _part(e: Entry, category: str | None, others: bool = False) -> Totals:
@@ -163,7 +234,7 @@ def _part(e: Entry, category: str | None, others: bool = False) -> Totals:
     return e.totals.among([question for question in e.totals.questions if question in chosen])
 
 
-def _compare_measured(test: Mapping[str, Any], known: Evidence) -> tuple[Interval | None, str]:
+def _compare_measured(test: Mapping[str, Any], known: Evidence) -> Comparison:
     """A median over repetitions, relative to a number or to another arm's median."""
     quantity, _, name = test["measured"].partition(".")
     sides = []
@@ -171,41 +242,34 @@ def _compare_measured(test: Mapping[str, Any], known: Evidence) -> tuple[Interva
         arm = test.get(side, test["of"])
         entry = next((e for e in known.entries if e.name == arm and e.measured.get(quantity)), None)
         if entry is None:
-            return None, f"no measurement of {arm}"
+            return Comparison(reason=f"no measurement of {arm}")
         values = [v[name] for v in entry.measured[quantity] if name in v]
         if len(values) < FEWEST:
-            return None, f"{len(values)} repetitions, where {FEWEST} make an interval"
+            return Comparison(reason=f"{len(values)} repetitions, where {FEWEST} make an interval")
         sides.append((entry, values))
     (ours, a), (theirs, b) = sides[0], sides[-1]
+    size = Comparison(done=min(len(a), len(b)), planned=known.study.get("measure", {}).get(quantity, FEWEST))
     if "than" in test:
-        return _relative(repeated(a), test), ""
+        return replace(size, effect=_relative(repeated(a), test))
     if problem := known.incomparable(ours, theirs):
-        return None, problem
+        return Comparison(reason=problem)
     low, high = np.percentile(medians(a, seed=0) / medians(b, seed=1), [2.5, 97.5])
-    return Interval(float(np.median(a) / np.median(b)), float(low), float(high)), ""
+    return replace(size, effect=Interval(float(np.median(a) / np.median(b)), float(low), float(high)))
 
 
 def _relative(value: Interval, test: Mapping[str, Any]) -> Interval:
-    """A value as the effect relative to the test's number; `_absolute` reverses it."""
-    number, subtracted = test["than"], _subtracted(test)
-    return Interval(*(v - number if subtracted else v / number for v in (value.value, value.low, value.high)))
+    """A value as the effect relative to the test's number."""
+    number, difference = test["than"], is_difference(test)
+    return Interval(*(v - number if difference else v / number for v in (value.value, value.low, value.high)))
 
 
-def _absolute(effect: Interval, test: Mapping[str, Any]) -> Interval:
-    number, subtracted = test["than"], _subtracted(test)
-    return Interval(*(v + number if subtracted else v * number for v in (effect.value, effect.low, effect.high)))
-
-
-def _subtracted(test: Mapping[str, Any]) -> bool:
-    """Is the effect a difference? Otherwise it is a ratio."""
-    return "metric" in test and (test["metric"] in ("tau", "solved") or "alpha" in test["metric"])
-
-
-def judge(test: Mapping[str, Any], effect: Interval | None) -> str:
+def judge(test: Mapping[str, Any], found: Comparison) -> str:
     """The verdict of one test."""
-    if effect is None:
+    if (effect := found.effect) is None:
         return NOT_RUN
-    neutral = 0.0 if _subtracted(test) else 1.0
+    if found.preliminary:
+        return PRELIMINARY
+    neutral = 0.0 if is_difference(test) else 1.0
     if "within" in test:
         low, high = neutral - test["within"], neutral + test["within"]
         if low <= effect.low and effect.high <= high:
@@ -228,13 +292,14 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
     header: Any = known.entries[0].header if known.entries else None
     verdicts = []
     for claim in study.get("claims", []):
-        results = [(test, *compare(test, known)) for test in claim["tests"]]
-        effects = tuple(effect for _, effect, _ in results)
+        results = [(test, compare(test, known)) for test in claim["tests"]]
+        effects = tuple(found.effect for _, found in results)
         missing = unmet({**study.get("needs", {}), **claim.get("needs", {})}, header, cuda)
-        judged = {judge(test, effect) for test, effect, _ in results}
-        order = (NOT_RUN, NOT_REPRODUCED, INCONCLUSIVE, REPRODUCED)
+        judged = {judge(test, found) for test, found in results}
+        order = (NOT_RUN, NOT_REPRODUCED, PRELIMINARY, INCONCLUSIVE, REPRODUCED)
         verdict = NOT_TESTABLE if missing else next(v for v in order if v in judged)
-        summary = "; ".join(_describe(*result) for result in results)
+        summary = "; ".join(claim_text.describe(test, found.effect, found.reason, known.place) for test, found in results)
+        least = min((found for _, found in results), key=lambda found: found.done - found.planned, default=Comparison())
         if missing:
             shown = f". Measured nevertheless: {summary}" if any(effects) else ""
             summary = f"needs {', '.join(missing)}{shown}"
@@ -242,7 +307,8 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
             summary = f"python -m specbench.study study={name}"
         elif _trained_once(known, claim):
             summary += " (one seed)"
-        verdicts.append(Verdict(name, claim, effects, verdict, summary))
+        size = f"{least.done} of {least.planned}" if verdict == PRELIMINARY else ""
+        verdicts.append(Verdict(name, claim, effects, verdict, summary, size))
     return verdicts
 
 
@@ -257,7 +323,8 @@ COLUMNS = ("claim", "source", "published", "measured", "verdict")
 
 def cells(v: Verdict) -> list[str]:
     """One line of the table of claims, in the order of `COLUMNS`."""
-    return [v.claim["says"], v.claim["source"], v.claim["published"], v.summary, v.verdict]
+    verdict = f"{v.verdict}, {v.size}" if v.size else v.verdict
+    return [v.claim["says"], v.claim["source"], v.claim["published"], v.summary, verdict]
 
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:
@@ -269,69 +336,3 @@ def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:
 def is_goal(v: Verdict) -> bool:
     """Is it a goal of this project instead of a paper's claim?"""
     return "this project" in v.claim["source"]
-
-
-# Effects in words -----------------------------------------------------------------------------------------------------
-
-METRIC_WORDS = {
-    "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "draft_ms": "drafting a cycle", "alpha": "acceptance",
-    "late_alpha": "acceptance behind the first step", "lossless": "lossless answers", "parameters": "parameters",
-    "solved": "share of problems solved",
-    "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
-    "expected_speed_up": "speed-up by Theorem 3.8", "promised_speed_up": "what its fit promised",
-}  # fmt: skip
-
-
-def words(metric: str) -> str:
-    """A metric's name for readers."""
-    if metric[:5] == "alpha" and metric[5:]:
-        return f"acceptance of step {int(metric[5:]) + 1}"
-    return METRIC_WORDS.get(metric, metric.replace(".", ": ").replace("_", " "))
-
-
-def _describe(test: Mapping[str, Any], effect: Interval | None, reason: str) -> str:
-    """An effect and its claim, as `speed-up of hass over eagle2: 1.03 [0.99, 1.07] times, claimed more`."""
-    name = f"{words(test.get('metric') or test['measured'])} of {test['of']}{_where(test.get('at'))}"
-    if test.get("over", test["of"]) != test["of"]:
-        name += f" over {test['over']}"
-    if "over_at" in test:
-        other = "all others" if "category" in test.get("at", {}) else "greedy"
-        name += f" over{_where(test['over_at']) or f' {other}'}"
-    if test.get("over_metric"):
-        name += f" over {words(test['over_metric'])}"
-    if effect is None:
-        return f"{name}: {reason}"
-    return f"{name}: {_measured(test, effect)}, claimed {_claimed(test)}"
-
-
-def _measured(test: Mapping[str, Any], effect: Interval) -> str:
-    """The effect; the value itself if the claim is about a number."""
-    sign, unit = ("+", "") if _subtracted(test) else ("", " times")
-    if "than" in test:
-        sign, unit, effect = "", "", _absolute(effect, test)
-    if math.isinf(effect.high):
-        return f"{effect.value:{sign}.2f}{unit} (fewer than {QUESTIONS} questions make no interval)"
-    return f"{effect.value:{sign}.2f} [{effect.low:{sign}.2f}, {effect.high:{sign}.2f}]{unit}"
-
-
-def _claimed(test: Mapping[str, Any]) -> str:
-    """What a test expects, in the units of `_measured`."""
-    subtracted, than = _subtracted(test), test.get("than")
-    neutral = 0.0 if subtracted else 1.0
-    unit = "" if subtracted or than else " times"
-
-    def limit(shift: float) -> str:
-        value = neutral + shift if than is None else than + shift if subtracted else than * (1 + shift)
-        return f"{value:g}"
-
-    if "within" in test:
-        return f"{limit(-test['within'])} to {limit(test['within'])}{unit}"
-    if than is None and not test.get("by"):
-        return str(test["is"])
-    return f"at {'least' if test['is'] == 'more' else 'most'} {limit(test.get('by', 0.0))}{unit}"
-
-
-def _where(at: Mapping[str, Any] | None) -> str:
-    at = at or {}
-    parts = [f"T={at['temperature']:g}" if "temperature" in at else "", at.get("dataset", ""), at.get("category", "")]
-    return "".join(f" at {part}" for part in parts if part)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specbench.records.metrics import BASELINE
-from specbench.records.statistics import Totals, resamples
+from specbench.records.metrics import BASELINE, RATES
+from specbench.records.statistics import Totals, linearise, weights
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import shown
 
@@ -78,16 +78,16 @@ def _beaten(drafters: Sequence[Entry]) -> list[bool]:
     seconds do not make a bound too narrow. The bound is the quantile of the largest lead of all pairs.
     """
     shared = sorted(set.intersection(*(set(e.totals.questions) for e in drafters)))
-    weights = np.concatenate([np.ones((1, len(shared))), resamples(len(shared))])  # [1 + S, Q], first all questions
-    speeds = [_log_speed_up(e.totals.among(shared), weights) for e in drafters]
-    value = np.stack([*(v for v, _ in speeds), np.zeros(len(weights))], 1)  # [1 + S, A]
-    influence = np.stack([*(i for _, i in speeds), np.zeros(weights.shape)], 1)  # [1 + S, A, Q]
+    weight = weights(len(shared))
+    speeds = [_log_speed_up(e.totals.among(shared)) for e in drafters]
+    value = np.stack([*(v for v, _ in speeds), np.zeros(len(weight))], 1)  # [1 + S, A]
+    influence = np.stack([*(i for _, i in speeds), np.zeros(weight.shape)], 1)  # [1 + S, A, Q]
     finite = np.isfinite(value).all(1)
-    value, influence, weights = value[finite], influence[finite], weights[finite]
+    value, influence, weight = value[finite], influence[finite], weight[finite]
     largest, leads, errors = np.zeros(len(value) - 1), [], []
     for i in range(value.shape[1]):  # one arm over all others at a time, to save memory
         lead = value[:, i, None] - value  # [1 + S, A]
-        error = np.sqrt(np.einsum("saq,sq->sa", (influence[:, i, None] - influence) ** 2, weights))
+        error = np.sqrt(np.einsum("saq,sq->sa", (influence[:, i, None] - influence) ** 2, weight))
         with np.errstate(divide="ignore", invalid="ignore"):
             deviation = np.nan_to_num(np.abs(lead[1:] - lead[0]) / error[1:], posinf=0)
         largest = np.maximum(largest, deviation.max(1))
@@ -98,15 +98,11 @@ def _beaten(drafters: Sequence[Entry]) -> list[bool]:
     return [bool(column.any()) for column in beaten.T]
 
 
-def _log_speed_up(part: Totals, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[S]: log speed-up of each sample; [S, Q]: the influence of each question on it (delta method)."""
-    value, influence = np.zeros(len(weights)), np.zeros(weights.shape)
-    for name, sign in (("tokens", 1), ("seconds", -1), ("base_tokens", -1), ("base_seconds", 1)):
-        total = weights @ part.sums[name]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            value += sign * np.log(total)
-            influence += sign * part.sums[name] / total[:, None]
-    return value, influence
+def _log_speed_up(part: Totals) -> tuple[np.ndarray, np.ndarray]:
+    """[1 + S]: log speed-up of all questions and each sample; [1 + S, Q]: the influence of each question on it."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, influence = linearise(RATES["speed_up"], part)
+        return np.log(value), influence / value[:, None]
 
 
 def sentence(group: Sequence[Entry]) -> str:

@@ -1,0 +1,94 @@
+"""Effects of a claim's tests in words."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specbench.records.statistics import Interval
+from specbench.records.studies import is_difference
+
+Place = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+METRIC_WORDS = {
+    "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "draft_ms": "drafting a cycle", "alpha": "acceptance",
+    "late_alpha": "acceptance behind the first step", "lossless": "lossless answers", "parameters": "parameters",
+    "solved": "share of problems solved",
+    "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
+    "expected_speed_up": "speed-up by Theorem 3.8", "promised_speed_up": "what its fit promised",
+}  # fmt: skip
+
+
+def words(metric: str) -> str:
+    """A metric's name for readers."""
+    if metric[:5] == "alpha" and metric[5:]:
+        return f"acceptance of step {int(metric[5:]) + 1}"
+    return METRIC_WORDS.get(metric, metric.replace(".", ": ").replace("_", " "))
+
+
+def describe(test: Mapping[str, Any], effect: Interval | None, reason: str, place: Place) -> str:
+    """An effect and its claim, as `speed-up of hass over eagle2: 1.03 [0.99, 1.07] times, claimed more`.
+
+    reason: why there is no effect. place: completes `at` and `over_at` by the study's defaults.
+    """
+    name = f"{words(test.get('metric') or test['measured'])} of {test['of']}{_where(test.get('at'))}"
+    if test.get("over", test["of"]) != test["of"]:
+        name += f" over {test['over']}"
+    if "over_at" in test:
+        name += f" over{_where(test['over_at']) or _other(test.get('at', {}), place(test['over_at']))}"
+    if test.get("over_metric"):
+        name += f" over {words(test['over_metric'])}"
+    if effect is None:
+        return f"{name}: {reason}"
+    return f"{name}: {_measured(test, effect)}, claimed {_claimed(test)}"
+
+
+def _measured(test: Mapping[str, Any], effect: Interval) -> str:
+    """The effect; the value itself if the claim is about a number."""
+    sign, unit = ("+", "") if is_difference(test) else ("", " times")
+    if "than" in test:
+        sign, unit, effect = "", "", _absolute(effect, test)
+    if effect.low == effect.high:
+        return f"{effect.value:{sign}.2f}{unit}"
+    return f"{effect.value:{sign}.2f} [{effect.low:{sign}.2f}, {effect.high:{sign}.2f}]{unit}"
+
+
+def _claimed(test: Mapping[str, Any]) -> str:
+    """What a test expects, in the units of `_measured`."""
+    difference, than = is_difference(test), test.get("than")
+    neutral = 0.0 if difference else 1.0
+    unit = "" if difference or than else " times"
+
+    def limit(shift: float) -> str:
+        value = neutral + shift if than is None else than + shift if difference else than * (1 + shift)
+        return f"{value:g}"
+
+    if "within" in test:
+        return f"{limit(-test['within'])} to {limit(test['within'])}{unit}"
+    if than is None and not test.get("by"):
+        return str(test["is"])
+    return f"at {'least' if test['is'] == 'more' else 'most'} {limit(test.get('by', 0.0))}{unit}"
+
+
+def _where(at: Mapping[str, Any] | None) -> str:
+    at = at or {}
+    datasets = at.get("dataset", "")
+    parts = [
+        f"T={at['temperature']:g}" if "temperature" in at else "",
+        f"the mean of {', '.join(datasets)}" if isinstance(datasets, list) else datasets,
+        at.get("category", ""),
+    ]
+    return "".join(f" at {part}" for part in parts if part)
+
+
+def _other(at: Mapping[str, Any], over: Mapping[str, Any]) -> str:
+    """Of the default cell with which another one is compared, what sets it apart."""
+    if "category" in at:
+        return " all others"
+    apart = [over["dataset"]] if "dataset" in at else []
+    if "temperature" in at:
+        apart.append("greedy" if over["temperature"] == 0 else f"T={over['temperature']:g}")
+    return f" {' '.join(apart)}"
+
+
+def _absolute(effect: Interval, test: Mapping[str, Any]) -> Interval:
+    """The value itself of an effect relative to a number."""
+    number, difference = test["than"], is_difference(test)
+    return Interval(*(v + number if difference else v * number for v in (effect.value, effect.low, effect.high)))
