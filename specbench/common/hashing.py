@@ -72,6 +72,9 @@ def remembered(slot: str, state: str, make: Callable[[], str], keep: bool = True
             return entry.digest
     digest = make()
     if keep:
-        with suppress(OSError), atomic_path(path) as temporary:  # without a writable cache it is computed again
+        with (
+            suppress(OSError, SpecBenchError),
+            atomic_path(path) as temporary,
+        ):  # without a writable cache it is computed again
             temporary.write_text(json.dumps(asdict(Entry(state, digest))))
     return digest

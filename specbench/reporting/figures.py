@@ -12,7 +12,6 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -23,7 +22,7 @@ from specbench.reporting import analysis_figures, names, study_figures, styles
 from specbench.reporting.cells import Entry
 from specbench.reporting.console import cost
 from specbench.reporting.overview import Overview, chosen, families, ranking
-from specbench.reporting.study_figures import error_bars, new_axes
+from specbench.reporting.study_figures import error_bars, new_axes, save
 from specbench.reporting.tables import known_depths
 from specbench.reporting.text import mathtext
 
@@ -201,13 +200,11 @@ def draw_all(
     }
     made |= study_figures.draw(everything, leviathan.timed(leviathan.first) or timed, weights)
     made |= analysis_figures.draw(accepting)
-    folder.mkdir(parents=True, exist_ok=True)
     titles = {}
     with matplotlib.rc_context({"svg.hashsalt": "specbench", "svg.fonttype": "path"}):
         for name, (figure, title) in made.items():
             if figure is not None:
-                figure.savefig(folder / f"{name}.png", dpi=150, metadata={"Software": None})
-                figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
-                plt.close(figure)
+                save(figure, folder / f"{name}.png", folder.parent, dpi=150, metadata={"Software": None})
+                save(figure, folder / f"{name}.svg", folder.parent, metadata={"Date": None, "Creator": None})
                 titles[name] = title
     return titles

@@ -1,5 +1,6 @@
 """Figures of the studies: costs, training, chains, vocabularies. Each function returns None if nothing was measured."""
 
+import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from specbench.common.storage import write_file
 from specbench.records.metrics import BASELINE, RATES
 from specbench.records.statistics import Interval, interval, repeated
 from specbench.reporting import styles
@@ -33,6 +35,14 @@ def _styles(names: Iterable[str]) -> list[dict[str, Any]]:
 def new_axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figure, Any]:
     """A figure, its size in inches, with its axes."""
     return plt.subplots(figsize=(width, height), layout="constrained", **options)
+
+
+def save(figure: Figure, path: Path, root: Path | None = None, **options: Any) -> None:
+    """Write a figure, in the format that the path's suffix names, and close it. root: see `atomic_path`."""
+    drawn = io.BytesIO()  # a library that writes files itself hides why the disk refuses them
+    figure.savefig(drawn, format=path.suffix[1:], **options)
+    write_file(path, drawn.getvalue(), root)
+    plt.close(figure)
 
 
 def _legend(figure: Figure, axes: Axes, place: Any = "outside right upper", columns: int = 1) -> None:

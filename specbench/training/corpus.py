@@ -22,7 +22,7 @@ from pydantic import Field
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
-from specbench.common.storage import atomic_path
+from specbench.common.storage import atomic_path, write_file
 from specbench.common.types import Count, Seed, Temperature
 from specbench.data.chat import Chat, Message
 from specbench.engine.target import Target
@@ -192,8 +192,7 @@ class Writer:
 
     def prepare(self) -> None:
         """Make the folder; unpack the packed corpus into it if that has these settings and nothing is written yet."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings), indent=1))
+        write_file(self.folder / "settings.json", json.dumps(asdict(self.settings), indent=1))
         if self.settings.source == "answers" and self.packed is not None and not self.written():
             texts = corpus_file.unpack_checked(self.packed, self.settings.digest(self.fingerprint))
             if texts:
