@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
 from fixtures import block, random_row, settings
+from matplotlib import pyplot as plt
 
 from specbench.evaluation import trace
 from specbench.records import blocks

@@ -11,8 +11,8 @@ import subprocess
 
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
 from fixtures import SETTINGS, arm, block, random_row, settings
+from matplotlib import pyplot as plt
 from test_files import no_figures  # noqa: F401
 from test_report import measure
 
