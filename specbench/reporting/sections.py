@@ -131,8 +131,10 @@ def _duels(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     colours = "coloured (bold) where the 95% interval of this pair excludes no difference."
     note = f"The first {len(group)} of the ranking, the line's drafter over the column's; "
     note += f"not coloured: {problem}." if problem else colours
-    if sum(e.name != BASELINE for e in timed) > len(group):
-        note += " All pairs: tables/versus.csv."
+    drafters = sum(e.name != BASELINE for e in timed)
+    if drafters > len(group):
+        part = f" of the first {overview.MAX_PAIRED} drafters" if drafters > overview.MAX_PAIRED else ""
+        note += f" All pairs{part}: tables/versus.csv."
     return [Paragraph(note, "note"), overview.matrix(group, "speed_up" if group[0].summary.speed_up else "tau")]
 
 
