@@ -3,6 +3,7 @@
 A section without rows is left out.
 """
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
@@ -174,12 +175,15 @@ def _studies(report: "Report") -> list[Block]:
     for group in groups(report.rest):
         by_study.setdefault(group[0].study or group[0].collection or "runs", []).append(group)
     blocks: list[Block] = []
+    files: Counter[str] = Counter()  # names can be equal but for what a file name cannot hold
     for name, own_groups in sorted(by_study.items()):
         study = report.studies.get(name)
         title = f"{name}: {study['title']} ({report.state(name)})" if study else name
         parts = [block for group in own_groups for block in _group(group)]
         own = all(group[-1].study is None for group in own_groups)
-        blocks.append(Details(title, parts, f"tables/study-{text.slug(name)}.md", own))
+        files[file := text.slug(name)] += 1
+        number = f"_{files[file]}" if files[file] > 1 else ""
+        blocks.append(Details(title, parts, f"tables/study-{file}{number}.md", own))
     if report.no_studies:
         return blocks
     drawings = Figures(("target_pass", "head_share", "vocabularies", "theory", "training_memory"))
