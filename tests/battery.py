@@ -6,6 +6,7 @@ accepted everything would not pass by agreeing with itself.
 
 import io
 import itertools
+import resource
 import sys
 import types
 import typing
@@ -39,6 +40,17 @@ def counting(what: object) -> Iterator[None]:
     except BaseException:
         COUNT.failed.append(str(what))
         raise
+
+
+@contextmanager
+def file_size(limit: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def snapshot(*folders: Path) -> dict[str, tuple[int, int]]:

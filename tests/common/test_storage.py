@@ -2,31 +2,19 @@
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from battery import file_size
 from conftest import ROOT
 
 from specbench.common import storage
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import atomic_path, write_file
-
-
-@contextmanager
-def file_size(limit: int):
-    """No file may grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names(folder: Path) -> list[str]:
