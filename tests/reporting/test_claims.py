@@ -360,7 +360,7 @@ def test_the_tally_counts_verdicts_and_leaves_out_what_there_is_none_of():
     kinds = [REPRODUCED, NOT_TESTABLE, REPRODUCED, NOT_RUN]
     verdicts = [Verdict("s", CLAIM, (), kind, "message") for kind in kinds]
     assert list(claims.tally(verdicts).items()) == [(REPRODUCED, 2), (NOT_TESTABLE, 1), (NOT_RUN, 1)]
-    assert claims.cells(verdicts[0]) == ["x", "x", "x", "said", REPRODUCED]
+    assert claims.cells(verdicts[0]) == ["x", "x", "x", "message", REPRODUCED]
 
 
 def test_what_was_not_run_says_how_to(known):
