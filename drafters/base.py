@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from drafters.layers import ATTENTION, prefix_causal_mask
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
-from specbench.common.types import Count, Name, Text
+from specbench.common.types import Ids, Name, Text
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
 from specbench.engine.cache import KVCache
@@ -57,7 +57,7 @@ class TrainedDrafter(nn.Module, Drafter):
     target_logits: Callable[[Tensor], Tensor]  # of states, while drafting: over all ids, or the listed ones
     logits: Tensor  # below the root, set by `observe`; see `root_logits`
 
-    def __init__(self, name: Name, growth: TreePolicy, weights: Text | None = None, vocabulary: Count | None = None):
+    def __init__(self, name: Name, growth: TreePolicy, weights: Text | None = None, vocabulary: Ids | None = None):
         nn.Module.__init__(self)
         Drafter.__init__(self, name)
         self.weights, self.vocabulary = weights, vocabulary

@@ -23,6 +23,10 @@ class SpecBenchError(Exception):
     """An error that the user can fix: the message says in one line what is wrong and how to fix it."""
 
 
+class Reported(SpecBenchError):
+    """An error that was printed where it was raised."""
+
+
 def visible(text: str) -> str:
     """Text whose control characters and marks of direction are escaped, as `\\x1b`; idempotent."""
     return _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
@@ -100,7 +104,7 @@ def _write_log(text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
-    except OSError:
+    except (OSError, SpecBenchError):
         path = Path(tempfile.gettempdir()) / f"specbench-{name}"
         path.write_text(text, encoding="utf-8")
     return path

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from specbench.common.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError, visible
 
 PROJECT = Path(__file__).resolve().parents[2]  # the checkout: folders in a configuration start here
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -21,8 +21,16 @@ ABANDONED_S = 86400.0  # age at which a scratch folder of another machine is rem
 
 
 def cache_root() -> Path:
-    """`$SPECBENCH_CACHE`, or `~/.cache/specbench`."""
-    return Path(os.environ.get("SPECBENCH_CACHE") or Path.home() / ".cache" / "specbench").expanduser()
+    """`$SPECBENCH_CACHE`, or `~/.cache/specbench`. Raises `SpecBenchError` for a user without a home folder."""
+    return user_path(os.environ.get("SPECBENCH_CACHE") or "~/.cache/specbench", "set SPECBENCH_CACHE to another folder")
+
+
+def user_path(path: str, hint: str = "write the folder in full") -> Path:
+    """A path in which a leading `~` or `~user` stands for a home folder. Raises `SpecBenchError` if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise SpecBenchError(f"{visible(path)}: there is no such home folder; {hint}") from error
 
 
 def sha256_of(path: Path) -> str:

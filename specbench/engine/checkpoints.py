@@ -10,6 +10,7 @@ from torch import Tensor
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json
+from specbench.common.storage import user_path
 from specbench.engine.tensors import read_tensors, some
 from specbench.engine.weights import Checkpoint
 
@@ -18,7 +19,7 @@ FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "*.pt", "*.
 
 def read(source: str) -> Checkpoint:
     """From a folder or a hub id. Raises `SpecBenchError` for no tensors there, a damaged file, or a pickle with code."""
-    folder = Path(source).expanduser() if Path(source).expanduser().exists() else _from_hub(source)
+    folder = user_path(source) if user_path(source).exists() else _from_hub(source)
     files = next((found for pattern in FILES if (found := sorted(folder.glob(pattern)))), [])
     if not files:
         raise SpecBenchError(f"checkpoint={source} holds no weights ({', '.join(FILES)})")

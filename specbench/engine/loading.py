@@ -13,8 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT, cache_root, cached
-from specbench.common.types import Count, Name, Positive, Text
+from specbench.common.storage import PROJECT, cache_root, cached, user_path
+from specbench.common.types import Name, Positive, Text, Tokens
 from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
 from specbench.engine import memory, vocabulary
@@ -61,7 +61,7 @@ class ModelSpec:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device_map: Literal["auto"] | None = None
     forward: Literal["lean", "plain"] = "lean"
-    max_context: Count = 4096
+    max_context: Tokens = 4096
     system: str | None = None
     template: str | None = None
     billions: Positive | None = None
@@ -198,7 +198,7 @@ class Room:
 def _folder_here(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Any) -> Path | None:
     """Where `model_folder` finds the model, unless it must be fetched."""
     if path is not None:
-        return Path(path).expanduser()
+        return user_path(path)
     if wheel is not None and (cache_root() / "models" / name).exists():
         return cache_root() / "models" / name
     return None if hub is None else folder_in_hub_cache(hub, revision, CONFIG)

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.io import read_json, read_text
+from specbench.common.storage import user_path
 from specbench.data.download import folder_from_hub
 from specbench.engine.tensors import finite, open_tensors, some
 
@@ -150,7 +151,7 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
 
 def draft_model_folder(source: str) -> Path:
     """The folder of a draft model, given itself or by its hub id. Raises `SpecBenchError` if it cannot be found."""
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if folder.is_dir():
         return folder
     try:

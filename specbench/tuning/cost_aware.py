@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count
+from specbench.common.types import Count, Depth, Width
 from specbench.engine.interface import DraftTree
 from specbench.engine.policies import (
     Candidates,
@@ -208,7 +208,7 @@ class _FittedPolicy(TreePolicy):
 class FittedStatic(_FittedPolicy, Static):
     """The static tree that is fastest here; sampled candidates as in `Static`."""
 
-    def __init__(self, depth: Count = 8, nodes: Nodes = 64, candidates: Candidates = "top"):
+    def __init__(self, depth: Depth = 8, nodes: Nodes = 64, candidates: Candidates = "top"):
         super().__init__([[0]], candidates)
         self.limits, self.chosen = TreeLimits(depth, TOP_K[-1], nodes), {}
 
@@ -224,7 +224,7 @@ class Fitted(_FittedPolicy, Dynamic):
         depth, top_k, nodes: limits.
     """
 
-    def __init__(self, depth: Count = 8, top_k: Count = 10, nodes: Nodes = 64):
+    def __init__(self, depth: Depth = 8, top_k: Width = 10, nodes: Nodes = 64):
         super().__init__(depth, top_k, nodes)
         self.limits, self.chosen = TreeLimits(depth, top_k, nodes), {}
 

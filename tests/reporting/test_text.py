@@ -269,6 +269,8 @@ def test_a_sweeps_end_survives_damaged_failures_and_hostile_names(tmp_path, monk
     (tmp_path / "b.failed.json").write_text("[")
     monkeypatch.setenv(sweep.BEGUN, "0")
     monkeypatch.setenv(sweep.CELLS, "3")
+    monkeypatch.setenv(sweep.NOTES, str(tmp_path / "notes"))
+    (tmp_path / "notes").write_text(sweep.COMPLETE + "\n")
     with pytest.raises(SystemExit) as ended:
         sweep.Sweep(show=lambda *_: None).on_multirun_end(OmegaConf.create({"results": str(tmp_path)}))
     assert ended.value.code == 2
