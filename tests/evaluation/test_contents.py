@@ -17,7 +17,8 @@ from specbench.common.storage import sha256_of
 from specbench.config import run_spec
 from specbench.data.prompts import PromptSet
 from specbench.engine import pretrained
-from specbench.engine.pretrained import contents_of, fingerprint_of
+from specbench.engine.model_files import contents_of
+from specbench.engine.pretrained import fingerprint_of
 from specbench.engine.target import Target
 from specbench.evaluation import run
 from specbench.evaluation.targets import Targets
