@@ -75,11 +75,11 @@ def _time_limit(refusal: str) -> Iterator[None]:
         raise SpecBenchError(refusal)
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_S)
+    timer = signal.setitimer(signal.ITIMER_REAL, RENDER_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, before)
 
 

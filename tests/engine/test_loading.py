@@ -494,7 +494,7 @@ def test_a_damaged_checkpoint_is_named(name, kind, tmp_path):
     )
 
 
-ODD = [{"num_attention_heads": "x"}, {"num_attention_heads": -4}, {"rope_scaling": 5}, None]
+ODD = [{"num_attention_heads": "x"}, {"num_attention_heads": 10**9}, {"num_attention_heads": -4}, {"rope_scaling": 5}, None]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
