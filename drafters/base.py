@@ -19,6 +19,7 @@ from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, TargetStates
 from specbench.engine.policies import TreePolicy
+from specbench.engine.sampling import require_ids
 from specbench.engine.target import Target
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
@@ -77,6 +78,7 @@ class TrainedDrafter(nn.Module, Drafter):
 
         Raises `SpecBenchError` for weights that are missing, damaged, or made for another target or network.
         """
+        require_ids(self.growth.candidates_needed, target.vocab_size)
         if self.checkpoint is None:
             self.build(target)
         else:
@@ -104,8 +106,7 @@ class TrainedDrafter(nn.Module, Drafter):
 
     def _narrow(self, target: Target, count: int) -> None:
         """Slice the head, and every output layer of the drafter's own, to the ids of a draft vocabulary."""
-        width = max(self.growth.width, self.growth.top_k)
-        if count < width:
+        if count < (width := self.growth.candidates_needed):
             raise SpecBenchError(f"drafter.vocabulary={count}: the tree takes {width} candidates a node; list as many ids")
         self.listed = vocabularies.listed(target, count)
         self.contents[vocabularies.FILE] = self.listed.digest

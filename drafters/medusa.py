@@ -263,6 +263,7 @@ class Medusa(TrainedDrafter):
     @torch.no_grad()
     def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]], top_k: int = 10) -> list[list[float]]:
         """Accuracy [K][top_k] by head and rank on held-out answers, also given to an `AccuracyTree`."""
+        top_k = min(top_k, self.head.out_features)
         hits, cases = torch.zeros(self.heads, top_k), torch.zeros(self.heads, 1)
         for tokens, states, begin in sequences:
             for level in range(self.heads):

@@ -22,7 +22,7 @@ from drafters.retrieval import Retriever
 from specbench.common.types import Name, Width
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.policies import Static
-from specbench.engine.sampling import top
+from specbench.engine.sampling import require_ids, top
 from specbench.engine.target import Target
 
 
@@ -47,6 +47,7 @@ class TokenRecycling(Retriever):
 
     def bind(self, target: Target) -> None:
         self.vocab_size = target.vocab_size
+        require_ids(self.followers, self.vocab_size)
         super().bind(target)
 
     def clear(self) -> None:

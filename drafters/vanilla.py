@@ -36,9 +36,9 @@ from specbench.engine.cache import KVCache
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Outline
 from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.model_files import contents_of
 from specbench.engine.policies import Chain, TreePolicy
 from specbench.engine.pretrained import (
-    contents_of,
     draft_model_folder,
     random_model,
     read_config,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
-from specbench.common.io import read_json
 from specbench.common.storage import user_path
+from specbench.engine.model_files import CONFIG, read_settings
 from specbench.engine.tensors import read_tensors, some
 from specbench.engine.weights import Checkpoint
 
@@ -29,8 +29,8 @@ def read(source: str) -> Checkpoint:
         if twice := sorted(tensors.keys() & read.keys()):
             raise SpecBenchError(f"{path} holds {some(twice)} a second time; remove the file that does not belong there")
         tensors |= read
-    config = folder / "config.json"
-    settings = read_json(config) if config.is_file() else {}
+    config = folder / CONFIG
+    settings = read_settings(config) if config.is_file() else {}
     return Checkpoint(source, str(folder), tensors, settings, hashing.of_files(files))
 
 

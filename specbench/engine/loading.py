@@ -20,7 +20,8 @@ from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_
 from specbench.engine import memory, vocabulary
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
-from specbench.engine.pretrained import CONFIG, config_of, read_config, read_gguf, read_tokenizer
+from specbench.engine.model_files import CONFIG
+from specbench.engine.pretrained import config_of, read_config, read_gguf, read_tokenizer
 from specbench.engine.target import Target
 
 Source = tuple[str, str | None, str | None, str | None, Wheel | Wheels | None]  # the arguments of `model_folder`
@@ -106,7 +107,9 @@ class ModelSpec:
 
     def _tokenizer(self, folder: Path, vocabulary: int) -> Any:
         tokenizer = read_tokenizer(folder)
-        ids = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+        ids = max([len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values())])
+        if not ids:
+            raise SpecBenchError(f"the tokenizer in {folder} has no tokens; pass a complete folder as model.path")
         if ids > vocabulary:
             raise SpecBenchError(
                 f"the tokenizer in {folder} has {ids} ids, the model {vocabulary}: they do not belong together; pass a "
@@ -232,4 +235,5 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     fresh.load_state_dict(loaded.state_dict())
     fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(folder)
+    tokenizer.init_kwargs["local_files_only"] = False  # of this process's environment; it is written, but does not count
     tokenizer.save_pretrained(folder)

@@ -63,6 +63,11 @@ class TreePolicy:
         """A tree below the root; its `passes` are the levels of logits that it asked for."""
         raise NotImplementedError(f"{type(self).__name__} grows nothing")
 
+    @property
+    def candidates_needed(self) -> int:
+        """Ids that the vocabulary of its drafter must have."""
+        return max(self.width, self.top_k)
+
     def limit_depth(self, levels: int) -> None:
         """Grow no more levels than the drafter has."""
 
