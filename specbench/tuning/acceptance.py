@@ -250,9 +250,9 @@ def _error(drafts: Sequence[Drafted], correct: Callable[[Tensor], Tensor]) -> fl
     return sum(gaps) / max(len(sure), 1)
 
 
-def write(folder: Path, acceptance: TreeAcceptance) -> None:
-    """Beside the weights that it was measured with."""
-    content = AcceptanceFile(hashing.of_file(folder / WEIGHTS), acceptance)
+def write(folder: Path, acceptance: TreeAcceptance, weights: str) -> None:
+    """Beside the weights that it was measured with. weights: their SHA-256."""
+    content = AcceptanceFile(weights, acceptance)
     with atomic_path(folder / FILE) as temporary:
         temporary.write_text(json.dumps(asdict(content)) + "\n")
 
