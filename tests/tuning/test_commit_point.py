@@ -37,9 +37,10 @@ def killed_save(folder, seed, renames, monkeypatch):
             raise Killed
         replace(*paths)
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "replace", rename)
-        save(folder, seed)
+        with pytest.raises(Killed):
+            save(folder, seed)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["new", "over others"])
