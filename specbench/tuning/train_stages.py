@@ -103,7 +103,7 @@ def _search_layers(workspace: Workspace) -> str:
     target.optimize_for_inference()
     drafter = job.make_drafter(searched=None)
     drafter.bind(target)
-    journal = job.progress_folder / f"search-{target.fingerprint()[:12]}.journal"
+    journal = job.progress_folder / f"search-{target.fingerprint()[:12]}.jsonl"
     result = layer_search.search(target, drafter, held_out(workspace.shards.folder, layer_search.ANSWERS), journal)
     names = {"target": job.model.name, "target_fingerprint": target.fingerprint()}
     layer_search.write(job.out, names | result | {"drafter": job.drafter} | workspace.provenance)
