@@ -52,7 +52,7 @@ def bent(value: Any, draw: random.Random) -> tuple[Any, str]:
     old = parent[key]
     bends = ["delete", "other"]
     bends += ["shorter", "longer", "reverse", "twist"] * isinstance(old, list) + ["more"] * isinstance(old, dict)
-    bends += ["negative", "large"] * (type(old) in (int, float)) * 2
+    bends += ["rename"] * isinstance(key, str) + ["negative", "large"] * (type(old) in (int, float)) * 2
     bend = draw.choice(bends)
     if bend == "delete":
         del parent[key]
@@ -66,6 +66,9 @@ def bent(value: Any, draw: random.Random) -> tuple[Any, str]:
         draw.shuffle(old)
     elif bend == "more":
         old[draw.choice(["x", "1", "-1", "0", "99999999999999999999"])] = draw.choice(OTHERS)
+    elif bend == "rename":
+        parent[draw.choice([f"{key}x", f"{key[:-1]}x", f"{key}9999999999", ""])] = parent.pop(key)
     else:
         parent[key] = -old if bend == "negative" else old * 1000 if bend == "large" else draw.choice(OTHERS)
-    return made, f"{bend} {'.'.join(map(str, (*above, key)))}: {str(parent[key] if bend not in ('delete',) else None)[:60]}"
+    now = parent.get(key) if isinstance(parent, dict) else parent[key : key + 1]
+    return made, f"{bend} {'.'.join(map(str, (*above, key)))}: {str(now)[:60]}"
