@@ -69,7 +69,7 @@ class At(TypedDict, total=False):
 
     dataset: Name
     category: Name
-    temperature: Temperature
+    temperature: Annotated[Temperature, Gt(0)]
 
 
 # "is" is a keyword, hence the call.

@@ -13,7 +13,7 @@ READ = (blocks.NAME, "*.failed.json")  # patterns of the files that `cells.find`
 def digest(results: Path) -> str:
     """Digest of all files under a results folder that a report is made from."""
     whole = hashlib.sha256()
-    for path in (path for pattern in READ for path in blocks.below(results, pattern)):
+    for path in (path for pattern in READ for path in blocks.below(results, pattern) if path.is_file()):
         whole.update(f"{path.relative_to(results).as_posix()} {sha256_of(path)}\n".encode())
     return whole.hexdigest()
 

@@ -434,8 +434,11 @@ def test_what_torchs_allocator_refuses_is_out_of_memory():
 
 @pytest.fixture
 def own(home, tmp_path):
-    """A drafter's weights to spoil."""
-    return shutil.copytree(home / "weights" / "eagle2", tmp_path / "eagle2")
+    """A drafter's weights to spoil, without the SHA-256 that would refuse them all."""
+    folder = shutil.copytree(home / "weights" / "eagle2", tmp_path / "eagle2")
+    provenance = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps({k: v for k, v in provenance.items() if k != "sha256"}))
+    return folder
 
 
 def into_eagle(folder):
