@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from drafters.layers import ATTENTION, prefix_causal_mask
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
-from specbench.common.types import Count, Name, Text
+from specbench.common.types import Ids, Name, Text
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
 from specbench.engine.cache import KVCache
@@ -19,6 +19,7 @@ from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, TargetStates
 from specbench.engine.policies import TreePolicy
+from specbench.engine.sampling import require_ids
 from specbench.engine.target import Target
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
@@ -57,7 +58,7 @@ class TrainedDrafter(nn.Module, Drafter):
     target_logits: Callable[[Tensor], Tensor]  # of states, while drafting: over all ids, or the listed ones
     logits: Tensor  # below the root, set by `observe`; see `root_logits`
 
-    def __init__(self, name: Name, growth: TreePolicy, weights: Text | None = None, vocabulary: Count | None = None):
+    def __init__(self, name: Name, growth: TreePolicy, weights: Text | None = None, vocabulary: Ids | None = None):
         nn.Module.__init__(self)
         Drafter.__init__(self, name)
         self.weights, self.vocabulary = weights, vocabulary
@@ -77,6 +78,7 @@ class TrainedDrafter(nn.Module, Drafter):
 
         Raises `SpecBenchError` for weights that are missing, damaged, or made for another target or network.
         """
+        require_ids(self.growth.candidates_needed, target.vocab_size)
         if self.checkpoint is None:
             self.build(target)
         else:
@@ -104,8 +106,7 @@ class TrainedDrafter(nn.Module, Drafter):
 
     def _narrow(self, target: Target, count: int) -> None:
         """Slice the head, and every output layer of the drafter's own, to the ids of a draft vocabulary."""
-        width = max(self.growth.width, self.growth.top_k)
-        if count < width:
+        if count < (width := self.growth.candidates_needed):
             raise SpecBenchError(f"drafter.vocabulary={count}: the tree takes {width} candidates a node; list as many ids")
         self.listed = vocabularies.listed(target, count)
         self.contents[vocabularies.FILE] = self.listed.digest

@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from drafters.base import TrainedDrafter, argmax_at, llama_config, noisy
 from drafters.distillation import DistillationLoss
 from drafters.layers import CrossAttention
-from specbench.common.types import Count, Name, Text, Weight
+from specbench.common.types import Depth, Ids, Name, Text, Tokens, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.policies import TreePolicy
@@ -66,13 +66,13 @@ class Beagle(CrossAttention, TrainedDrafter):
         concat: bool = True,
         grouped: bool = False,
         stage: Literal["early", "late"] = "early",
-        window: Count = 5,
-        steps: Count = 4,
+        window: Tokens = 5,
+        steps: Depth = 4,
         decreasing: bool = True,
         noise: Weight = 0.2,
         regression: Weight = 10.0,
         classification: Weight = 1.0,
-        vocabulary: Count | None = None,
+        vocabulary: Ids | None = None,
     ):
         super().__init__(name, growth, weights, vocabulary)
         self.concat, self.grouped, self.window, self.steps = concat, grouped, window, steps

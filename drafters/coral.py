@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.hass import Hass
-from specbench.common.types import Count, Name, Positive, Text, Weight
+from specbench.common.types import Name, Positive, Text, Tokens, Weight
 from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy
 
@@ -50,7 +50,7 @@ class Coral(Hass):
         growth: TreePolicy,
         weights: Text | None = None,
         temperature: Positive = 0.07,
-        samples: Count = 512,
+        samples: Tokens = 512,
         csra_weight: Weight | None = None,
         step_regression: Weight = 0.5,
         beta: Weight = 1.0,

@@ -48,7 +48,7 @@ from drafters.base import Noise, TrainedDrafter, argmax_at, level_inputs, llama_
 from drafters.distillation import DistillationLoss
 from drafters.layers import prefix_causal_mask
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Name, Text, Weight
+from specbench.common.types import Ids, Name, Text, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
@@ -86,7 +86,7 @@ class Eagle(TrainedDrafter):
         inputs: Inputs = "shifted",
         bias: bool = True,
         balanced_start: bool = False,
-        vocabulary: Count | None = None,
+        vocabulary: Ids | None = None,
     ):
         super().__init__(name, growth, weights, vocabulary)
         self.inputs, self.bias, self.balanced_start = inputs, bias, balanced_start

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from drafters.distillation import DistillationLoss
 from drafters.eagle import Eagle, following
-from specbench.common.types import Count, Name, Text, Weight
+from specbench.common.types import Depth, Ids, Name, Text, Weight
 from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy
 
@@ -43,9 +43,9 @@ class Hass(Eagle):
         name: Name,
         growth: TreePolicy,
         weights: Text | None = None,
-        steps: Count = 3,
+        steps: Depth = 3,
         beta: Weight = 0.5,
-        topk: Count = 5,
+        topk: Ids = 5,
         topk_weight: Weight = 0.5,
         **eagle: Any,
     ):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from drafters.retrieval import Matching
-from specbench.common.types import Count, Name
+from specbench.common.types import Count, Ids, Name
 from specbench.engine.drafter import Delegating, Drafter, State
 from specbench.engine.interface import DraftTree, Sampler, TargetStates
 from specbench.engine.target import Target
@@ -36,7 +36,7 @@ class Hybrid(Delegating, nn.Module):
         trained: Name,
         base: Any,
         least: Count = 3,
-        vocabulary: Count | None = None,
+        vocabulary: Ids | None = None,
     ):
         nn.Module.__init__(self)
         Drafter.__init__(self, name)

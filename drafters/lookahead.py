@@ -26,13 +26,13 @@ from pydantic import Field
 from torch import Tensor
 
 from drafters.retrieval import Retriever
-from specbench.common.types import Count, Name, Seed
+from specbench.common.types import Length, Name, Seed, Width
 from specbench.engine.drafter import State
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.sampling import argmax
 from specbench.engine.tree import Trie
 
-Level = Annotated[int, Field(ge=2)]
+Level = Annotated[Length, Field(ge=2)]
 
 
 class Pool:
@@ -124,9 +124,9 @@ class Lookahead(Retriever):
     def __init__(
         self,
         name: Name,
-        window: Count = 7,
+        window: Width = 7,
         level: Level = 5,
-        guesses: Count = 7,
+        guesses: Width = 7,
         state: State = "prompt",
         seed: Seed = 0,
     ):

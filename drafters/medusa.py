@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from drafters.base import TrainedDrafter, best_ids
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Name, Natural, Text, Weight
+from specbench.common.types import Depth, Ids, Layers, Name, OptionalUnits, Text, Weight
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.policies import AccuracyTree, TreePolicy
 from specbench.engine.target import Target
@@ -68,12 +68,12 @@ class Medusa(TrainedDrafter):
         name: Name,
         growth: TreePolicy,
         weights: Text | None = None,
-        heads: Count = 5,
-        layers: Count = 1,
+        heads: Depth = 5,
+        layers: Layers = 1,
         decay: Weight = 0.8,
         head_per_level: bool = False,
-        head_rank: Natural = 0,
-        vocabulary: Count | None = None,
+        head_rank: OptionalUnits = 0,
+        vocabulary: Ids | None = None,
     ):
         self.heads = heads
         super().__init__(name, growth, weights, vocabulary)
@@ -263,6 +263,7 @@ class Medusa(TrainedDrafter):
     @torch.no_grad()
     def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]], top_k: int = 10) -> list[list[float]]:
         """Accuracy [K][top_k] by head and rank on held-out answers, also given to an `AccuracyTree`."""
+        top_k = min(top_k, self.head.out_features)
         hits, cases = torch.zeros(self.heads, top_k), torch.zeros(self.heads, 1)
         for tokens, states, begin in sequences:
             for level in range(self.heads):

@@ -50,7 +50,7 @@ from drafters.layers import CrossAttention
 from drafters.lsa import LayerSelfAttention
 from drafters.moa_checkpoint import PARTS, attention_shape, map_tensors
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Name, Natural, Positive, Share, Text, Weight
+from specbench.common.types import Depth, Few, Ids, Name, Ratio, Share, Text, Times, Tokens, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.drafter import TimedFunction
 from specbench.engine.interface import Batch, Taps, TargetStates
@@ -84,16 +84,16 @@ class MoA(CrossAttention, TrainedDrafter):
         name: Name,
         growth: TreePolicy,
         weights: Text | None = None,
-        tli: Natural = 0,
+        tli: Few = 0,
         lsa: bool = True,
-        mlp_ratios: Mapping[Literal["lsa", "sa", "ca"], Positive] | None = None,
+        mlp_ratios: Mapping[Literal["lsa", "sa", "ca"], Ratio] | None = None,
         regression: Weight = 1.0,
         classification: Weight = 0.1,
-        periods: tuple[Count, Count] | None = None,
-        window: Count | None = None,
-        draws: Count = 1,
+        periods: tuple[Depth, Depth] | None = None,
+        window: Tokens | None = None,
+        draws: Times = 1,
         confine: Share = 0.5,
-        vocabulary: Count | None = None,
+        vocabulary: Ids | None = None,
     ):
         super().__init__(name, growth, weights, vocabulary)
         self.tli, self.use_lsa, self.runs_layers = tli, lsa, tli > 0

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from drafters.lookahead import Level, Pool, Window
 from drafters.retrieval import Remembering
 from drafters.vanilla import Vanilla
-from specbench.common.types import Count, Name, Natural, Seed
+from specbench.common.types import Depth, Few, Name, Seed, Width
 from specbench.engine.drafter import Delegating, Drafter, State
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.policies import to_target_ids
@@ -57,11 +57,11 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         self,
         name: Name,
         base: Vanilla,
-        gamma: Count = 12,
-        suffixes: Natural = 3,
-        window: Count = 20,
+        gamma: Depth = 12,
+        suffixes: Few = 3,
+        window: Width = 20,
         level: Level = 7,
-        guesses: Count = 20,
+        guesses: Width = 20,
         state: State = "none",
         seed: Seed = 0,
     ):

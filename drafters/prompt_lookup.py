@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from drafters.retrieval import Matching
-from specbench.common.types import Count, Name
+from specbench.common.types import Depth, Length, Name, Width
 from specbench.engine.interface import DraftTree, Sampler
 from specbench.engine.tree import Trie
 
@@ -34,9 +34,9 @@ class PromptLookup(Matching):
         self,
         name: Name,
         rule: Literal["hf", "original", "latest"] = "hf",
-        max_ngram: Count = 3,
-        length: Count = 10,
-        matches: Count = 1,
+        max_ngram: Length = 3,
+        length: Depth = 10,
+        matches: Width = 1,
     ):
         super().__init__(name, 1 + length * matches)
         self.rule, self.max_ngram, self.length, self.matches = rule, max_ngram, length, matches

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from drafters.base import TrainedDrafter, argmax_at
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Name, Text
+from specbench.common.types import Ids, Name, Text
 from specbench.engine.drafter import Delegating, Outline
 from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy
@@ -48,9 +48,9 @@ class Routed(TrainedDrafter, Delegating):
         growth: TreePolicy,
         base: Any,
         weights: Text | None = None,
-        groups: Count = 16,
-        active: Count = 2,
-        vocabulary: Count | None = None,
+        groups: Ids = 16,
+        active: Ids = 2,
+        vocabulary: Ids | None = None,
     ):
         self.parallel = base.parallel
         super().__init__(name, growth, weights)

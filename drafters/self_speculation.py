@@ -38,7 +38,7 @@ from torch import Tensor
 
 from specbench.common import hashing, storage
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Name, Share, Text
+from specbench.common.types import Depth, Layers, Name, Share, Text
 from specbench.engine import weights
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import DraftTree, Sampler, Sublayers, Taps, TargetStates
@@ -83,7 +83,7 @@ class _Partial(Drafter, ABC):
     def __init__(
         self,
         name: Name,
-        most: Count,
+        most: Depth,
         threshold: Share = 0.8,
         wanted: Share = 0.9,
         step: Share = 0.01,
@@ -186,7 +186,7 @@ class SelfSpeculation(_Partial):
     searched: folder of the search's result; None, or nothing there: every other layer is left out.
     """
 
-    def __init__(self, name: Name, searched: Text | None = None, most: Count = 12, **options: Any):
+    def __init__(self, name: Name, searched: Text | None = None, most: Depth = 12, **options: Any):
         super().__init__(name, most, **options)
         self.searched = searched
 
@@ -202,7 +202,7 @@ class SelfSpeculation(_Partial):
 class EarlyExit(_Partial):
     """The target's first `layers`, its final norm and its head. None: half of them."""
 
-    def __init__(self, name: Name, layers: Count | None = None, most: Count = 6, **options: Any):
+    def __init__(self, name: Name, layers: Layers | None = None, most: Depth = 6, **options: Any):
         super().__init__(name, most, **options)
         self.layers = layers
 

@@ -8,7 +8,7 @@ import json
 from typing import Any, Literal
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Name, Positive, Text
+from specbench.common.types import Duration, Name, Text
 from specbench.engine.decode import Limits
 from specbench.engine.drafter import ServedEngine
 from specbench.engine.interface import Taps
@@ -41,7 +41,7 @@ class Served(ServedEngine):
         model: Text | None = None,
         engine: Text | None = None,
         prompts: Literal["ids", "text"] = "ids",
-        timeout_s: Positive = 60.0,
+        timeout_s: Duration = 60.0,
     ):
         if endpoint is None:
             raise SpecBenchError(f"drafter={name} needs endpoint=http://HOST:PORT of a server that runs")

@@ -20,7 +20,7 @@ import heapq
 import torch
 
 from drafters.retrieval import Matching
-from specbench.common.types import Count, Name, Natural, Share, Weight
+from specbench.common.types import Depth, DraftNodes, Name, Natural, Share, Tokens, Weight
 from specbench.engine.drafter import State
 from specbench.engine.interface import DraftTree, Sampler
 from specbench.engine.tree import Trie
@@ -124,11 +124,11 @@ class Suffix(Matching):
     def __init__(
         self,
         name: Name,
-        nodes: Count = 32,
+        nodes: DraftNodes = 32,
         factor: Weight = 1.0,
         offset: Natural = 0,
-        length: Count = 32,
-        context: Count = 16,
+        length: Depth = 32,
+        context: Tokens = 16,
         least: Share = 0.1,
         state: State = "prompt",
     ):

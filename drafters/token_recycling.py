@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from drafters.retrieval import Retriever
-from specbench.common.types import Count, Name
+from specbench.common.types import Name, Width
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.policies import Static
-from specbench.engine.sampling import top
+from specbench.engine.sampling import require_ids, top
 from specbench.engine.target import Target
 
 
@@ -36,7 +36,7 @@ class TokenRecycling(Retriever):
     growth: Static
     observes_trees = True
 
-    def __init__(self, name: Name, growth: Static, followers: Count = 8, state: Literal["none", "run"] = "none"):
+    def __init__(self, name: Name, growth: Static, followers: Width = 8, state: Literal["none", "run"] = "none"):
         super().__init__(name, growth.nodes, state)
         self.growth, self.followers = growth, max(followers, growth.width)
         self.taps = Taps(last=False, observe_top_k=self.followers)
@@ -47,6 +47,7 @@ class TokenRecycling(Retriever):
 
     def bind(self, target: Target) -> None:
         self.vocab_size = target.vocab_size
+        require_ids(self.followers, self.vocab_size)
         super().bind(target)
 
     def clear(self) -> None:

@@ -30,14 +30,15 @@ from transformers import LlamaForCausalLM
 from drafters.base import TrainedDrafter, argmax_at, level_inputs, llama_config, unread_tokens
 from drafters.distillation import DistillationLoss
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Name, Text, Weight
+from specbench.common.storage import user_path
+from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Outline
 from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.model_files import contents_of
 from specbench.engine.policies import Chain, TreePolicy
 from specbench.engine.pretrained import (
-    contents_of,
     draft_model_folder,
     random_model,
     read_config,
@@ -70,13 +71,13 @@ class Vanilla(TrainedDrafter):
         growth: TreePolicy,
         weights: Text | None = None,
         path: Text | None = None,
-        layers: Count = 2,
-        intermediate_size: Count | None = 832,
+        layers: Layers = 2,
+        intermediate_size: Units | None = 832,
         start_from: Literal["random", "target"] = "random",
         norm_from: Literal["target", "ones"] = "target",
         regression: Weight = 0.1,
         classification: Weight = 1.0,
-        vocabulary: Count | None = None,
+        vocabulary: Ids | None = None,
     ):
         super().__init__(name, growth, None if path else weights, vocabulary)
         self.path, self.layers, self.intermediate_size = path, layers, intermediate_size
@@ -139,7 +140,7 @@ class Vanilla(TrainedDrafter):
 
     def _pretrained(self, path: str, target: Target) -> nn.Module:
         if target.device.type == "meta":  # the shape alone, of a folder that must be here
-            return random_model(read_config(Path(path).expanduser()), target.dtype, target.device)
+            return random_model(read_config(user_path(path)), target.dtype, target.device)
         folder = draft_model_folder(path)
         model, ours = read_model(folder, target.dtype), read_tokenizer(folder).get_vocab()
         theirs = read_tokenizer(Path(target.path)).get_vocab() if target.path else ours

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
-from specbench.common.types import Count, Text
+from specbench.common.types import Text, Tokens
 from specbench.config import run_spec, validation
 from specbench.config.cli import command, run_cli
 from specbench.config.run_spec import RunOptions
@@ -27,7 +27,7 @@ from specbench.tuning import target_cost
 class Options(RunOptions):
     """The options in `conf/cost.yaml` beside those of a run."""
 
-    contexts: Annotated[Sequence[Count], Field(min_length=1)]
+    contexts: Annotated[Sequence[Tokens], Field(min_length=1)]
     out: Text | None
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
-from specbench.common.types import Name, Positive, Text
+from specbench.common.types import Duration, Name, Text
 from specbench.config import validation
 from specbench.config.cli import command, run_cli
 from specbench.evaluation import plan, workers
@@ -25,8 +25,8 @@ class Options:
     """The options in `conf/evidence.yaml`, which explains each."""
 
     plan: bool
-    minutes: Positive
-    slice: Positive
+    minutes: Duration
+    slice: Duration
     kind: Literal["replayed", "trained", "timed"] | None
     studies: list[Name] | None
     model: Name

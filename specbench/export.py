@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
 from specbench.common.types import Text
-from specbench.config import validation
+from specbench.config import catalog, validation
 from specbench.config.cli import command, run_cli
 from specbench.config.export_formats import Format, require_exportable
 from specbench.engine.drafter import Drafter
@@ -37,6 +37,7 @@ class Options:
 def main(config: Any) -> None:
     """Load the drafter beside its target, rename its tensors, write both files, print how to serve them."""
     validation.check(config, Options)
+    catalog.require_own_name(config.drafter)
     out = Path(config.out)
     require_writable(out.parent)
     require_exportable(config)

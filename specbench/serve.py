@@ -12,7 +12,7 @@ import torch
 from hydra.utils import instantiate
 from pydantic import Field
 
-from specbench.common.types import Count, Name, Positive, Text
+from specbench.common.types import Duration, Name, Nodes, Rows, Text, Threads, Tokens
 from specbench.config import run_spec, validation
 from specbench.config.cli import command, run_cli
 from specbench.engine.loading import ModelSpec
@@ -26,13 +26,13 @@ class Options:
 
     host: Text
     port: Annotated[int, Field(ge=0, le=65535)]
-    threads: Annotated[int, Field(ge=1, le=4096)] | None
-    clients: Count
+    threads: Threads | None
+    clients: Rows
     megabytes: Annotated[int, Field(ge=1, le=4096)]
-    nodes: Count
-    prompt: Count | None
+    nodes: Nodes
+    prompt: Tokens | None
     condense: Name | None
-    idle_s: Positive
+    idle_s: Duration
     model: ModelSpec
 
 

@@ -10,13 +10,14 @@ python -m specbench.study study=bench model=llama2-7b arms=[none,eagle2] dataset
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from specbench.common.budget import Budget
 from specbench.common.storage import require_writable
-from specbench.common.types import Name, Natural
+from specbench.common.types import Name, Natural, Seed
 from specbench.config import validation
 from specbench.config.cli import choice, command, run_cli
 from specbench.config.run_spec import RunOptions
@@ -32,9 +33,9 @@ class Options(RunOptions):
 
     study: Study
     arms: list[Name] | None
-    seeds: list[Natural] | None
-    cells: list[Natural] | None
-    datasets: list[Name] | None
+    seeds: Annotated[list[Seed], Field(min_length=1)] | None
+    cells: Annotated[list[Natural], Field(min_length=1)] | None
+    datasets: Annotated[list[Name], Field(min_length=1)] | None
 
 
 @command("study")

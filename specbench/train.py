@@ -23,9 +23,10 @@ from specbench.tuning import train_stages
 @command("train")
 def main(config: Any) -> None:
     """Write the missing part of the corpus, train, write the weights."""
-    job = train_spec.from_config(config)
-    if job.done:
-        print(f"{job.out}: there already (train.missing=false trains anew)")
+    asked = train_spec.from_config(config)
+    job = train_stages.remaining(asked)
+    if job is None:
+        print(f"{asked.out}: there already (train.missing=false trains anew)")
         return
     for line in train_stages.run(job, Budget.of_minutes(job.minutes)):
         print(line)

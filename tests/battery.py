@@ -6,10 +6,11 @@ accepted everything would not pass by agreeing with itself.
 
 import io
 import itertools
+import resource
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,22 @@ class Count:
 COUNT = Count()
 
 
+@dataclass(frozen=True)
+class Number:
+    """A number in an option's value. limits: of its type. wrap: the option's value that holds a given number."""
+
+    limits: tuple[Any, ...]
+    wrap: Callable[[Any], Any]
+
+    @property
+    def ends(self) -> list[float]:
+        """The smallest and the largest value, as far as the type names them."""
+        steps = {"ge": 0, "le": 0, "gt": 1, "lt": -1}
+        named = [(getattr(limit, bound, None), step) for limit in self.limits for bound, step in steps.items()]
+        whole = {int: 1, float: 1e-9}
+        return [edge + step * whole[type(edge)] for edge, step in named if edge is not None]
+
+
 @contextmanager
 def counting(what: object) -> Iterator[None]:
     """Around one bad input that a test tries by other means."""
@@ -39,6 +56,17 @@ def counting(what: object) -> Iterator[None]:
     except BaseException:
         COUNT.failed.append(str(what))
         raise
+
+
+@contextmanager
+def file_size(limit: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def snapshot(*folders: Path) -> dict[str, tuple[int, int]]:
@@ -139,6 +167,20 @@ def bad_values(annotation: Any) -> list[str]:
         if kind in (list, tuple) or kind is typing.get_origin(typing.Sequence[int]):
             found += ["abc", "[[abc]]", "3"]
     return list(dict.fromkeys(found))
+
+
+def numbers(annotation: Any, wrap: Callable[[Any], Any] = lambda value: value) -> Iterator[Number]:
+    """The numbers that an option's value is or holds."""
+    for part, limits in _parts(annotation):
+        kind, inner = typing.get_origin(part), typing.get_args(part)
+        if part in (int, float):
+            yield Number(limits, wrap)
+        elif isinstance(kind, type) and issubclass(kind, Mapping):
+            (key,) = typing.get_args(inner[0])[:1] or ("x",)
+            yield from numbers(inner[1], lambda value, key=key: wrap({key: value}))
+        elif isinstance(kind, type) and issubclass(kind, Sequence):
+            count = len(inner) - (... in inner)
+            yield from numbers(inner[0], lambda value, count=count: wrap([value] * count))
 
 
 def _parts(annotation: Any, limits: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -52,7 +52,7 @@ SIZES = {
     "eos_token_id": 60,
 }
 ARCHITECTURES: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes})),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=9)),
     "gemma3": lambda: Gemma3ForCausalLM(
@@ -61,10 +61,10 @@ ARCHITECTURES: dict[str, Any] = {
 }
 
 
-def tiny(architecture: str = "llama", seed: int = 0, spread: float = 0.4) -> Target:
-    """A random target whose next-token distribution is neither flat nor a point mass."""
+def tiny(architecture: str = "llama", seed: int = 0, spread: float = 0.4, **sizes: Any) -> Target:
+    """A random target whose next-token distribution is neither flat nor a point mass. sizes: of a Llama."""
     torch.manual_seed(seed)
-    model = ARCHITECTURES[architecture]()
+    model = ARCHITECTURES[architecture](**sizes)
     model.config._attn_implementation = "sdpa"
     with torch.no_grad():
         for p in model.parameters():

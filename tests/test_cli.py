@@ -418,6 +418,7 @@ def test_bad_training_input_is_one_clear_line(home, arguments, message):
         (["model.path=/somewhere/x", "model.name=mine"], []),
         (["model=llama2-7b", "model.path=/somewhere/x"], []),
         (["model.path=null"], []),
+        (["model.path='~/x'"], ["model.name=x"]),
         (["drafter=none"], []),
     ],
 )
@@ -429,3 +430,8 @@ def test_a_folder_alone_names_its_model(typed, added):
 def test_an_address_is_a_link_of_its_own():
     assert expand_shorthands(["drafter=[a,b]"]) == ["drafter=a", "drafters=[a,b]"]
     assert expand_shorthands(["link=tcp://127.0.0.1:5555"]) == ["link=direct", "link.to=tcp://127.0.0.1:5555"]
+
+
+def test_a_flag_behind_a_folder_takes_no_override():
+    for flags in (["--info"], ["--cfg", "job"]):
+        assert expand_shorthands(["model.path=/x/m", *flags]) == ["model.path=/x/m", "model.name=m", *flags]

@@ -17,10 +17,18 @@ _INVISIBLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U000e0000-\U000e007f]"
 )
+# In messages of torch's allocator, of C++ and of the system; a size beyond the address space, too.
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator|bad_?alloc|[Cc]annot allocate memory|CUDA out of memory|Storage size calculation"
+)
 
 
 class SpecBenchError(Exception):
     """An error that the user can fix: the message says in one line what is wrong and how to fix it."""
+
+
+class Reported(SpecBenchError):
+    """An error that was printed where it was raised."""
 
 
 def visible(text: str) -> str:
@@ -87,7 +95,9 @@ def format_exception(error: BaseException) -> str:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, not imported here
+    """Is it a library's lack of memory? torch's own class, not imported here, is for devices alone."""
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or (isinstance(error, (RuntimeError, OSError)) and bool(_NO_MEMORY.search(str(error))))
 
 
 def _write_log(text: str) -> Path:
@@ -100,7 +110,7 @@ def _write_log(text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
-    except OSError:
+    except (OSError, SpecBenchError):
         path = Path(tempfile.gettempdir()) / f"specbench-{name}"
         path.write_text(text, encoding="utf-8")
     return path

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated, Any
 
 from pydantic import StringConstraints
@@ -44,6 +45,8 @@ def of_file(path: Path) -> str:
     try:
         path = path.resolve(strict=True)  # the hub's cache links into a folder of blobs
         stat = path.stat()
+        if not S_ISREG(stat.st_mode):  # reading a pipe or a device may never end
+            raise SpecBenchError(f"cannot read {path}: not a regular file; move it away")
         state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
         settled = not 0 <= time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns) < SETTLED_NS
 
@@ -72,6 +75,9 @@ def remembered(slot: str, state: str, make: Callable[[], str], keep: bool = True
             return entry.digest
     digest = make()
     if keep:
-        with suppress(OSError), atomic_path(path) as temporary:  # without a writable cache it is computed again
+        with (
+            suppress(OSError, SpecBenchError),
+            atomic_path(path) as temporary,
+        ):  # without a writable cache it is computed again
             temporary.write_text(json.dumps(asdict(Entry(state, digest))))
     return digest

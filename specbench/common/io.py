@@ -2,8 +2,12 @@
 
 A shape is a type: a dataclass, a `TypedDict`, `list[float]`, `dict[str, Any]`. Any problem with a file (missing, cut off,
 binary, another type than expected) is a `SpecBenchError` that names the file and the position in it.
+
+Whatever a file holds, reading takes a few times its size: values are bounded before they are parsed, a list is left at its
+first wrong item, and only regular files are read.
 """
 
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,11 +15,16 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
+from pydantic_core import CoreConfig, SchemaValidator
 
 from specbench.common.errors import SpecBenchError, shorten, visible
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_CORE_STRICT = CoreConfig(strict=True, extra_fields_behavior="forbid", allow_inf_nan=False)  # the same
 OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # for `with_config`: keys beside the declared ones stay
+
+MAX_VALUE, MAX_LINE = 64 << 20, 16 << 20  # bytes of a JSON value, and of one that is a line among others
+BYTES_PER_COLON = 64  # at least, on average: each key may become an error of a kilobyte
 
 T = TypeVar("T")
 
@@ -33,9 +42,14 @@ def readable(paths: Iterable[Path], read: Callable[[Path], T], problems: list[st
             yield path, content
 
 
-def read_bytes(path: Path) -> bytes:
-    """A file's bytes. Raises `SpecBenchError`."""
+def read_bytes(path: Path, limit: int | None = None) -> bytes:
+    """A regular file's bytes. Raises `SpecBenchError`, also if there are more than `limit`."""
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise SpecBenchError(f"cannot read {path}: not a regular file; move it away")
+        if limit is not None and status.st_size > limit:
+            raise SpecBenchError(f"{path} is larger than {limit >> 20} MB, which none of its kind is; move it away")
         return path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = getattr(error, "strerror", None) or str(error)
@@ -54,7 +68,7 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
     """The value of a JSON file. Raises `SpecBenchError`."""
-    return parse(read_bytes(path), shape, str(path))
+    return parse(read_bytes(path, MAX_VALUE), shape, str(path))
 
 
 def read_json_lines(path: Path, shape: Any = dict[str, Any], cut: bool = False) -> Iterator[tuple[int, Any]]:
@@ -68,7 +82,7 @@ def parse_lines(data: bytes, shape: Any, path: Path, cut: bool = False) -> Itera
     last = lines.pop()
     for number, line in enumerate(lines if cut else [*lines, last], 1):
         if line.strip():
-            yield number, parse(line, shape, f"{path} line {number}")
+            yield number, parse(line, shape, f"{path} line {number}", MAX_LINE)
 
 
 def read_yaml(path: Path, shape: Any) -> Any:
@@ -85,15 +99,18 @@ def read_yaml(path: Path, shape: Any) -> Any:
 def validate(value: Any, shape: Any, where: str) -> Any:
     """A plain value as a shape; lists and integers also pass as tuples and floats. where: begins error messages."""
     try:
-        return _adapter(shape).validate_python(value, strict=False)
+        return _validator(shape).validate_python(value, strict=False)
     except ValidationError as error:
         raise SpecBenchError(f"{where}: {explain(error)}; mend or remove it") from error
 
 
-def parse(data: bytes, shape: Any, where: str) -> Any:
-    """The value of JSON text. where: begins error messages."""
+def parse(data: bytes, shape: Any, where: str, limit: int = MAX_VALUE) -> Any:
+    """The value of JSON text of at most `limit` bytes. where: begins error messages."""
+    if len(data) > limit or data.count(b":") > limit // BYTES_PER_COLON:
+        bound = f"{limit >> 20} MB or {limit // BYTES_PER_COLON:,} keys"
+        raise SpecBenchError(f"{where}: more than {bound} in one value; mend or remove it")
     try:
-        return _adapter(shape).validate_json(data)
+        return _validator(shape).validate_json(data)
     except ValidationError as error:
         raise SpecBenchError(f"{where}: {explain(error)}; mend or remove it") from error
 
@@ -122,7 +139,18 @@ def strict_adapter(shape: Any) -> TypeAdapter[Any]:
         return TypeAdapter(shape if hasattr(shape, "__pydantic_config__") else with_config(STRICT)(shape))
 
 
-_adapter = cache(strict_adapter)
+@cache
+def _validator(shape: Any) -> SchemaValidator:
+    """That of `strict_adapter`, with lists that are left at their first wrong item."""
+    return SchemaValidator(_failing_fast(strict_adapter(shape).core_schema), _CORE_STRICT)
+
+
+def _failing_fast(schema: Any) -> Any:
+    """A core schema, or a part of one, with `FailFast` on every list and tuple."""
+    if isinstance(schema, dict):
+        made = {name: _failing_fast(part) for name, part in schema.items()}
+        return {**made, "fail_fast": True} if made.get("type") in ("list", "tuple") else made
+    return type(schema)(map(_failing_fast, schema)) if type(schema) in (list, tuple) else schema
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -148,6 +148,17 @@ def unknown(folder: str, name: str, known: Collection[str]) -> str:
     return f"{folder}={visible(name)}: there is no such {folder}{nearest(name, known) or f'; {where(folder)}'}"
 
 
+def require_own_name(options: Mapping[str, Any], option: str = "drafter") -> None:
+    """Raises `SpecBenchError` for a drafter with the name of another one of `conf/drafter`, as which its rows would count.
+
+    Other names are allowed: they tell variants of a drafter apart.
+    """
+    name, target = options["name"], options["_target_"]
+    if name in names("drafter") and file("drafter", name).node["_target_"] != target:
+        kind = target.rpartition(".")[2]
+        raise SpecBenchError(f"{option}.name={name}: this is the name of another drafter, not of {kind}; leave it out")
+
+
 def where(folder: str) -> str:
     """The end of a message: the command that lists the files of a folder of `conf/`."""
     command = f"specbench list {LISTED[folder]}" if folder in LISTED else f"ls conf/{folder}"

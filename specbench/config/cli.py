@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.common import storage
-from specbench.common.errors import SpecBenchError, format_exception, one_line, warn
+from specbench.common.errors import Reported, SpecBenchError, format_exception, one_line, warn
 from specbench.config import catalog, usage, validation
 
 CONF = str(storage.PROJECT / "conf")
@@ -42,6 +42,8 @@ def handle_errors(job: Callable[..., None]) -> Callable[..., bool]:
             job(*args)
         except KeyboardInterrupt:
             sys.exit(_report("interrupted; run the same command again to continue"))
+        except Reported:
+            return False
         except Exception as error:
             code = _report(_missing_choice(error) or format_exception(error))
             if not sweeping():
@@ -60,8 +62,9 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[[], None]]:
         guarded = handle_errors(job)
 
         @functools.wraps(job)
-        def recorded(config: DictConfig) -> None:
+        def recorded(config: DictConfig) -> bool:  # what `Sweep.on_job_end` counts
             succeeded.append(guarded(config))
+            return succeeded[-1]
 
         run: Callable[[], None] = hydra.main(version_base="1.3", config_path=CONF, config_name=name)(recorded)
 
@@ -84,9 +87,20 @@ def choice(group: str) -> str:
 
 def typed_overrides() -> list[tuple[str, str]]:
     """The command line's overrides: option and whole override, in order."""
-    task = list(HydraConfig.get().overrides.task)
+    task = words_of(HydraConfig.get())
     parsed = OverridesParser.create().parse_overrides(task)
     return [(option.key_or_group, word) for option, word in zip(parsed, task, strict=True)]
+
+
+def selected(config: Any, option: str) -> Any:
+    """An option's value; None if there is none, or if an interpolation in it cannot be resolved."""
+    return OmegaConf.select(config, option, throw_on_resolution_failure=False)
+
+
+def words_of(hydra_config: Any) -> list[str]:
+    """The overrides that Hydra's own configuration lists, as they were typed: interpolations are the job's to resolve."""
+    words: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+    return list(words)
 
 
 def run_cli(main: Callable[[], None], name: str | None = None) -> None:
@@ -124,18 +138,20 @@ def expand_shorthands(typed: list[str]) -> list[str]:
         elif name == "prompts":
             words += ["dataset=prompts", f"dataset.path={','.join(map(_quoted, value.split(',')))}"]
         elif name == "link" and value.startswith("tcp://"):
-            words += ["link=direct", f"link.to={value}"]
+            words += ["link=direct", f"link.to={_quoted(value)}"]
         else:
             words.append(word)
-    folders = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
-    if folders and folders[-1] not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
-        words.append(f"model.name={folder_name(Path(folders[-1].strip(QUOTES)).resolve().name, 'model')}")
+    paths = [index for index, word in enumerate(words) if word.startswith("model.path=")]
+    folder = words[paths[-1]].partition("=")[2] if paths else ""
+    if folder not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
+        name = folder_name(Path(folder.strip(QUOTES)).resolve().name, "model")
+        words.insert(paths[-1] + 1, f"model.name={name}")  # not at the end, where a flag such as --info would take it
     return words
 
 
 def _quoted(value: str) -> str:
     """A text quoted for Hydra's grammar if necessary."""
-    plain = value[:1] in ("", *QUOTES) or re.fullmatch(r"[A-Za-z0-9./_-]+", value)
+    plain = value[:1] in ("", *QUOTES) or re.fullmatch(r"[A-Za-z0-9:./_-]+", value)
     return value if plain else "'" + value.replace("'", "\\'") + "'"
 
 

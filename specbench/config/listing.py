@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from pydantic import TypeAdapter
 
 from specbench.common.errors import SpecBenchError, nearest, shorten, visible
-from specbench.common.storage import PROJECT, cache_root
+from specbench.common.storage import PROJECT, cache_root, user_path
 from specbench.config import catalog
 from specbench.config.catalog import File
 from specbench.data.download import Wheel, Wheels, wheel_name
@@ -142,7 +142,7 @@ def _here(file: File, gigabytes: float | None = None) -> str:
     """`yes`, or `no` with the size of the download if it is known. gigabytes: size on the hub."""
     content = file.content
     if content.get("path"):
-        return "yes" if Path(content["path"]).expanduser().exists() else "no"
+        return "yes" if user_path(content["path"]).exists() else "no"
     if _in_cache(file):
         return "yes"
     size = re.search(r"\((\d+ [KMG]B)\)", file.about)

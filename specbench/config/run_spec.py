@@ -4,23 +4,21 @@ Options that follow from others are resolved here: the precision of a replay, th
 weights, the rule where acceptance is simulated.
 """
 
-import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field
 
 from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.storage import PROJECT
-from specbench.common.types import Count, Name, Natural, Positive, Text
-from specbench.config import validation
-from specbench.config.cli import composed
+from specbench.common.types import MAX_NODES, Count, Duration, Name, Natural, Repetitions, Text, Threads, is_name
+from specbench.config import catalog, validation
+from specbench.config.cli import composed, folder_name, selected
 from specbench.data.prompts import PromptSet
 from specbench.engine import checkpoints
 from specbench.engine.decode import RunSettings
@@ -30,10 +28,11 @@ from specbench.engine.policies import TreePolicy
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Alphas, Rule
 from specbench.records.blocks import cell_name
+from specbench.records.metrics import BASELINE
 from specbench.records.rows import CellFailure
+from specbench.records.studies import OWN
 from specbench.remote.link import Link
 
-OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
 # Options that cannot change a row.
 NON_IDENTITY = ("baseline", "drafters", "endpoint", "results", "rerun", "show", "details", "trace", "memory", "minutes")
 
@@ -55,13 +54,13 @@ class Data:
 class Common:
     """Fields that `RunOptions` and `RunSpec` share."""
 
-    threads: Annotated[int, Field(ge=1, le=4096)] | None
+    threads: Threads | None
     rerun: Literal["missing", "failed", "all"]
     show: bool
     details: bool
     trace: Natural
-    memory: Natural
-    minutes: Positive | None
+    memory: Repetitions
+    minutes: Duration | None
     replay: bool
     backend: Literal["eager", "compile"]
     checkpoint: Text | None
@@ -148,6 +147,9 @@ class RunSpec(Common):
         drafter: Any = instantiate(self.drafter, **options)
         if self.sampler.temperature > 0 and drafter.greedy_only:
             raise GreedyOnly(f"drafter={self.drafter['name']} is for greedy decoding; set sampler.temperature=0")
+        if drafter.nodes > MAX_NODES:
+            name, nodes = self.drafter["name"], f"{drafter.nodes:,}"
+            raise SpecBenchError(f"drafter={name}: trees of up to {nodes} nodes, more than {MAX_NODES:,}; lower its sizes")
         if drafter.runs_layers and not self.link.local:
             raise SpecBenchError(
                 f"drafter={self.drafter['name']} runs layers of the target, which are on the server; choose another "
@@ -187,6 +189,8 @@ def from_config(config: DictConfig, declared: type = RunOptions, weights: str | 
     options = {name: options[name] for name in validation.options(RunOptions)}
     if weights is not None:
         weights_node(options["drafter"])["weights"] = weights
+    _require_baseline(options["baseline"])
+    catalog.require_own_name(options["drafter"])
     _resolve(options)
     if weights is not None:
         options["checkpoint"] = None
@@ -214,6 +218,14 @@ def state_compressors(name: str | None, model: Mapping[str, Any]) -> list[Any]:
     if not drafter.compresses_states:
         raise SpecBenchError(f"condense={name}: this drafter does not condense states; leave condense out")
     return [drafter]
+
+
+def _require_baseline(options: Mapping[str, Any]) -> None:
+    """Raises `SpecBenchError` unless these are the options of plain decoding."""
+    name = options.get("name", BASELINE)
+    if name != BASELINE:
+        raise SpecBenchError(f"baseline.name={name}: rows of the baseline are called {BASELINE}; leave it out")
+    catalog.require_own_name({**options, "name": name}, "baseline")
 
 
 def _resolve(options: dict[str, Any]) -> None:
@@ -269,8 +281,8 @@ class FailureRecord:
     """The file that says that a configuration failed, even an invalid one. label: instead of the drafter's name."""
 
     def __init__(self, config: DictConfig, label: str | None = None):
-        names = [str(OmegaConf.select(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]
-        temperature = OmegaConf.select(config, "sampler.temperature")
+        names = [str(selected(config, f"{part}.name")) for part in ("model", "dataset", "drafter")]
+        temperature = selected(config, "sampler.temperature")
         shown = temperature if isinstance(temperature, (int, float)) else str(temperature)
         self.failure = CellFailure(names[0], names[1], label or names[2], shown, "")
         try:
@@ -278,16 +290,16 @@ class FailureRecord:
             settings = {key: value for key, value in options.items() if key not in NON_IDENTITY}
         except OmegaConfBaseException:  # an interpolation that cannot be resolved
             settings = {"unresolved": OmegaConf.to_yaml(config, resolve=False)}
-        model, dataset, drafter = (re.sub(r"[^\w.+=@-]", "_", name) for name in names)
-        results = Path(str(OmegaConf.select(config, "results") or "results/local"))
+        model, dataset, drafter = (name if is_name(name) else folder_name(name, "unnamed") for name in names)
+        results = Path(str(selected(config, "results") or "results/local"))
         self.path = CellFailure.path(results / model / dataset, label or drafter, settings)
 
     def write(self, error: Exception, announce: bool = True) -> None:
-        """Record an error, and print it unless it is known already."""
+        """Print an error, unless it is known already, and record it."""
         self.failure.error = format_exception(error)
-        self.failure.write(self.path)
         if announce:
             warn(f"{self.failure.drafter} on {self.failure.dataset}: {self.failure.error}")
+        self.failure.write(self.path)
 
     def clear(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -15,15 +15,18 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from specbench.common.errors import visible, warn
 from specbench.common.io import readable
+from specbench.config.cli import selected, words_of
 from specbench.records.rows import CellFailure, by_error
 
-BEGUN, CELLS = "SPECBENCH_SWEEP_BEGUN", "SPECBENCH_SWEEP_CELLS"  # read by jobs, in this process or another
+# Read by jobs, in this process or another: when the sweep began, how many cells it has, the file of their notes.
+BEGUN, CELLS, NOTES = "SPECBENCH_SWEEP_BEGUN", "SPECBENCH_SWEEP_CELLS", "SPECBENCH_SWEEP_NOTES"
+COMPLETE = "complete"  # the line of a job that succeeded
 
 
 class Sweep(Callback):
@@ -43,6 +46,7 @@ class Sweep(Callback):
         cells = count_cells(config)
         self.varied = {o.key_or_group for o in _overrides(config) if o.is_sweep_override()} - {"drafter", "dataset"}
         os.environ[BEGUN], os.environ[CELLS] = str(time.time()), str(cells)
+        os.environ[NOTES] = str(Path(config.results).absolute() / f".sweep-{os.environ[BEGUN]}.jsonl")
         print(f"sweep: {cells} cells into {config.results}", file=sys.stderr, flush=True)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
@@ -53,31 +57,38 @@ class Sweep(Callback):
             if self.done:
                 remaining = (int(os.environ[CELLS]) - number + 1) * self.seconds / self.done
                 left = f", about {remaining / 60:.0f} min left"
-            cell = config.study.title if "study" in config else f"{config.drafter.name} on {config.dataset.name}"
-            overrides = [word for word in config.hydra.overrides.task if _option(word) in self.varied]
+            cell = (
+                config.study.title
+                if "study" in config
+                else f"{selected(config, 'drafter.name')} on {selected(config, 'dataset.name')}"
+            )
+            overrides = [word for word in words_of(config.hydra) if _option(word) in self.varied]
             name = ", ".join([cell, *overrides])
             print(f"cell {number}/{os.environ[CELLS]}: {visible(name)}{left}", file=sys.stderr, flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         self.done, self.seconds = self.done + 1, self.seconds + time.time() - self.started
+        if os.environ.get(BEGUN) and job_return.status is JobStatus.COMPLETED and job_return.return_value:
+            _append(COMPLETE)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print the table of all cells, the failures, and the number of complete cells.
 
-        Exits with code 2 if any cell failed; Hydra swallows all exceptions of a callback but `SystemExit`.
+        A cell is complete if its job said so, whatever else there is of it. Exits with code 2 if any is not; Hydra swallows
+        all exceptions of a callback but `SystemExit`.
         """
         results = Path(config.results)
-        notes = _read_notes(results)
+        complete, notes = _read_notes()
         if notes and config.get("show"):
             self.show(notes, results, bool(config.get("details")))
         begun, cells = float(os.environ.pop(BEGUN)), int(os.environ.pop(CELLS))
         failed = failed_cells(results, begun)
         for error, names in failed.items():
             print(visible(f"FAILED {', '.join(names)}: {error}"), file=sys.stderr)
-        count = sum(map(len, failed.values()))
+        count = cells - complete
         minutes = (time.time() - begun) / 60
         print(f"sweep: {cells - count} of {cells} cells complete, {minutes:.1f} min", file=sys.stderr, flush=True)
-        if failed:
+        if count:
             warn(f"{count} cells failed, named above; the same command tries them again")
             sys.exit(2)
 
@@ -90,25 +101,27 @@ def failed_cells(results: Path, since: float) -> dict[str, list[str]]:
     return {**failed, **{problem: ["a cell"] for problem in problems}}
 
 
-def note(results: Path, cell: Mapping[str, Any]) -> None:
+def note(cell: Mapping[str, Any]) -> None:
     """In a sweep, append a description of a job's cell to a file that the sweep's end reads and removes."""
     if os.environ.get(BEGUN):
-        with _notes_path(results).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(cell) + "\n")
+        _append(json.dumps(cell))
 
 
-def _notes_path(results: Path) -> Path:
-    return results / f".sweep-{os.environ[BEGUN]}.jsonl"
+def _append(line: str) -> None:
+    path = Path(os.environ[NOTES])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
-def _read_notes(results: Path) -> list[Mapping[str, Any]]:
-    """The notes of all jobs, whose file is removed."""
-    path = _notes_path(results)
+def _read_notes() -> tuple[int, list[Mapping[str, Any]]]:
+    """The number of complete cells, and the notes of all jobs. Their file is removed."""
+    path = Path(os.environ.pop(NOTES))
     if not path.exists():
-        return []
-    notes = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return 0, []
+    lines = path.read_text(encoding="utf-8").splitlines()
     path.unlink()
-    return notes
+    return lines.count(COMPLETE), [json.loads(line) for line in lines if line != COMPLETE]
 
 
 def _option(word: str) -> str:
@@ -118,7 +131,7 @@ def _option(word: str) -> str:
 
 def _overrides(config: DictConfig) -> list[Override]:
     """The sweep's overrides: of the command line, and of its configuration where the command line has none."""
-    task = list(config.hydra.overrides.task)
+    task = words_of(config.hydra)
     fixed: Any = OmegaConf.to_container(config.hydra.sweeper.params) if config.hydra.sweeper.params else {}
     typed = set(map(_option, task))
     task += [f"{key}={value}" for key, value in fixed.items() if key not in typed]

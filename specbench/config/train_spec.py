@@ -12,8 +12,8 @@ from pydantic import Field
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT, require_writable
-from specbench.common.types import Count, Name, Positive, Text
-from specbench.config import validation
+from specbench.common.types import Duration, Name, Rows, Text, Threads, Tokens
+from specbench.config import catalog, validation
 from specbench.data.conversations import Conversations
 from specbench.engine.drafter import Drafter
 from specbench.engine.loading import ModelSpec
@@ -34,7 +34,7 @@ class Train:
     start: Text | None
     missing: bool
     overwrite: bool
-    minutes: Positive | None
+    minutes: Duration | None
     build: bool
     until: Stage
     packed: Text
@@ -42,8 +42,8 @@ class Train:
     shard_target: bool
     online: bool
     follow: bool
-    batch: Count
-    row_tokens: Count | None
+    batch: Rows
+    row_tokens: Annotated[Tokens, Field(ge=2)] | None
     answers_only: bool
     settings: TrainSettings
     corpus: CorpusSettings
@@ -54,7 +54,7 @@ class Train:
 class TrainOptions:
     """The options of `conf/train.yaml` and its groups."""
 
-    threads: Annotated[int, Field(ge=1, le=4096)] | None
+    threads: Threads | None
     model: ModelSpec
     tree: TreePolicy
     drafter: Drafter
@@ -68,6 +68,7 @@ def from_config(config: DictConfig) -> TrainJob:
     """
     options = validation.check(config, TrainOptions)
     recipe, drafter = options["train"], options["drafter"]
+    catalog.require_own_name(drafter)
     _require_trainable(recipe, drafter)
     made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
     drafter_class: Any = get_class(drafter["_target_"])

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from specbench.common.errors import SpecBenchError, nearest, shorten, visible
 from specbench.common.io import strict_adapter
 
 INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
+_INPUT = re.compile(r"^(Input|String|List|Tuple|Dictionary) should")  # begins pydantic's messages
 RENAMED = {"then": "on_disconnect", "patience_s": "timeout_s"}  # options of earlier versions
 
 
@@ -62,7 +64,7 @@ def _check_options(node: Mapping[Any, Any], declared: "Mapping[str, Option]", ke
             raise SpecBenchError(f"{_join(key, visible(str(name)))}: no such option{suggestion(name, declared)}")
     for name, option in declared.items():  # in the order of declaration, whatever that of the node
         if name in node:
-            _check_value(node[name], option, _join(key, name))
+            check_value(node[name], option, _join(key, name))
 
 
 def suggestion(name: Any, known: Collection[str]) -> str:
@@ -104,7 +106,7 @@ def options(cls: type) -> dict[str, Option]:
     return declared
 
 
-def _check_value(value: Any, option: Option, key: str) -> None:
+def check_value(value: Any, option: Option, key: str) -> None:
     """Validate one option's value: a node against its class, plain values against their type."""
     expected = tuple(classes(option.annotation))
     if isinstance(value, Mapping) and ("_target_" in value or expected):
@@ -131,11 +133,7 @@ def _explain(error: ValidationError, value: Any) -> str:
     path = max((_path_in(value, e["loc"]) for e in errors), key=len)
     for step in path:
         value = value[step]
-    allowed = [
-        e["msg"].replace("Input should", "must", 1).removeprefix("Value error, ")
-        for e in errors
-        if e["loc"][: len(path)] == path
-    ]
+    allowed = [_INPUT.sub("must", e["msg"]).removeprefix("Value error, ") for e in errors if e["loc"][: len(path)] == path]
     shown_path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return f"{shown_path}={_shown(value)}: {' or '.join(dict.fromkeys(allowed))}"
 

@@ -1,9 +1,18 @@
 """From messages to token ids, by the model's chat template."""
 
+import signal
+import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 from specbench.common.errors import SpecBenchError, refusing
+
+MAX_CHARACTERS = 10_000_000  # of a prompt; tokenizers abort the process where memory does not suffice for more
+RENDER_S = 10  # seconds that a chat template may take
+TODAY = datetime(2024, 7, 26)  # what templates take for the current date, so that a prompt is the same on every day
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
@@ -28,11 +37,18 @@ class Chat:
             messages = [{"role": "system", "content": self.system}, *messages]
         if self.tokenizer.chat_template is None:  # a base model
             text = "\n\n".join(m["content"] for m in messages) + ("\n\n" if answer_follows else "")
-            return self.tokenizer(text)["input_ids"]
+            return self._ids(text)
         name = getattr(self.tokenizer, "name_or_path", "this tokenizer")
         with refusing(f"the chat template of {name} does not take this conversation; mend it, or change model.system"):
-            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, return_dict=True)
-            return encoded["input_ids"]
+            with _time_limit(f"the chat template of {name} takes more than {RENDER_S} s; mend it"):
+                _require_constant(self.tokenizer.get_chat_template())
+                text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, tokenize=False)
+            return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        if len(text) > MAX_CHARACTERS:
+            raise SpecBenchError(f"a prompt of {len(text):,} characters, more than {MAX_CHARACTERS:,}; shorten it")
+        return self.tokenizer(text, **options)["input_ids"]
 
     def follow_up(self, content: str) -> list[int]:
         """Ids between the texts of two answers: the end of the first, the user's turn, the header of the next.
@@ -46,6 +62,35 @@ class Chat:
         if whole[: len(opening) + len(answered)] != opening + answered:
             raise SpecBenchError("this tokenizer's chat template does not lay turns end to end; set train.corpus.turns=1")
         return whole[len(opening) + len(answered) :]
+
+
+@contextmanager
+def _time_limit(refusal: str) -> Iterator[None]:
+    """Raises `SpecBenchError` inside after `RENDER_S` seconds, if this is the main thread: no other receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise SpecBenchError(refusal)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, RENDER_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _require_constant(template: str) -> None:
+    """Let a template render the same at any time: with a fixed date, and without random choices, which become errors."""
+    from transformers.utils import chat_template_utils
+
+    compiled: Any = chat_template_utils._compile_jinja_template(template)  # cached: the one that the tokenizer renders
+    compiled.environment.globals["strftime_now"] = TODAY.strftime
+    compiled.environment.globals.pop("lipsum", None)
+    compiled.environment.filters.pop("random", None)
 
 
 class Pieces:

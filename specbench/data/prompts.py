@@ -13,6 +13,7 @@ from pydantic import StringConstraints
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.io import parse_lines, read_bytes, read_text
 from specbench.common.types import Count, Name, Text
+from specbench.data.chat import MAX_CHARACTERS
 from specbench.data.download import Wheel, file_from_wheel
 from specbench.data.scoring import Check, LastNumber, UnitTests
 from specbench.records.identity import question_digest
@@ -110,6 +111,8 @@ class PromptSet:
             raise SpecBenchError(f"{where}: `{field}` is not a text or a list of texts")
         if not all(t.strip() for t in turns):
             raise SpecBenchError(f"{where}: empty prompt; remove it or give it a text")
+        if (longest := max(map(len, turns))) > MAX_CHARACTERS:
+            raise SpecBenchError(f"{where}: a prompt of {longest:,} characters, more than {MAX_CHARACTERS:,}; shorten it")
         default = number - 1 if self.path is None else record.get("id")
         name, category = record.get("question_id", record.get("task_id", default)), record.get("category")
         name = "" if name is None else name

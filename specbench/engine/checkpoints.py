@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
-from specbench.common.io import read_json
+from specbench.common.storage import user_path
+from specbench.engine.model_files import CONFIG, read_settings
 from specbench.engine.tensors import read_tensors, some
 from specbench.engine.weights import Checkpoint
 
@@ -18,7 +19,7 @@ FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "*.pt", "*.
 
 def read(source: str) -> Checkpoint:
     """From a folder or a hub id. Raises `SpecBenchError` for no tensors there, a damaged file, or a pickle with code."""
-    folder = Path(source).expanduser() if Path(source).expanduser().exists() else _from_hub(source)
+    folder = user_path(source) if user_path(source).exists() else _from_hub(source)
     files = next((found for pattern in FILES if (found := sorted(folder.glob(pattern)))), [])
     if not files:
         raise SpecBenchError(f"checkpoint={source} holds no weights ({', '.join(FILES)})")
@@ -28,8 +29,8 @@ def read(source: str) -> Checkpoint:
         if twice := sorted(tensors.keys() & read.keys()):
             raise SpecBenchError(f"{path} holds {some(twice)} a second time; remove the file that does not belong there")
         tensors |= read
-    config = folder / "config.json"
-    settings = read_json(config) if config.is_file() else {}
+    config = folder / CONFIG
+    settings = read_settings(config) if config.is_file() else {}
     return Checkpoint(source, str(folder), tensors, settings, hashing.of_files(files))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Natural, Seed
+from specbench.common.types import Repetitions, Seed, Tokens
 from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Step, VerificationTarget
 from specbench.engine.sampling import Sampler
@@ -25,9 +25,9 @@ class RunSettings:
         warmup: untimed generations before the first row, by baseline and drafter each.
     """
 
-    max_new_tokens: Count = 1024
+    max_new_tokens: Tokens = 1024
     seed: Seed = 0
-    warmup: Natural = 1
+    warmup: Repetitions = 1
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine.backends.packed_linear import Packing
-from specbench.engine.pretrained import contents_of, fingerprint_in_memory, fingerprint_of
+from specbench.engine.model_files import contents_of
+from specbench.engine.pretrained import fingerprint_in_memory, fingerprint_of
 
 
 class LanguageModel:

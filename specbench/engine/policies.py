@@ -20,14 +20,13 @@ from pydantic import Field
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Natural
+from specbench.common.types import MAX_DEPTH, MAX_NODES, Depth, Nodes, Rank, Width
 from specbench.engine import tree
 from specbench.engine.interface import DraftTree
 from specbench.engine.sampling import Sampler, draw, draw_without_replacement, top
 
-Paths = Sequence[Annotated[Sequence[Natural], Field(min_length=1)]]
+Paths = Sequence[Annotated[Sequence[Rank], Field(min_length=1, max_length=MAX_DEPTH)]]
 Candidates = Literal["top", "sample", "sample_with_replacement"]
-Nodes = Annotated[int, Field(ge=2)]
 
 
 class Expandable(Protocol):
@@ -63,6 +62,11 @@ class TreePolicy:
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         """A tree below the root; its `passes` are the levels of logits that it asked for."""
         raise NotImplementedError(f"{type(self).__name__} grows nothing")
+
+    @property
+    def candidates_needed(self) -> int:
+        """Ids that the vocabulary of its drafter must have."""
+        return max(self.width, self.top_k)
 
     def limit_depth(self, levels: int) -> None:
         """Grow no more levels than the drafter has."""
@@ -130,7 +134,9 @@ class Static(TreePolicy):
         sample_with_replacement: likewise, where siblings may repeat.
     """
 
-    def __init__(self, paths: Annotated[Paths, Field(min_length=1)], candidates: Candidates = "top"):
+    def __init__(
+        self, paths: Annotated[Paths, Field(min_length=1, max_length=MAX_NODES - 1)], candidates: Candidates = "top"
+    ):
         try:
             self.parents, self.ranks = tree.parents_of_rank_paths([list(p) for p in paths])
         except ValueError as error:
@@ -196,7 +202,7 @@ class Static(TreePolicy):
 class Chain(Static):
     """gamma tokens in a row. Sampled by default where the target is: that is Leviathan's algorithm."""
 
-    def __init__(self, gamma: Count, candidates: Candidates = "sample"):
+    def __init__(self, gamma: Depth, candidates: Candidates = "sample"):
         super().__init__([[0] * length for length in range(1, gamma + 1)], candidates)
 
 
@@ -210,7 +216,7 @@ class AccuracyTree(Static):
         unmeasured: paths to take instead of that guess: those that were measured elsewhere.
     """
 
-    def __init__(self, nodes: Nodes, levels: Count = 5, top_k: Count = 10, unmeasured: Paths = ()):
+    def __init__(self, nodes: Nodes, levels: Depth = 5, top_k: Width = 10, unmeasured: Paths = ()):
         self.max_nodes, self.top_k, self.unmeasured = nodes, top_k, unmeasured
         self.guess(levels)
 
@@ -257,7 +263,7 @@ class Dynamic(TreePolicy):
         depth: levels below the root. top_k: frontier size and branching. nodes: of the target pass, root included.
     """
 
-    def __init__(self, depth: Count, top_k: Count, nodes: Nodes):
+    def __init__(self, depth: Depth, top_k: Width, nodes: Nodes):
         self.depth, self.top_k, self.width, self.nodes = depth, top_k, top_k, nodes
         self.rows = top_k * (depth - 1)
 

@@ -13,36 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
-from typing_extensions import TypedDict
 
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
-from specbench.common.io import read_json, read_text
+from specbench.common.storage import user_path
 from specbench.data.download import folder_from_hub
+from specbench.engine.model_files import (
+    CONFIG,
+    GENERATION,
+    check_text,
+    main_file,
+    require_sizes,
+    require_sound,
+    settings_files,
+    weight_files,
+)
 from specbench.engine.tensors import finite, open_tensors, some
 
 MODELS: Any = AutoModelForCausalLM  # whose stubs know half of its options
-CONFIG, GENERATION = "config.json", "generation_config.json"
-WHOLE = ("model.safetensors", "pytorch_model.bin")  # one file, else an index of several; safetensors first
-SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # what decides besides the weights, down to the chat format
-OBJECTS = {f"{n}.json" for n in ("config", "generation_config", "tokenizer", "tokenizer_config", "vocab")}
-OBJECTS |= {f"{n}.json" for n in ("special_tokens_map", "added_tokens", "chat_template")}
-SMALL = 1 << 20  # bytes; larger files of text are checked only after a library failed to read the folder
 # Constants that older tools wrote into a file and newer ones compute.
 COMPUTED = re.compile(r"rotary_emb\.(inv_freq|(cos|sin)_cached)$|\.masked_bias$|\.attn\.bias$")
-
-
-class Index(TypedDict):
-    """The key of an index that is read: the file of each tensor."""
-
-    __pydantic_config__ = ConfigDict(strict=True)  # type: ignore[misc]
-    weight_map: dict[str, str]
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -136,6 +131,7 @@ def _barless_logs() -> Iterator[None]:
 
 def config_of(values: Mapping[str, Any], option: str) -> PreTrainedConfig:
     """A configuration from its values. option: its name, for messages."""
+    require_sizes(values, option)
     plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
     with refusing(f"{option} is no configuration of a causal language model; mend it"), quiet():
         return AutoConfig.for_model(**plain)
@@ -150,7 +146,7 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
 
 def draft_model_folder(source: str) -> Path:
     """The folder of a draft model, given itself or by its hub id. Raises `SpecBenchError` if it cannot be found."""
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if folder.is_dir():
         return folder
     try:
@@ -166,7 +162,7 @@ def draft_model_folder(source: str) -> Path:
 
 def _require_whole(model: Any, info: Mapping[str, Any], path: Path) -> None:
     """Refuse a model that is not what its files hold. info: Transformers' loading info. path: the folder, or the file."""
-    file = path / _main_file(path) if path.is_dir() else path
+    file = path / main_file(path) if path.is_dir() else path
     wrong = [f"{name} is {list(shape)}, not {list(asked)}" for name, shape, asked in sorted(info["mismatched_keys"])]
     if wrong:
         raise SpecBenchError(f"{file} does not fit the {CONFIG} beside it: {some(wrong)}; fetch the model again")
@@ -189,25 +185,16 @@ def _refusing_folder(folder: Path, refusal: str) -> Iterator[None]:
     """`refusing` around a call that reads a folder; names the damaged file if there is one."""
     if not folder.is_dir():
         raise SpecBenchError(f"{refusal} (there is no such folder)")
-    _check_text(path for path in _settings(folder) if path.stat().st_size <= SMALL)  # Transformers ignores some damage
+    require_sound(folder)
     try:
         with refusing(refusal), quiet():
             yield
     except SpecBenchError:
-        _check_text(_settings(folder))
+        check_text(settings_files(folder))
         for path in weight_files(folder):
             with open_tensors(path):
                 pass
         raise
-
-
-def _check_text(paths: Iterable[Path]) -> None:
-    """Refuse text that is not UTF-8, and JSON that is no object where Transformers expects one."""
-    for path in paths:
-        if path.name in OBJECTS:
-            read_json(path)
-        elif path.suffix in (".jinja", ".txt"):
-            read_text(path)
 
 
 @contextmanager
@@ -222,36 +209,7 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-# Which files, and what is in them ------------------------------------------------------------------------------------
-
-
-def _main_file(folder: Path) -> str:
-    """The weights, or the index of several such files. Raises `SpecBenchError` if there are none."""
-    names = (name for whole in WHOLE for name in (whole, f"{whole}.index.json"))
-    if (name := next((n for n in names if (folder / n).is_file()), None)) is None:
-        raise SpecBenchError(f"{folder} holds no weights ({' or '.join(WHOLE)}, or an index of several); fetch them")
-    return name
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that Transformers reads a model's tensors from. Raises `SpecBenchError` if one is not there."""
-    name = _main_file(folder)
-    if not name.endswith(".index.json"):
-        return [folder / name]
-    index: Index = read_json(folder / name, Index)
-    files = [folder / part for part in sorted(set(index["weight_map"].values()))]
-    if missing := [path for path in files if not path.is_file()]:
-        raise SpecBenchError(f"{missing[0]} is missing, which {name} names; fetch it again")
-    return files
-
-
-def _settings(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix in SETTINGS and p.is_file())
-
-
-def contents_of(folder: Path) -> dict[str, str]:
-    """SHA-256, by name, of every file in a folder that decides what a model and its tokenizer do."""
-    return hashing.of_files([*_settings(folder), *weight_files(folder)])
+# What is in the files ------------------------------------------------------------------------------------------------
 
 
 def fingerprint_of(folder: Path) -> str:

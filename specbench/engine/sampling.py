@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from specbench.common.errors import SpecBenchError
 from specbench.common.types import Natural, Temperature
 
 
@@ -66,7 +67,8 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and ids of the k best of each row, best first, [F, V] -> 2 x [F, k]. On a CPU only k chunks are searched."""
+    """Values and ids of the k best of each row, best first, [F, V] -> 2 x [F, k]. A CPU searches only k chunks."""
+    require_ids(k, logits.shape[-1])
     count = logits.shape[-1] // _CHUNK
     if logits.device.type != "cpu" or logits.shape[-1] % _CHUNK or count < k:
         return tuple(logits.topk(k, dim=-1))  # type: ignore[return-value]
@@ -83,7 +85,16 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def draw_without_replacement(probabilities: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """`count` distinct ids per row in draw order, [..., V] -> [..., count]; ids of probability 0 come last."""
+    require_ids(count, probabilities.shape[-1])
     return race(probabilities, generator).topk(count).indices
+
+
+def require_ids(count: int, vocabulary: int) -> None:
+    """Raises `SpecBenchError` if a tree takes more candidates of a node than there are ids."""
+    if count > vocabulary:
+        raise SpecBenchError(
+            f"the tree takes {count} candidates a node from a vocabulary of {vocabulary} ids; choose a narrower tree="
+        )
 
 
 def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:

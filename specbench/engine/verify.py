@@ -23,11 +23,11 @@ from pydantic import Field
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Share, Weight
+from specbench.common.types import MAX_DEPTH, Share, Weight
 from specbench.engine.interface import DraftTree, TargetStates, Verdict
 from specbench.engine.sampling import Sampler, draw
 
-Alphas = Annotated[Sequence[Share], Field(min_length=1)]  # probability of acceptance by depth
+Alphas = Annotated[Sequence[Share], Field(min_length=1, max_length=MAX_DEPTH)]  # probability of acceptance by depth
 Decisions = tuple[Tensor, Tensor]  # accepted [N] bool (the root's is True), bonus [N] ids
 
 

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json
-from specbench.common.storage import atomic_path
+from specbench.common.storage import atomic_path, write_file
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.target import Target
 from specbench.engine.tensors import read_tensors
@@ -57,10 +57,9 @@ class DraftVocabulary:
 
 def save(path: Path, ids: Tensor, provenance: dict[str, Any]) -> None:
     """Write a list [n] and its provenance, which names target and target_fingerprint at least."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         save_file({"ids": ids.to("cpu", torch.int32)}, temporary)
-        (path.parent / PROVENANCE).write_text(json.dumps(provenance | {"sha256": digest_of(ids)}, indent=1) + "\n")
+        write_file(path.parent / PROVENANCE, json.dumps(provenance | {"sha256": digest_of(ids)}, indent=1) + "\n")
 
 
 def digest_of(ids: Tensor) -> str:

@@ -1,8 +1,8 @@
 """A drafter's weights: `model.safetensors` with `provenance.json`, or tensors that others published. Knows no drafter.
 
 The provenance says for which target (by fingerprint), on what, how long, by which commit and on which machine the weights
-were trained; loading refuses those of another target or network. `skip.json` lists the sublayers of the target that a
-search left out, for a drafter without tensors of its own.
+were trained, and their SHA-256; loading refuses those of another target, network or provenance. `skip.json` lists the
+sublayers of the target that a search left out, for a drafter without tensors of its own.
 """
 
 import json
@@ -21,6 +21,8 @@ from typing_extensions import TypedDict
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.io import read_json
+from specbench.common.storage import atomic_path, sha256_of
+from specbench.common.types import Sha256
 from specbench.engine.interface import Sublayers
 from specbench.engine.tensors import read_tensors, some
 from specbench.records.schema import PROVENANCE, SKIP, WEIGHTS
@@ -32,6 +34,7 @@ class Provenance(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
     target: str
     target_fingerprint: str
+    sha256: Sha256  # of the weights; absent in older files
     calibration: list[list[float]] | None
     history: list[dict[str, Any]]
 
@@ -41,12 +44,42 @@ def trained(module: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
 
 
-def save(module: nn.Module, folder: Path, provenance: dict[str, Any]) -> None:
-    """Write a drafter's own tensors in bfloat16, and where they come from. `folder` must be a temporary one."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save(
+    module: nn.Module, folder: Path, provenance: Mapping[str, Any], beside: Callable[[str], None] = lambda sha256: None
+) -> None:
+    """Write a drafter's own tensors in bfloat16, and where they come from. The weights are put in place last.
+
+    So a folder with new weights is complete, and a process that is killed before leaves none, or earlier ones that
+    `matching` refuses.
+
+    Args:
+        beside: writes what else belongs to the weights, whose SHA-256 it is given.
+    """
     tensors = {n: p.to("cpu", torch.bfloat16).contiguous() for n, p in trained(module).items()}
-    save_file(tensors, folder / WEIGHTS)
-    (folder / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n")
+    with atomic_path(folder / WEIGHTS) as temporary:
+        save_file(tensors, temporary)
+        sha256 = sha256_of(temporary)
+        beside(sha256)
+        with atomic_path(folder / PROVENANCE) as path:
+            path.write_text(json.dumps({**provenance, "sha256": sha256}, indent=1) + "\n")
+
+
+def matching(folder: Path) -> dict[str, Any]:
+    """The provenance of a folder's weights. Raises `SpecBenchError` if a file is missing, damaged or of other weights."""
+    path = folder / WEIGHTS
+    for file in (path, folder / PROVENANCE):
+        if not file.is_file():
+            raise SpecBenchError(
+                f"no drafter weights at {file}; train them (python -m specbench.train drafter=…) "
+                "or point drafter.weights at a folder that has them"
+            )
+    provenance: dict[str, Any] = read_json(folder / PROVENANCE, Provenance)
+    if provenance.get("sha256") not in (None, hashing.of_file(path)):
+        raise SpecBenchError(
+            f"{path} is damaged or of another training, since {PROVENANCE} beside it names another SHA-256; "
+            "fetch or train them again"
+        )
+    return provenance
 
 
 def contents_of(folder: Path) -> dict[str, str]:
@@ -59,14 +92,7 @@ def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
 
     Raises `SpecBenchError` for files that are missing or damaged, another target's, or do not fit the network.
     """
-    path = folder / WEIGHTS
-    for file in (path, folder / PROVENANCE):
-        if not file.is_file():
-            raise SpecBenchError(
-                f"no drafter weights at {file}; train them (python -m specbench.train drafter=…) "
-                "or point drafter.weights at a folder that has them"
-            )
-    provenance: dict[str, Any] = read_json(folder / PROVENANCE, Provenance)
+    path, provenance = folder / WEIGHTS, matching(folder)
     tensors = read_tensors(path, "fetch or train them again")
     made = f"drafter weights in {folder} were trained for target"
     require_target(made, provenance, fingerprint, "train a drafter for it or choose drafter.weights")

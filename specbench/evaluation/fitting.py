@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError
+from specbench.common.io import validate
 from specbench.common.storage import PROJECT
 from specbench.config.run_spec import RunSpec
 from specbench.engine.drafter import Drafter
@@ -71,15 +73,16 @@ def _earlier_costs(spec: RunSpec, target: Target, label: str) -> Costs | None:
     header = {"hardware": environment.hardware(target.device), "config": spec.shared, "timing": identity.TIMING}
     machine, options = identity.machine_key(header), identity.plain_options(spec.drafter)
     rows: Counter[str] = Counter()  # by tree
-    costs: dict[str, Any] = {}
+    costs: dict[str, tuple[Any, Path]] = {}
     for block in blocks.scan_all(spec.cell_folder, BASELINE):
         arm: Any = block.header["arms"].get(label, {})
         same = "fitted" in arm and identity.plain_options(arm["drafter"]) == options
         if same and (spec.replay or block.machine == machine):
             tree = block.arms[label][1]
             rows[tree] += sum(row[0] == label for row in block.rows)
-            costs[tree] = arm["fitted"]["costs"]
+            costs[tree] = arm["fitted"]["costs"], block.path
     if not rows:
         return None
-    chosen = costs[rows.most_common(1)[0][0]]
-    return Costs(**{name: {int(n): seconds for n, seconds in table.items()} for name, table in chosen.items()})
+    chosen, path = costs[rows.most_common(1)[0][0]]
+    found: Costs = validate(chosen, Costs, f"{path} line 1: arms.{label}.fitted.costs")
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specbench.common.budget import Budget
-from specbench.common.errors import SpecBenchError
+from specbench.common.errors import Reported, SpecBenchError
 from specbench.config import run_spec
 from specbench.config.cli import composed, sweeping, typed_overrides
 from specbench.config.run_spec import FailureRecord, RunSpec
@@ -52,7 +52,10 @@ def other_specs(config: Any) -> list[RunSpec]:
     if len(set(names)) < len(names):
         raise SpecBenchError(f"drafter=[{','.join(names)}]: each drafter once; options of one may differ in a study")
     words = [word for key, word in typed_overrides() if key not in ("drafter", "drafters")]
-    return [run_spec.from_config(composed("run", [f"drafter={name}", *words])) for name in names[1:]]
+    specs = [run_spec.from_config(composed("run", [f"drafter={name}", *words])) for name in names[1:] if name != BASELINE]
+    if names and any(spec.drafter["name"] == config.drafter.name for spec in specs):
+        raise SpecBenchError("drafter.name: several drafters cannot have one name; leave it out")
+    return specs
 
 
 def has_failures(config: Any, spec: RunSpec) -> bool:
@@ -72,7 +75,7 @@ def has_failures(config: Any, spec: RunSpec) -> bool:
 
 @contextmanager
 def failure_recorded(config: Any) -> Iterator[None]:
-    """In a sweep, write a failure to the cell's folder, so that the next cell begins; elsewhere it is raised."""
+    """In a sweep, print a failure, and write it to the cell's folder. Raises it elsewhere, `Reported` in a sweep."""
     record = FailureRecord(config)
     try:
         yield
@@ -80,5 +83,6 @@ def failure_recorded(config: Any) -> Iterator[None]:
         if not sweeping():
             raise
         record.write(error, announce=not isinstance(error, TargetUnavailable))
+        raise Reported from error
     else:
         record.clear()

@@ -8,6 +8,7 @@ from typing import Any
 
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError, warn
+from specbench.common.types import is_name
 from specbench.config.cli import typed_overrides
 from specbench.data.prompts import Question
 from specbench.engine.device import pick_device
@@ -55,6 +56,8 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
 
     Raises `SpecBenchError` if this machine cannot run the study, or there is no such arm or cell.
     """
+    if not is_name(name):  # of the folder of its rows
+        raise SpecBenchError(f"study={name}: must be the name of a file in conf/study, without a folder")
     typed = typed_overrides()
     if any(key in ("drafter", "drafters") for key, _ in typed):
         raise SpecBenchError("drafter: a study has its own arms; choose among them with arms=[NAME,…]")

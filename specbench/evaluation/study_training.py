@@ -17,6 +17,7 @@ from specbench.common.storage import cache_root
 from specbench.records import studies
 from specbench.records.schema import WEIGHTS
 from specbench.records.studies import Study
+from specbench.tuning.train_stages import lacking
 
 GRACE = 90  # seconds beyond its time limit after which a training is terminated in the middle of a step
 
@@ -74,16 +75,16 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
     unfinished: set[str] = set()
     for member in members:
         training, folder = training_of(member, study, users), weights_folder(member, study, users)
-        if training is None or folder is None or (folder / WEIGHTS).exists():
+        if training is None or folder is None or lacking(folder) is None:
             continue
         if folder not in succeeded and budget.allows(None):
             print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
             succeeded[folder] = _train(*training, folder, budget)
-        if (folder / WEIGHTS).exists():
+        if (left := lacking(folder)) is None:
             continue
         if succeeded.get(folder, True):
             unfinished.add(member.label)
-        else:
+        elif left == "weights":
             failed.add(member.label)
             warn(f"{name}: the training of {member.label} failed; see above")
     return Trained(frozenset(failed), frozenset(unfinished))

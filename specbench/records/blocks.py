@@ -23,13 +23,14 @@ from filelock import FileLock, Timeout
 from pydantic import Discriminator
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.io import parse, parse_lines, read_bytes
+from specbench.common.io import MAX_LINE, parse, parse_lines, read_bytes
 from specbench.records import identity
 from specbench.records.rows import Failure, Measurement, QuestionEnd, Record, Row, contradiction
 from specbench.records.schema import SCHEMA, Header
 
 NAME = "[12][0-9][0-9][0-9]-[01][0-9]-[0-3][0-9]T*-*.jsonl"  # glob pattern of block files
 LOCKS = ".locks"  # folder of a cell's locks; not part of the results
+MAX_BLOCK, MAX_HEAD = 1 << 30, 1 << 16  # bytes of a file, and of the part of a line that `scan` reads
 Line = Annotated[Header | Record, Discriminator("kind")]
 
 
@@ -79,7 +80,7 @@ def read_block(path: Path) -> tuple[Header, list[Record]]:
     Raises:
         SpecBenchError: no header, another format, or an invalid line, which is named.
     """
-    lines = parse_lines(read_bytes(path), Line, path, cut=True)
+    lines = parse_lines(read_bytes(path, MAX_BLOCK), Line, path, cut=True)
     _, header = next(lines, (0, None))
     if header is None:
         raise SpecBenchError(f"{path} is empty: its run ended before the first row; run it again or remove the file")
@@ -155,11 +156,11 @@ def scan(path: Path, baseline: str) -> BlockIndex | None:
     Raises:
         SpecBenchError: it is no block of this format, or damaged; it names the line.
     """
-    data = read_bytes(path)
+    data = read_bytes(path, MAX_BLOCK)
     end = data.find(b"\n")
     if end < 0:
         return None
-    header: Header = parse(data[:end], Header, f"{path} line 1")
+    header: Header = parse(data[:end], Header, f"{path} line 1", MAX_LINE)
     arms = {label: identity.arm_key(arm) for label, arm in header["arms"].items()}
     index = BlockIndex(path, header, identity.cell_key(header), identity.machine_key(header), arms)
     number, begin = 1, end + 1
@@ -176,7 +177,7 @@ def scan(path: Path, baseline: str) -> BlockIndex | None:
 
 def _add_line(index: BlockIndex, data: bytes, begin: int, end: int, baseline: str) -> None:
     """Add the record of `data[begin:end]`. Raises `ValueError` if it is none."""
-    head = _HEAD.match(data, begin, end)
+    head = _HEAD.match(data, begin, min(end, begin + MAX_HEAD))
     if head is None:
         raise ValueError("no record")
     kind, label, _, turn, measurement, arm, quantity, repetition, question, _, generations, seconds = head.groups()

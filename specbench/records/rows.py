@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AllowInfNan
 
+from specbench.common.errors import shorten
 from specbench.common.hashing import of
 from specbench.common.io import read_json
 from specbench.common.storage import atomic_path
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 VERDICTS = ("identical", "numerical tie", "bug", "simulated acceptance")  # of an audit
 
+# Names of quantities that were measured at several sizes, which tables read from the name.
+SIZED = {"target_pass": re.compile(r"ms_[1-9][0-9]{0,8}\Z"), "clients": re.compile(r"[a-z_]+_[1-9][0-9]{0,8}\Z")}
 BINS = 10  # of a drafter's probability for a token: [0, 0.1), …, [0.9, 1]
 Bin = tuple[Natural, Natural, Annotated[float, AllowInfNan()]]  # nodes, those accepted, sum of the drafter's probabilities
 
@@ -201,6 +205,14 @@ def by_error(failures: Iterable[CellFailure]) -> dict[str, list[str]]:
     return failed
 
 
+def _link_contradiction(link: LinkUse) -> str | None:
+    if link.prompt_bytes > sum(link.sent.values()) + sum(link.received.values()):
+        return "the prompt took more bytes than the whole generation"
+    if link.prompt_s > link.server_s:
+        return "the prompt took more of the server's seconds than the whole generation"
+    return None
+
+
 def contradiction(row: Any, arms: Iterable[str]) -> str | None:
     """Why a record's values, each valid by itself, cannot all be right; None if they can. arms: labels of the header."""
     if isinstance(row, dict):
@@ -209,8 +221,14 @@ def contradiction(row: Any, arms: Iterable[str]) -> str | None:
         return None
     if row.drafter not in arms:
         return f"{row.drafter} is none of the header's drafters, {', '.join(arms)}"
+    if isinstance(row, Measurement):
+        pattern = SIZED.get(row.what, re.compile(""))
+        odd = [name for name in row.values if not pattern.match(name)]
+        return f"{shorten(repr(odd[0]), 40)} is no quantity of {row.what}, which ends in a size" if odd else None
     if not isinstance(row, Row):
         return None
+    if row.link is not None and (problem := _link_contradiction(row.link)):
+        return problem
     if len({len(row.nodes), len(row.drafted), len(row.accepted), len(row.ranks)}) > 1:
         return "nodes, drafted, accepted and ranks have one entry a cycle, so as many each"
     if row.passes and len(row.passes) != len(row.accepted):

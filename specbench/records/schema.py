@@ -10,7 +10,7 @@ from pydantic import AfterValidator, AllowInfNan, Discriminator, Tag, with_confi
 from typing_extensions import NotRequired, TypedDict
 
 from specbench.common.io import OPEN
-from specbench.common.types import Temperature
+from specbench.common.types import Share, Temperature
 
 SCHEMA = 3  # format version of blocks
 WEIGHTS, PROVENANCE, SKIP = "model.safetensors", "provenance.json", "skip.json"  # files of a weights folder
@@ -18,6 +18,7 @@ WEIGHTS, PROVENANCE, SKIP = "model.safetensors", "provenance.json", "skip.json" 
 Natural = Annotated[int, Interval(ge=0, lt=2**53)]  # exact as a double
 Count = Annotated[int, Interval(ge=1, lt=2**53)]
 Seconds = Annotated[float, Interval(ge=0, le=1e9)]
+Milliseconds = Annotated[float, Interval(ge=0, le=1e9)]
 Measure = Annotated[float, Interval(ge=-1e15, le=1e15)]  # sums and ratios stay finite
 Shares = Annotated[list[Annotated[float, AllowInfNan()]], MinLen(1)]  # by depth; NaN where nothing was tried
 
@@ -109,6 +110,18 @@ class Sampling(TypedDict):
 
 
 @with_config(OPEN)
+class Link(TypedDict, total=False):
+    """The way to a target on a server, see `conf/link/local.yaml`. mbit: None without a limit."""
+
+    name: str
+    delay_ms: Milliseconds
+    jitter_ms: Milliseconds
+    mbit: Annotated[float, Interval(ge=1e-6, le=1e9)] | None
+    loss: Share
+    pause_ms: Milliseconds
+
+
+@with_config(OPEN)
 class Config(TypedDict):
     """The options that all arms of a cell share."""
 
@@ -118,7 +131,7 @@ class Config(TypedDict):
     decode: NotRequired[dict[str, Any]]
     threads: NotRequired[int | None]
     backend: NotRequired[str]
-    link: NotRequired[dict[str, Any]]
+    link: NotRequired[Link]
 
 
 @with_config(OPEN)

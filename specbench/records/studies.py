@@ -5,6 +5,7 @@ claims it tests. Its arms decode the same prompts in turn, in one process with o
 own study only.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,10 +17,11 @@ from typing_extensions import NotRequired, TypedDict
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
-from specbench.common.types import Name, Natural, Temperature, Text
-from specbench.records.metrics import RATES
+from specbench.common.types import Name, Repetitions, Seed, Temperature, Text
+from specbench.records.metrics import BASELINE, RATES
 
 FOLDER = PROJECT / "conf" / "study"
+OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
 METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up")
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
@@ -39,7 +41,7 @@ class Arm(TypedDict):
     run: Annotated[list[Override], MinLen(1)]
     train: NotRequired[list[Override]]
     weights: NotRequired[Name]
-    seeds: NotRequired[Annotated[list[Natural], MinLen(1)]]
+    seeds: NotRequired[Annotated[list[Seed], MinLen(1)]]
 
 
 class Needs(TypedDict, total=False):
@@ -67,7 +69,7 @@ class At(TypedDict, total=False):
 
     dataset: Name | Annotated[list[Name], MinLen(2)]
     category: Name
-    temperature: Temperature
+    temperature: Annotated[Temperature, Gt(0)]
 
 
 # "is" is a keyword, hence the call.
@@ -145,7 +147,7 @@ class Study(TypedDict):
     cells: Annotated[list[list[Override]], MinLen(1)]
     varies: NotRequired[list[Aspect]]
     priority: NotRequired[Annotated[int, Interval(ge=1, le=9)]]
-    measure: NotRequired[Mapping[Measured, Natural]]
+    measure: NotRequired[Mapping[Measured, Repetitions]]
     shows: NotRequired[list[Shown]]
     claims: NotRequired[list[Claim]]
 
@@ -153,6 +155,8 @@ class Study(TypedDict):
 def check(study: Study, name: str) -> Study:
     """Check that arms named in a study exist and are complete. Raises `SpecBenchError`."""
     arms = study["arms"]
+    if BASELINE in arms:
+        raise SpecBenchError(f"study {name}: arm {BASELINE} is the baseline, which every cell has; call it otherwise")
     named = [a["weights"] for a in arms.values() if "weights" in a]
     named += [arm for shown in study.get("shows", []) for arm in shown["rows"].values()]
     for claim in study.get("claims", []):
@@ -160,14 +164,24 @@ def check(study: Study, name: str) -> Study:
             raise SpecBenchError(f"study {name}: {claim['says']!r} has no test; say in needs.project what it waits for")
         named += [test[side] for test in claim["tests"] for side in ("of", "over") if side in test]
     for arm in named:
-        if arm not in arms and arm != "none":
+        if arm not in arms and arm != BASELINE:
             raise SpecBenchError(f"study {name}: no arm is called {arm}; there are {', '.join(arms)}")
     for label, one in arms.items():
+        _check_options(f"study {name}: arm {label}", one)
         if one.get("weights") and "train" not in arms[one["weights"]]:
             raise SpecBenchError(f"study {name}: arm {label} takes the weights of {one['weights']}, which is not trained")
         if not any(o.startswith("drafter=") for o in one["run"]):
             raise SpecBenchError(f"study {name}: arm {label} names no drafter; begin its `run` with drafter=NAME")
     return study
+
+
+def _check_options(where: str, arm: Arm) -> None:
+    """Raises `SpecBenchError` for options that would be ignored, since all arms of a cell share them."""
+    for override in arm["run"]:
+        option = re.split(r"[=@]", override.lstrip("+~"))[0]
+        if re.split(r"[./]", option)[0] not in (*OWN, "endpoint"):
+            own = ", ".join(OWN)
+            raise SpecBenchError(f"{where} sets {option}, which all arms share; set it in `cells` (an arm's own: {own})")
 
 
 def read(path: Path) -> Study:

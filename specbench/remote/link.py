@@ -11,7 +11,7 @@ import torch
 from pydantic import StringConstraints
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Name, Positive, Share, Weight
+from specbench.common.types import Count, Delay, Duration, Name, Positive, Share
 from specbench.remote.network_emulator import Network
 from specbench.remote.target import OnDisconnect, RemoteTarget
 from specbench.remote.transport import parse_address, secret_key
@@ -25,12 +25,12 @@ class Link:
 
     name: Name
     to: Address | None = None
-    delay_ms: Weight = 0.0
-    jitter_ms: Weight = 0.0
+    delay_ms: Delay = 0.0
+    jitter_ms: Delay = 0.0
     mbit: Positive | None = None
     loss: Share = 0.0
-    pause_ms: Weight = 200.0
-    timeout_s: Positive = 60.0
+    pause_ms: Delay = 200.0
+    timeout_s: Duration = 60.0
     cut_after: Count | None = None
     on_disconnect: OnDisconnect = "wait"
     condense: Name | None = None

@@ -15,10 +15,12 @@ import random
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeAlias
 
 CHUNK = 16384  # bytes that share one delay
 PACKET = 1500
 MAX_CHUNKS = 256  # in flight in one direction; further ones wait
+Chunks: TypeAlias = "asyncio.Queue[tuple[float, bytes]]"  # time of arrival, and bytes; empty at the end
 
 
 @dataclass(frozen=True)
@@ -50,30 +52,28 @@ class Network:
         return size * 8 / (self.mbit * 1e6) if self.mbit else 0.0
 
 
-async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, network: Network) -> None:
-    """Forward everything until the end of the stream."""
+def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, network: Network) -> list["asyncio.Task[None]"]:
+    """Tasks that forward everything until the end of the stream. They raise `OSError` if either side breaks off."""
+    in_flight: Chunks = asyncio.Queue(MAX_CHUNKS)
+    return [asyncio.create_task(part) for part in (_receive(reader, in_flight, network), _deliver(in_flight, writer))]
+
+
+async def _receive(reader: asyncio.StreamReader, in_flight: Chunks, network: Network) -> None:
     loop = asyncio.get_running_loop()
-    in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(
-        MAX_CHUNKS
-    )  # time of arrival, and bytes; empty at the end
-
-    async def deliver() -> None:
-        while (chunk := await in_flight.get())[1]:
-            await asyncio.sleep(max(0.0, chunk[0] - loop.time()))
-            writer.write(chunk[1])
-            await writer.drain()
-        writer.close()
-
-    delivering = asyncio.create_task(deliver())
     sent = arrival = 0.0  # of the last chunk, on the loop's clock
-    with suppress(ConnectionError):
-        while data := await reader.read(CHUNK):
-            sent = max(sent, loop.time()) + network.transmission_s(len(data))
-            arrival = max(arrival, sent + network.latency_s(len(data)))
-            await in_flight.put((arrival, data))
+    while data := await reader.read(CHUNK):
+        sent = max(sent, loop.time()) + network.transmission_s(len(data))
+        arrival = max(arrival, sent + network.latency_s(len(data)))
+        await in_flight.put((arrival, data))
     await in_flight.put((0.0, b""))
-    with suppress(ConnectionError):
-        await delivering
+
+
+async def _deliver(in_flight: Chunks, writer: asyncio.StreamWriter) -> None:
+    while (chunk := await in_flight.get())[1]:
+        await asyncio.sleep(max(0.0, chunk[0] - asyncio.get_running_loop().time()))
+        writer.write(chunk[1])
+        await writer.drain()
+    writer.close()
 
 
 async def listen(host: str, port: int, network: Network) -> asyncio.Server:
@@ -85,7 +85,13 @@ async def listen(host: str, port: int, network: Network) -> asyncio.Server:
         except OSError:
             writer.close()
             return
-        await asyncio.gather(_forward(reader, server_writer, network), _forward(server_reader, writer, network))
+        tasks = [*_forward(reader, server_writer, network), *_forward(server_reader, writer, network)]
+        with suppress(OSError, asyncio.CancelledError):  # a side broke off, or the emulator ends
+            await asyncio.gather(*tasks)
+        for part in tasks:
+            part.cancel()
+        server_writer.close()
+        writer.close()
 
     return await asyncio.start_server(pair, "127.0.0.1", 0)
 

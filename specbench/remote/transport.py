@@ -43,7 +43,7 @@ def server_socket(address: str, max_bytes: int) -> zmq.Socket[bytes]:
     socket.set(zmq.RCVHWM, QUEUED)
     socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone raises
     socket.set(zmq.MAXMSGSIZE, max_bytes)
-    _common(socket)
+    _common(socket, address)
     if (key := secret_key(address)) is not None:
         socket.curve_server = True
         socket.curve_secretkey = key
@@ -59,7 +59,7 @@ def client_socket(address: str, max_bytes: int) -> zmq.Socket[bytes]:
     """A client's socket; it connects in the background. max_bytes: of a message, as for `server_socket`."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.set(zmq.MAXMSGSIZE, max_bytes)
-    _common(socket)
+    _common(socket, address)
     if (key := secret_key(address)) is not None:
         socket.curve_serverkey = zmq.curve_public(key)
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
@@ -67,7 +67,8 @@ def client_socket(address: str, max_bytes: int) -> zmq.Socket[bytes]:
     return socket
 
 
-def _common(socket: zmq.Socket[bytes]) -> None:
+def _common(socket: zmq.Socket[bytes], address: str) -> None:
+    socket.set(zmq.IPV6, ":" in parse_address(address)[0])  # a name is looked up for IPv4, as servers have it
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, TIMEOUT_MS)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 from markupsafe import Markup
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json, readable
-from specbench.common.storage import PROJECT
+from specbench.common.storage import PROJECT, write_file
 from specbench.records import blocks, studies
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import Trace
@@ -37,7 +36,7 @@ from specbench.reporting import (
 )
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Evidence
-from specbench.reporting.document import Section, Table
+from specbench.reporting.document import Cell, Section, Table
 from specbench.reporting.groups import groups
 from specbench.reporting.overview import Overview, where
 
@@ -49,6 +48,7 @@ CONVENTIONS = (
     "are ratios of pooled decode speeds on the same prompts; intervals are 95%, from resampling questions in pairs."
 )
 Setup = tuple[str, str, str]  # target, precision, machine
+Heads = Sequence[Sequence[str]]  # lines of headings
 
 
 @dataclass(frozen=True)
@@ -132,20 +132,19 @@ class Report:
         """Write all files; returns the HTML's path."""
         root = self.sources.results
         drawn = figures.draw_all(self.view, self.entries, self.weights, root / "figures")
-        (root / "tables").mkdir(parents=True, exist_ok=True)
         files = {}
         for name, table in self._tables().items():
             files[f"tables/{name}.md"] = document.table(table) + "\n"
-            _write_frame(root / "tables" / name, _frame(table), index=False)
+            files |= _texts(name, [list(table.columns)], [list(map(_text, line)) for line in table.lines])
         parts = sections.sections(self)
         files |= document.files([block for part in parts for block in part.blocks], drawn)
         for paper in self.papers if any(paper.measured for paper in self.papers) else ():
-            _write_frame(root / "tables" / paper.slug, paper.frame(), index=True)
+            files |= _texts(paper.slug, paper.heads, paper.lines(), paper.csv_heads)
             files[f"tables/{paper.slug}.md"] = document.whole(paper.title, sections.paper_file(paper), drawn)
         files["README.md"] = self.markdown(parts, drawn)
         files["report.html"] = self.html(parts, drawn)
         for name, content in files.items():
-            (root / name).write_text(content, encoding="utf-8")
+            write_file(root / name, content, root)
         freshness.record(root, self.digest)
         return root / "report.html"
 
@@ -290,14 +289,11 @@ def _small_intervals(value: str) -> Markup:
     return Markup(re.sub(r" (\[[-+\d., ]+\])(?=$|[\s,])", r" <small>\1</small>", str(text.html(value))))
 
 
-def _frame(table: Table) -> pd.DataFrame:
-    """A table's texts, for CSV and LaTeX."""
-    lines = [[cell if isinstance(cell, str) else cell.text for cell in line] for line in table.lines]
-    return pd.DataFrame(lines, columns=list(table.columns))
+def _text(cell: str | Cell) -> str:
+    return cell if isinstance(cell, str) else cell.text
 
 
-def _write_frame(path: Path, frame: pd.DataFrame, index: bool) -> None:
-    """A table as CSV and as LaTeX."""
-    # not `with_suffix`: a name may contain a dot
-    Path(f"{path}.csv").write_text(text.csv_table(frame, index), encoding="utf-8")
-    Path(f"{path}.tex").write_text(text.latex_table(frame, index), encoding="utf-8")
+def _texts(name: str, heads: Heads, lines: Sequence[Sequence[str]], csv_heads: Heads = ()) -> dict[str, str]:
+    """A table as CSV and as LaTeX, by file name."""
+    csv = text.csv_table([*(csv_heads or heads), *lines])
+    return {f"tables/{name}.csv": csv, f"tables/{name}.tex": text.latex_table(heads, lines)}

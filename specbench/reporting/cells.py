@@ -1,6 +1,6 @@
 """From the blocks of a results folder to entries: one drafter of one cell, with its metrics."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -185,11 +185,13 @@ class ArmRows:
 
     Attributes:
         newest: its newest block. rows: by turn, each with its block. failed: turns with a failure.
+        measured: block, number in the block, measurement.
     """
 
     newest: Source
     rows: dict[Turn, tuple[Source, Row]] = field(default_factory=dict)
     failed: set[Turn] = field(default_factory=set)
+    measured: list[tuple[int, int, Measurement]] = field(default_factory=list)
 
 
 def _arm_rows(sources: Sequence[Source]) -> dict[Key, ArmRows]:
@@ -198,11 +200,13 @@ def _arm_rows(sources: Sequence[Source]) -> dict[Key, ArmRows]:
     for source in sources:
         for key in source.keys.values():
             arms.setdefault(key, ArmRows(source)).newest = source
-        for record in source.records:
+        for number, record in enumerate(source.records):
             if isinstance(record, Row):
                 arms[source.keys[record.drafter]].rows[turn_of(record)] = source, record
             elif isinstance(record, Failure):
                 arms[source.keys[record.drafter]].failed.add(turn_of(record))
+            elif isinstance(record, Measurement):
+                arms[source.keys[record.drafter]].measured.append((source.number, number, record))
     return arms
 
 
@@ -215,7 +219,7 @@ def _entries(sources: Sequence[Source]) -> list[Entry]:
         arm = arms[key].newest.header["arms"][key[0]]
         by_name.setdefault((arm.get("of", key[0]), None if "of" in arm or study else key[1]), []).append(key)
     base = next((arms[key].rows for key in keys if key[0] == BASELINE), {})
-    entries = [_entry(name, {key: arms[key] for key in own}, base, sources) for (name, _), own in by_name.items()]
+    entries = [_entry(name, {key: arms[key] for key in own}, base) for (name, _), own in by_name.items()]
     return [entry for entry in entries if entry is not None]
 
 
@@ -229,9 +233,7 @@ def _current(arms: Mapping[Key, ArmRows], sources: Sequence[Source]) -> list[Key
     return [max(keys, key=lambda k: (len(arms[k].rows), arms[k].newest.number)) for keys in current.values()]
 
 
-def _entry(
-    name: str, arms: Mapping[Key, ArmRows], newest_base: Mapping[Turn, tuple[Source, Row]], sources: Sequence[Source]
-) -> Entry | None:
+def _entry(name: str, arms: Mapping[Key, ArmRows], newest_base: Mapping[Turn, tuple[Source, Row]]) -> Entry | None:
     """The entry of an arm's seeds; None without rows and failures. newest_base: the baseline's newest rows."""
     pairs = sorted((pair for arm in arms.values() for pair in arm.rows.values()), key=lambda pair: pair[0].number)
     failed = sum(len(arm.failed - arm.rows.keys()) for arm in arms.values())
@@ -240,7 +242,7 @@ def _entry(
     rows, baseline = [row for _, row in pairs], _baseline(pairs, newest_base)
     (label, key), newest = next((key, arm.newest) for key, arm in arms.items())
     header, arm = newest.header, newest.header["arms"][label]
-    measured = _measured(arms, sources)
+    measured = _measured(arms.values())
     used = {source.number: source for source, _ in pairs}
     return Entry(
         collection=newest.collection,
@@ -271,13 +273,11 @@ def _baseline(pairs: Sequence[tuple[Source, Row]], newest: Mapping[Turn, tuple[S
     return list(baseline.values())
 
 
-def _measured(keys: Collection[Key], sources: Sequence[Source]) -> dict[str, list[Mapping[str, float]]]:
-    """Measurements by quantity; each repetition counts once."""
+def _measured(arms: Iterable[ArmRows]) -> dict[str, list[Mapping[str, float]]]:
+    """Measurements by quantity in order of time; each repetition counts once."""
     measured: dict[str, dict[tuple[str, int], Mapping[str, float]]] = {}
-    for source in sources:
-        for m in source.records:
-            if isinstance(m, Measurement) and source.keys[m.drafter] in keys:
-                measured.setdefault(m.what, {})[m.drafter, m.repetition] = m.values
+    for *_, m in sorted((m for arm in arms for m in arm.measured), key=lambda m: m[:2]):
+        measured.setdefault(m.what, {})[m.drafter, m.repetition] = m.values
     return {quantity: list(values.values()) for quantity, values in measured.items()}
 
 

@@ -29,7 +29,7 @@ def show_run(spec: RunSpec, ran: CellResult) -> None:
     entries = measured([asked])
     outcome.write(spec.cell_folder, entries, ran.text)
     if sweeping():
-        sweep.note(spec.results, asdict(asked))
+        sweep.note(asdict(asked))
     elif spec.show:
         console.show(entries, spec.details, spec.results)
 

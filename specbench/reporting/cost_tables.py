@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from rich.console import Console
 
-from specbench.reporting.study_figures import LEVELS, cost_of_cycles
+from specbench.reporting.study_figures import LEVELS, cost_of_cycles, save
 from specbench.reporting.tables import markdown_table
 
 Passes = Mapping[int, Mapping[str, float]]  # tokens before the tree -> `ms_<nodes>` -> milliseconds
@@ -30,9 +29,7 @@ def show(model: str, drafter: str, passes: Passes, fitted: Mapping[str, Any]) ->
 def draw(path: Path, passes: Passes, fitted: Mapping[str, Any]) -> None:
     """Write the figure and print its path."""
     figure = cost_of_cycles(passes, fitted["costs"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path, dpi=150)
     Console(stderr=True).print(f"figure: {path}", highlight=False, soft_wrap=True)
 
 

@@ -3,6 +3,7 @@
 Each function returns its figure, or None if nothing was measured. Points and lines are labelled directly, without a legend.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -23,7 +23,7 @@ from specbench.reporting import analysis_figures, names, study_figures, styles
 from specbench.reporting.cells import Entry
 from specbench.reporting.console import cost
 from specbench.reporting.overview import Overview, chosen, families, ranking
-from specbench.reporting.study_figures import error_bars, new_axes
+from specbench.reporting.study_figures import MAX_ARMS, error_bars, left_out, new_axes, save
 from specbench.reporting.tables import known_depths
 from specbench.reporting.text import mathtext
 
@@ -177,6 +177,13 @@ def _place(point: Any, size: np.ndarray, inside: Bbox, used: np.ndarray, unit: f
     return best
 
 
+def _fastest(group: Sequence[Entry]) -> list[Entry]:
+    """The first `MAX_ARMS` drafters of a ranking, and plain decoding."""
+    drafters = itertools.islice((e for e in group if e.name != BASELINE), MAX_ARMS)
+    kept = {id(e) for e in (*drafters, *(e for e in group if e.name == BASELINE))}
+    return [e for e in group if id(e) in kept]
+
+
 def draw_all(
     view: Overview, everything: Sequence[Entry], weights: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> dict[str, str]:
@@ -185,29 +192,31 @@ def draw_all(
     Args:
         view: the main result. everything: all entries; those of the view's target are drawn.
     """
-    timed, accepting = view.timed(view.first), chosen(view)
+    timed, accepting = _fastest(view.timed(view.first)), chosen(view)
     everything = [e for e in everything if not view.entries or e.model == view.entries[0].model]
     leviathan = Overview(e for e in everything if e.study == LEVIATHAN)
+    part = left_out(sum(e.name != BASELINE for e in view.timed(view.first)))
     made = {
         "speed_up": (
             speed_up_bars(timed),
-            "Speed-up with 95% intervals. Light: a paper's tree beside one for this machine; dark: all others",
+            f"Speed-up with 95% intervals. Light: a paper's tree beside one for this machine; dark: all others{part}",
         ),
-        "cost": (cost_against_tau(timed), "Cost against tokens a pass, on logarithmic axes; lines join equal speed-ups"),
+        "cost": (
+            cost_against_tau(timed),
+            f"Cost against tokens a pass, on logarithmic axes; lines join equal speed-ups{part}",
+        ),
         "step_alpha": (
             step_alphas(accepting),
             "Acceptance by draft step, given that the step before was accepted; the paper's tree where there are several",
         ),
     }
-    made |= study_figures.draw(everything, leviathan.timed(leviathan.first) or timed, weights)
+    made |= study_figures.draw(everything, leviathan.timed(leviathan.first) or view.timed(view.first), weights)
     made |= analysis_figures.draw(accepting)
-    folder.mkdir(parents=True, exist_ok=True)
     titles = {}
     with matplotlib.rc_context({"svg.hashsalt": "specbench", "svg.fonttype": "path"}):
         for name, (figure, title) in made.items():
             if figure is not None:
-                figure.savefig(folder / f"{name}.png", dpi=150, metadata={"Software": None})
-                figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
-                plt.close(figure)
+                save(figure, folder / f"{name}.png", folder.parent, dpi=150, metadata={"Software": None})
+                save(figure, folder / f"{name}.svg", folder.parent, metadata={"Date": None, "Creator": None})
                 titles[name] = title
     return titles

@@ -24,8 +24,8 @@ def _by_prompts(cell: Sequence[Entry]) -> list[list[Entry]]:
     arms = [e for e in cell if e.name != BASELINE]
     by_questions: dict[frozenset[str], list[Entry]] = {}
     for e in sorted(arms, key=lambda e: -len(e.questions)):
-        same = (asked for asked in by_questions if e.questions == asked or (e.failed and e.questions < asked))
-        by_questions.setdefault(next(same, e.questions), []).append(e)
+        larger = (asked for asked in by_questions if e.questions <= asked) if e.failed else iter(())
+        by_questions.setdefault(next(larger, e.questions), []).append(e)
     if plain and not by_questions:
         by_questions[plain[0].questions] = []
     for questions, group in by_questions.items():

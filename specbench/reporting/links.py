@@ -28,7 +28,8 @@ class Prediction:
 
 
 def predicted(rows: Sequence[Row], shape: Network) -> Prediction | None:
-    """tau / (drafting + server's pass + bytes / bandwidth + round trips), from rows over any link; None without a cycle.
+    """tau / (drafting + server's pass + bytes / bandwidth + round trips), from rows over any link; None without a cycle
+    or seconds.
 
     The prompt, which is sent before decoding, does not count. Loss and jitter count with their mean. A stream has no round
     trip but the prompt's.
@@ -42,7 +43,8 @@ def predicted(rows: Sequence[Row], shape: Network) -> Prediction | None:
     server = sum(u.server_s - u.prompt_s for u in uses) / cycles
     line = shape.transmission_s(sent_and_received) / cycles
     trips = 2 * shape.mean_latency_s() * sum(u.round_trips - 1 for u in uses) / cycles
-    return Prediction(_tokens(rows) / cycles / (draft + server + line + trips), draft, server, line, trips)
+    seconds = draft + server + line + trips
+    return Prediction(_tokens(rows) / cycles / seconds, draft, server, line, trips) if seconds > 0 else None
 
 
 def _uses(rows: Sequence[Row]) -> list[LinkUse]:

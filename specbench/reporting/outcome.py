@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbench.common.storage import atomic_path
+from specbench.common.storage import write_file
 from specbench.records.metrics import BASELINE
 from specbench.records.statistics import Interval
 from specbench.reporting import console, verdict
@@ -28,9 +28,9 @@ def write(folder: Path, entries: Sequence[Entry], decode: Decode) -> None:
     for group in groups(labelled(entries)):
         rows = list(map(_row, group))
         tables.append({"title": console.caption(group), "verdict": verdict.sentence(group), "rows": rows})
-    _write(folder / SUMMARY, json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
+    write_file(folder / SUMMARY, json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
     lines = (json.dumps(answer, ensure_ascii=False) for answer in answers(entries, decode))
-    _write(folder / ANSWERS, "".join(f"{line}\n" for line in lines))
+    write_file(folder / ANSWERS, "".join(f"{line}\n" for line in lines))
 
 
 def _row(e: Entry) -> Mapping[str, Any]:
@@ -68,8 +68,3 @@ def answers(entries: Sequence[Entry], decode: Decode) -> Iterator[Mapping[str, A
             ids = r.tokens + r.alone
             if e.name == BASELINE or (not r.replayed and ids != plain.get((r.text or r.question, r.turn))):
                 yield {"question": r.question, "turn": r.turn, "drafter": e.title, "text": decode(ids), "ids": ids}
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

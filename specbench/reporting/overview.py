@@ -20,6 +20,8 @@ from specbench.reporting.names import PAPER, SEPARATOR, labelled, tree_name
 from specbench.reporting.tables import ABSENT, direction, number, shown, title
 
 TOP = 6  # drafters in a figure or matrix of the best
+MAX_PAIRED = 40  # drafters of which every pair is compared
+MAX_SETTINGS = 24  # columns of a table by setting
 FREE = ("tree",)  # aspects in which compared drafters may differ
 PRELIMINARY = "preliminary"  # too few questions, or a busy machine
 VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
@@ -141,13 +143,13 @@ def numbers(group: Sequence[Entry]) -> Table:
 
 def acceptance(view: Overview) -> Table:
     """tau by drafter and setting."""
-    entries = {setting: {e.title: e for e in view.accepting(setting)} for setting in view.settings}
+    entries = {s: {e.title: e for e in view.accepting(s)} for s in view.settings[:MAX_SETTINGS]}
     return _by_setting(view, entries, lambda e: shown(e.summary.tau_interval), "tau by dataset (generations)")
 
 
 def speeds(view: Overview) -> Table:
     """Speed-up by drafter and setting."""
-    entries = {s: {e.title: e for e in view.timed(s) if e.name != BASELINE} for s in view.settings}
+    entries = {s: {e.title: e for e in view.timed(s) if e.name != BASELINE} for s in view.settings[:MAX_SETTINGS]}
     return _by_setting(view, entries, lambda e: shown(e.summary.speed_up), "speed-up by dataset (generations)")
 
 
@@ -156,7 +158,7 @@ def _by_setting(
 ) -> Table:
     """A line a drafter and a column a setting; the kind of rows is in the heading, or in each cell if kinds differ."""
     columns = ["drafter"]
-    lines: dict[str, list[str | Cell]] = {e.title: [e.title] for s in view.settings for e in view.accepting(s)}
+    lines: dict[str, list[str | Cell]] = {e.title: [e.title] for s in entries for e in view.accepting(s)}
     for setting, by_title in entries.items():
         if not by_title:
             continue
@@ -167,6 +169,8 @@ def _by_setting(
             value = show(by_title[name]) if name in by_title else ABSENT
             kind = f" ({_kind(by_title[name])})" if name in by_title and not one_kind else ""
             line.append(Cell(ABSENT, "away") if value == ABSENT else value + kind)
+    if len(view.settings) > MAX_SETTINGS:
+        caption += f"; without {len(view.settings) - MAX_SETTINGS} datasets with fewer generations"
     return Table(tuple(columns), list(lines.values()) if len(columns) > 1 else [], caption)
 
 
@@ -205,8 +209,8 @@ def _tone(effect: Interval | None, neutral: float, compared: Sequence[Entry]) ->
 
 
 def versus(group: Sequence[Entry]) -> list[list[str]]:
-    """Every pair of drafters with intervals, in the order of `VERSUS`. group: fastest first."""
-    drafters = [e for e in group if e.name != BASELINE]
+    """Every pair of the first `MAX_PAIRED` drafters with intervals, in the order of `VERSUS`. group: fastest first."""
+    drafters = [e for e in group if e.name != BASELINE][:MAX_PAIRED]
     lines = []
     for i, a in enumerate(drafters):
         for b in drafters[i + 1 :]:

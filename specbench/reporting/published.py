@@ -145,15 +145,27 @@ class PaperTable:
         """By row and column."""
         return [[row.get(c) for c in self.columns] for row in self.cells.values()]
 
-    def frame(self) -> pd.DataFrame:
-        """Two columns a column of the paper, measured and published; only published ones if nothing was measured."""
-        index = pd.Index(list(self.cells), name="row")
+    @property
+    def heads(self) -> list[list[str]]:
+        """Lines of headings for `lines`."""
         if not self.measured:
-            body = [[pair.published if pair else "" for pair in line] for line in self.pairs()]
-            return pd.DataFrame(body, index=index, columns=list(self.columns))
-        heads = pd.MultiIndex.from_product([self.columns, ("measured", "published")])
-        sides = [[(shown(p), p.published) if p else ("", "") for p in line] for line in self.pairs()]
-        return pd.DataFrame([[v for both in line for v in both] for line in sides], index=index, columns=heads)
+            return [["", *self.columns], ["row", *("" for _ in self.columns)]]
+        sides = ("measured", "published") * len(self.columns)
+        return [["", *(c for c in self.columns for _ in range(2))], ["", *sides], ["row", *("" for _ in sides)]]
+
+    @property
+    def csv_heads(self) -> list[list[str]]:
+        """The same for CSV, in one line if it suffices."""
+        return self.heads if self.measured else [["row", *self.columns]]
+
+    def lines(self) -> list[list[str]]:
+        """Two columns a column of the paper, measured and published; only published ones if nothing was measured."""
+        first = 0 if self.measured else 1
+        made = []
+        for row, line in zip(self.cells, self.pairs(), strict=True):
+            sides = ((shown(pair), pair.published) if pair else ("", "") for pair in line)
+            made.append([row, *(text for both in sides for text in both[first:])])
+        return made
 
 
 def shown(pair: Pair) -> str:

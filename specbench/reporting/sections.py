@@ -3,6 +3,7 @@
 A section without rows is left out.
 """
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
@@ -131,8 +132,10 @@ def _duels(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     colours = "coloured (bold) where the 95% interval of this pair excludes no difference."
     note = f"The first {len(group)} of the ranking, the line's drafter over the column's; "
     note += f"not coloured: {problem}." if problem else colours
-    if sum(e.name != BASELINE for e in timed) > len(group):
-        note += " All pairs: tables/versus.csv."
+    drafters = sum(e.name != BASELINE for e in timed)
+    if drafters > len(group):
+        part = f" of the first {overview.MAX_PAIRED} drafters" if drafters > overview.MAX_PAIRED else ""
+        note += f" All pairs{part}: tables/versus.csv."
     return [Paragraph(note, "note"), overview.matrix(group, "speed_up" if group[0].summary.speed_up else "tau")]
 
 
@@ -172,12 +175,15 @@ def _studies(report: "Report") -> list[Block]:
     for group in groups(report.rest):
         by_study.setdefault(group[0].study or group[0].collection or "runs", []).append(group)
     blocks: list[Block] = []
+    files: Counter[str] = Counter()  # names can be equal but for what a file name cannot hold
     for name, own_groups in sorted(by_study.items()):
         study = report.studies.get(name)
         title = f"{name}: {study['title']} ({report.state(name)})" if study else name
         parts = [block for group in own_groups for block in _group(group)]
         own = all(group[-1].study is None for group in own_groups)
-        blocks.append(Details(title, parts, f"tables/study-{text.slug(name)}.md", own))
+        files[file := text.slug(name)] += 1
+        number = f"_{files[file]}" if files[file] > 1 else ""
+        blocks.append(Details(title, parts, f"tables/study-{file}{number}.md", own))
     if report.no_studies:
         return blocks
     drawings = Figures(("target_pass", "head_share", "vocabularies", "theory", "training_memory"))

@@ -1,5 +1,6 @@
 """Figures of the studies: costs, training, chains, vocabularies. Each function returns None if nothing was measured."""
 
+import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from specbench.common.storage import write_file
 from specbench.records.metrics import BASELINE, RATES
 from specbench.records.statistics import Interval, interval, repeated
 from specbench.reporting import styles
@@ -22,6 +24,7 @@ from specbench.reporting.text import mathtext
 VOCABULARY = "vocabulary"  # the study of draft vocabularies
 PARTS = "#3d5a80", "#8fa3bf", "#d5dbe3"  # colours of stacked bars; no drafter has them
 COST = 0.1  # of a draft step, in target passes, for theoretical curves
+MAX_ARMS = 40  # in a figure, the first ones
 LEVELS = {"first": "first level, observing included", "level": "one level more"}  # of drafting
 
 
@@ -33,6 +36,19 @@ def _styles(names: Iterable[str]) -> list[dict[str, Any]]:
 def new_axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figure, Any]:
     """A figure, its size in inches, with its axes."""
     return plt.subplots(figsize=(width, height), layout="constrained", **options)
+
+
+def save(figure: Figure, path: Path, root: Path | None = None, **options: Any) -> None:
+    """Write a figure, in the format that the path's suffix names, and close it. root: see `atomic_path`."""
+    drawn = io.BytesIO()  # a library that writes files itself hides why the disk refuses them
+    figure.savefig(drawn, format=path.suffix[1:], **options)
+    write_file(path, drawn.getvalue(), root)
+    plt.close(figure)
+
+
+def left_out(arms: int) -> str:
+    """The end of a figure's title if not all arms are in it."""
+    return f"; the first {MAX_ARMS} of {arms:,} drafters" if arms > MAX_ARMS else ""
 
 
 def _legend(figure: Figure, axes: Axes, place: Any = "outside right upper", columns: int = 1) -> None:
@@ -59,6 +75,7 @@ def head_share(entries: Sequence[Entry]) -> Figure | None:
     """Time of drafting a cycle: LM head, the drafter's own network, the rest (CORAL, Figure 2)."""
     parts = {"head": "LM head", "network": "the drafter's layers", "rest": "growth and caches"}
     measured = _measured(entries, "drafting", ("ms", *parts))
+    measured = measured[:MAX_ARMS]
     if not measured:
         return None
     middle = [sorted(values, key=lambda v: v["ms"])[len(values) // 2] for _, values in measured]
@@ -91,7 +108,7 @@ def _measured(
 def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     """Held-out chain tau and 0-alpha against tokens seen (Beagle, Figures 5-9). weights: drafter -> provenance."""
     histories = {n: [h for h in p["history"] if "chain_tau" in h and "n_alpha" in h] for n, p in weights.items()}
-    histories = {n: points for n, points in histories.items() if points}
+    histories = dict([(n, points) for n, points in histories.items() if points][:MAX_ARMS])
     if not histories:
         return None
     figure, (left, right) = new_axes(8.0, 3.4, ncols=2)
@@ -166,7 +183,7 @@ def cost_of_cycles(passes: Mapping[int, Mapping[str, float]], parts: Mapping[str
 
 def theory(entries: Sequence[Entry]) -> Figure | None:
     """Leviathan et al.: tokens a pass and speed-up of a chain by acceptance alpha; measured greedy chains as points."""
-    chains = [e for e in entries if _gamma(e) and e.temperature == 0 and interval(RATES["alpha"], e.totals) is not None]
+    chains = _chains(entries)[:MAX_ARMS]
     if not chains:
         return None
     alpha = np.linspace(0.01, 0.99, 99)
@@ -187,6 +204,11 @@ def theory(entries: Sequence[Entry]) -> Figure | None:
     right.set(xlabel=f"alpha; curves at {COST:g} target passes a draft step", ylabel="speed-up", ylim=(0, 4))
     _legend(figure, left)
     return figure
+
+
+def _chains(entries: Sequence[Entry]) -> list[Entry]:
+    """Greedy chains with an acceptance."""
+    return [e for e in entries if _gamma(e) and e.temperature == 0 and interval(RATES["alpha"], e.totals) is not None]
 
 
 def draft_vocabularies(entries: Sequence[Entry]) -> Figure | None:
@@ -235,12 +257,16 @@ def draw(
     entries: Sequence[Entry], chains: Sequence[Entry], weights: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[Figure | None, str]]:
     """Name -> figure and title. entries: of one target. weights: drafter -> provenance."""
+    drafting = _measured(entries, "drafting", ("ms",))
     vocabularies = "Draft vocabularies: what few ids keep of tau, and what they bring in speed"
     return {
         "target_pass": (tree_cost(entries), "Cost of a target pass by tree size"),
-        "head_share": (head_share(entries), "The LM head's share of drafting"),
+        "head_share": (head_share(entries), f"The LM head's share of drafting{left_out(len(drafting))}"),
         "vocabularies": (draft_vocabularies(entries), vocabularies),
-        "theory": (theory(chains), "Leviathan's theory of chains (curves), with measured chains (points)"),
-        "learning_curves": (learning_curves(weights), "Learning curves on held-out answers"),
+        "theory": (
+            theory(chains),
+            f"Leviathan's theory of chains (curves), with measured chains (points){left_out(len(_chains(chains)))}",
+        ),
+        "learning_curves": (learning_curves(weights), f"Learning curves on held-out answers{left_out(len(weights))}"),
         "training_memory": (training_memory(entries), "What simulated steps cost in training"),
     }

@@ -110,7 +110,7 @@ def memory_lines(group: Sequence[Entry]) -> list[list[str]]:
     lines = []
     for e in group:
         processes = [values for values in e.measured.get("memory", ()) if {"peak", "kv"} <= set(values)]
-        if not processes or "bytes" not in e.arm:
+        if not processes or "bytes" not in e.arm or "bytes" not in e.header["target"]:
             continue
         middle = sorted(processes, key=lambda values: values["peak"])[len(processes) // 2]
         target, drafter = e.header["target"]["bytes"], 0 if e.name == BASELINE else e.arm["bytes"]

@@ -3,17 +3,17 @@
 Every function makes control characters visible (`common.errors.visible`) and escapes the medium's special characters.
 """
 
+import csv
+import io
+import itertools
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from markupsafe import Markup, escape
 from rich.text import Text
 
 from specbench.common.errors import visible
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Special characters of GitHub's Markdown where they have a meaning; they become character references, which no renderer
 # misreads. Underscores inside words, brackets without a link and signs between spaces have none and stay readable.
@@ -36,6 +36,8 @@ _LATEX = {
     "^": "\\textasciicircum ",
     "|": "\\textbar ",
 }
+_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # their wide forms as well
+_NUMBER = re.compile(r"[-+]?[\d.,]*%?( [\[(][-+\d., ]+[\])])*")  # with interval; or a dash, where nothing was measured
 MAX_LABEL = 60  # characters of a label in a figure
 
 
@@ -72,16 +74,30 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower())[:MAX_LABEL]
 
 
-def csv_table(frame: "pd.DataFrame", index: bool) -> str:
-    """A frame of texts as CSV."""
-    return str(_each(frame, visible).to_csv(index=index, lineterminator="\n"))
+def csv_table(lines: Iterable[Sequence[str]]) -> str:
+    """Lines of texts, headings included, as CSV."""
+    made = io.StringIO()
+    csv.writer(made, lineterminator="\n").writerows([csv_cell(cell) for cell in line] for line in lines)
+    return made.getvalue()
 
 
-def latex_table(frame: "pd.DataFrame", index: bool) -> str:
-    """A frame of texts as LaTeX."""
-    return str(_each(frame, latex).to_latex(index=index, escape=False))
+def csv_cell(value: str) -> str:
+    """For a spreadsheet, which would run a cell that begins as a formula does; numbers and intervals stay as they are."""
+    shown = visible(value)
+    return f"'{shown}" if shown.startswith(_FORMULA) and not _NUMBER.fullmatch(shown) else shown
 
 
-def _each(frame: "pd.DataFrame", change: Callable[[str], str]) -> "pd.DataFrame":
-    """Apply a function to cells, columns and index."""
-    return frame.astype(str).map(change).rename(columns=change, index=lambda label: change(str(label)))
+def latex_table(heads: Sequence[Sequence[str]], lines: Iterable[Sequence[str]]) -> str:
+    """Lines of texts as `tabular`. heads: lines of headings; equal ones side by side span their columns."""
+    body = [" & ".join(map(latex, line)) + r" \\" for line in lines]
+    columns = "l" * len(heads[0])
+    parts = [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", *map(_spanned, heads), r"\midrule", *body, r"\bottomrule"]
+    return "\n".join(parts) + "\n\\end{tabular}\n"
+
+
+def _spanned(head: Sequence[str]) -> str:
+    cells = []
+    for label, same in itertools.groupby(head):
+        count, own = len(list(same)), latex(label)
+        cells += [f"\\multicolumn{{{count}}}{{r}}{{{own}}}"] if label and count > 1 else [own] * count
+    return " & ".join(cells) + r" \\"

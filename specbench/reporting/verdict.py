@@ -20,6 +20,7 @@ QUESTIONS = 20  # needed for a verdict
 CONFIDENCE = 0.95
 BUSY = "the machine did other work meanwhile, so there is no verdict"
 MAX_NAMED = 4  # drafters in one sentence
+MAX_COMPARED = 100  # drafters at once; the time of all pairs grows with their square
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ def verdict(group: Sequence[Entry]) -> Verdict:
     drafters = ranked(group)
     if not drafters:
         return Verdict(reason="no speed-up was measured here")
-    if reason := too_little(drafters) or (BUSY if any(e.busy for e in group) else ""):
+    many = f"{len(drafters)} drafters: too many for a verdict, which compares {MAX_COMPARED} at most"
+    busy = BUSY if any(e.busy for e in group) else ""
+    if reason := too_little(drafters) or busy or (many if len(drafters) > MAX_COMPARED else ""):
         return Verdict(reason=reason)
     arms = [*drafters, next(e for e in group if e.name == BASELINE)]
     best = [e for e, beaten in zip(arms, _beaten(drafters), strict=True) if not beaten]

@@ -22,8 +22,8 @@ from pydantic import Field
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
-from specbench.common.storage import atomic_path
-from specbench.common.types import Count, Seed, Temperature
+from specbench.common.storage import atomic_path, write_file
+from specbench.common.types import Count, Rows, Seed, Temperature, Times, Tokens
 from specbench.data.chat import Chat, Message
 from specbench.engine.target import Target
 from specbench.training import corpus_file
@@ -46,18 +46,18 @@ class CorpusSettings:
 
     source: Literal["answers", "text"] = "answers"
     turns: Count = 4
-    prompt_tokens: Count = 256
-    answer_tokens: Count = 384
-    text_tokens: Count = 640
+    prompt_tokens: Tokens = 256
+    answer_tokens: Tokens = 384
+    text_tokens: Tokens = 640
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.0, 0.7)
-    draws: Count = 1
+    draws: Times = 1
     validation: Count = 256
     seed: Seed = 0
     system: str | None = None
     tokens: Count | None = None
     states: bool = True
     shard: Count = 96
-    rows: Count = 128
+    rows: Rows = 128
     precision: Precision = "target"
     reading: Literal["auto", "target"] = "target"
 
@@ -192,8 +192,7 @@ class Writer:
 
     def prepare(self) -> None:
         """Make the folder; unpack the packed corpus into it if that has these settings and nothing is written yet."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings), indent=1))
+        write_file(self.folder / "settings.json", json.dumps(asdict(self.settings), indent=1))
         if self.settings.source == "answers" and self.packed is not None and not self.written():
             texts = corpus_file.unpack_checked(self.packed, self.settings.digest(self.fingerprint))
             if texts:
@@ -229,8 +228,7 @@ class Writer:
         if not indices:
             return
         prompts = (p for i in indices if (p := self._prompt(i)))
-        answer = self.settings.answer_tokens
-        lengths = Lengths(answer, self.settings.text_tokens, min_answer=min(MIN_ANSWER, answer))
+        lengths = Lengths(self.settings.answer_tokens, self.settings.text_tokens, self._min_answer)
         path = self.folder / f"answers-{process}.jsonl"
         with path.open("ab") as file:
             if file.tell() and not path.read_bytes().endswith(b"\n"):
@@ -240,9 +238,14 @@ class Writer:
                 file.flush()
                 yield text
 
+    @property
+    def _min_answer(self) -> int:
+        return min(MIN_ANSWER, self.settings.answer_tokens)
+
     def _prompt(self, index: int) -> Prompt | None:
         """The questions of dialogue `index` up to the first that is too long; None if that is the very first."""
         settings, validation = self.settings, self.settings.validation
+        longest = min(settings.prompt_tokens, settings.text_tokens - self._min_answer)
         draw, position = divmod(max(0, index - validation), len(self.chats) - validation)
         chat = self.chats[index if index < validation else validation + position]
         turns: list[tuple[int, ...]] = []
@@ -250,7 +253,7 @@ class Writer:
             if len(question) > MAX_CHARACTERS * settings.prompt_tokens:
                 break
             ids = self.chat.follow_up(question) if turns else self.chat.encode([{"role": "user", "content": question}])
-            if len(ids) > settings.prompt_tokens:
+            if len(ids) > longest:
                 break
             turns.append(tuple(ids))
         if not turns:

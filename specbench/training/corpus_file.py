@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.io import OPEN, parse, read_bytes, read_json
-from specbench.common.storage import atomic_path, sha256_of
+from specbench.common.storage import atomic_path, sha256_of, write_file
 
 PACKED, PACKED_PROVENANCE = "corpus.safetensors.xz", "corpus.json"
 
@@ -74,11 +74,10 @@ def pack(folder: Path, texts: Sequence[Text], vocab_size: int, provenance: dict[
         "index": torch.tensor([t.index for t in texts], dtype=torch.int32),
         "spans": torch.tensor(spans, dtype=torch.int32),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / PACKED) as temporary:
         temporary.write_bytes(lzma.compress(save(tensors), preset=9 | lzma.PRESET_EXTREME))
         header = provenance | {"sha256": sha256_of(temporary)}
-        (folder / PACKED_PROVENANCE).write_text(json.dumps(header, indent=1) + "\n")
+        write_file(folder / PACKED_PROVENANCE, json.dumps(header, indent=1) + "\n")
     return folder / PACKED
 
 

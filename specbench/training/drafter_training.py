@@ -1,6 +1,7 @@
 """Train one drafter on its corpus, from a job to weights with their provenance."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ import torch
 
 from specbench.common import hashing
 from specbench.common.budget import Budget
-from specbench.common.storage import PROJECT, atomic_path
+from specbench.common.storage import PROJECT
 from specbench.engine import weights
-from specbench.records.schema import PROVENANCE, WEIGHTS
+from specbench.records.schema import WEIGHTS
 from specbench.training.features import Answer, Corpus, held_out
 from specbench.training.job import Workspace
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
@@ -31,11 +32,9 @@ class Trained:
     answers: list[Answer]
     provenance: dict[str, Any]
 
-    def save(self, out: Path) -> None:
-        """Write weights and provenance into a folder."""
-        with atomic_path(out / WEIGHTS) as temporary:
-            weights.save(self.drafter, temporary.parent, self.provenance)
-            (temporary.parent / PROVENANCE).replace(out / PROVENANCE)
+    def save(self, out: Path, beside: Callable[[str], None]) -> None:
+        """Write weights and provenance into a folder, see `weights.save`."""
+        weights.save(self.drafter, out, self.provenance, beside)
 
 
 def train(workspace: Workspace, budget: Budget) -> Trained:

@@ -69,7 +69,10 @@ class Corpus:
             self.shards[path] = shard
             self.tokens += shard.starts[-1]
         if not self.sequences:
-            raise SpecBenchError(f"no training shards in {folder}; let specbench.train build them first")
+            raise SpecBenchError(
+                f"no training shards in {folder}; write them (train.build=true), from conversations for which "
+                "train.corpus.text_tokens is long enough"
+            )
 
     def batches(self, epoch: int) -> list[list[Row]]:
         """This epoch's batches in random order: of packed rows, or of neighbours in length."""

@@ -23,7 +23,6 @@ from specbench.engine import vocabulary
 from specbench.engine.device import pick_device
 from specbench.engine.loading import ModelSpec
 from specbench.engine.target import Target
-from specbench.records.schema import WEIGHTS
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.overwriting import tracked
 from specbench.training.recipe import TrainSettings
@@ -67,11 +66,6 @@ class TrainJob:
     online: bool
     follow: bool
     answers_only: bool
-
-    @property
-    def done(self) -> bool:
-        """Is there nothing to train, since `missing` is set and the weights are there?"""
-        return self.missing and self.until == "weights" and (self.out / WEIGHTS).exists()
 
     @property
     def progress_folder(self) -> Path:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Natural, Positive, Seed, Share, Text, Weight
+from specbench.common.types import Count, Delay, Ids, Natural, Positive, Seed, Share, Steps, Text, Times, Weight
 
 Decay = Literal["constant", "linear", "cosine"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -83,7 +83,7 @@ class Phase:
 
     share: Annotated[float, Field(gt=0, le=1)]
     lr: Positive = 1.0
-    vocabulary: Count | Literal["inherit"] | None = "inherit"
+    vocabulary: Ids | Literal["inherit"] | None = "inherit"
     drafter: Mapping[str, Any] = field(default_factory=dict)
     train: tuple[Text, ...] | None = None
     restart: bool = False
@@ -125,8 +125,8 @@ class TrainSettings(Schedule):
         SpecBenchError: values that contradict each other or are out of range, by name.
     """
 
-    epochs: Count = 20
-    steps: Count | None = None
+    epochs: Times = 20
+    steps: Steps | None = None
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: Positive = 3e-5
     vector_lr: Positive = 1e-3
@@ -135,14 +135,14 @@ class TrainSettings(Schedule):
     weight_decay: Weight = 0.0
     clip: Positive | None = 0.5
     clip_by: Literal["norm", "value"] = "norm"
-    accumulate: Count = 1
+    accumulate: Times = 1
     precision: Literal["auto", "no", "bf16", "fp16"] = "no"
-    vocabulary: Count | None = None
-    sampled: Count | None = None
+    vocabulary: Ids | None = None
+    sampled: Ids | None = None
     others: Natural = 0
     phases: tuple[Phase, ...] = ()
-    checkpoint_minutes: Weight = 10.0
-    validate_minutes: Weight = 15.0
+    checkpoint_minutes: Delay = 10.0
+    validate_minutes: Delay = 15.0
     validation_answers: Count = 8
     seed: Seed = 0
 

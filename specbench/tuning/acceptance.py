@@ -10,9 +10,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 
 from specbench.common import hashing
@@ -20,6 +21,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
+from specbench.common.types import Sha256
 from specbench.engine.interface import DraftTree
 from specbench.engine.policies import Dynamic, Expandable, Pool
 from specbench.engine.target import Target
@@ -27,7 +29,7 @@ from specbench.engine.tree import root_only
 from specbench.records.schema import WEIGHTS
 from specbench.training.features import Answer
 from specbench.training.replay import cycles, replay_target
-from specbench.tuning.cost_aware import NODES, TOP_K, TreeAcceptance
+from specbench.tuning.cost_aware import NODES, TOP_K, TreeAcceptance, check_acceptance
 
 FILE = "acceptance.json"
 LEVELS = 8  # of the large tree
@@ -40,8 +42,8 @@ ERROR_NODES = 15  # likeliest nodes of a position, over which the calibration er
 class AcceptanceFile:
     """What lies beside the weights. weights: SHA-256 of those it was measured with."""
 
-    weights: str
-    acceptance: TreeAcceptance
+    weights: Sha256
+    acceptance: Annotated[TreeAcceptance, AfterValidator(check_acceptance)]
 
 
 class RecordingPolicy(Dynamic):
@@ -250,9 +252,9 @@ def _error(drafts: Sequence[Drafted], correct: Callable[[Tensor], Tensor]) -> fl
     return sum(gaps) / max(len(sure), 1)
 
 
-def write(folder: Path, acceptance: TreeAcceptance) -> None:
-    """Beside the weights that it was measured with."""
-    content = AcceptanceFile(hashing.of_file(folder / WEIGHTS), acceptance)
+def write(folder: Path, acceptance: TreeAcceptance, weights: str) -> None:
+    """Beside the weights that it was measured with. weights: their SHA-256."""
+    content = AcceptanceFile(weights, acceptance)
     with atomic_path(folder / FILE) as temporary:
         temporary.write_text(json.dumps(asdict(content)) + "\n")
 

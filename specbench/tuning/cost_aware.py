@@ -18,11 +18,12 @@ from functools import cached_property
 from typing import Annotated
 
 import torch
-from pydantic import Field
+from annotated_types import Interval, MinLen
+from pydantic import AfterValidator
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count
+from specbench.common.types import Count, Depth, Share, Width
 from specbench.engine.interface import DraftTree
 from specbench.engine.policies import (
     Candidates,
@@ -36,12 +37,22 @@ from specbench.engine.policies import (
     to_target_ids,
 )
 from specbench.engine.sampling import Sampler
+from specbench.records.schema import Seconds
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)  # sizes to choose among, the root included
 TOP_K = (1, 2, 3, 4, 6, 8, 10)
 
-Seconds = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
+ROUNDING = 1e-3  # of sums of shares in files
+
+
+def _check_passes(verify: Mapping[int, float]) -> Mapping[int, float]:
+    if 1 not in verify:
+        raise ValueError("no pass over one node, which plain decoding takes, is among them")
+    return verify
+
+
+Passes = Annotated[Mapping[Count, Annotated[float, Interval(ge=1e-9, le=1e9)]], AfterValidator(_check_passes)]
+Table = Annotated[Mapping[Count, Seconds], MinLen(1)]
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,9 @@ class Costs:
         level: of each further level, by nodes expanded.
     """
 
-    verify: Mapping[int, Seconds]
-    first: Mapping[int, Seconds]
-    level: Mapping[int, Seconds]
+    verify: Passes
+    first: Table
+    level: Table
 
     def cycle(self, depth: int, top_k: int, nodes: int) -> float:
         """Of a cycle with a dynamic tree."""
@@ -76,10 +87,10 @@ class TreeAcceptance:
         positions: in the answers, from each of which a tree was drafted.
     """
 
-    tau: Mapping[int, Sequence[Sequence[Annotated[float, Field(ge=1)]]]]
-    ranks: Sequence[Sequence[Share]]
-    sure: Sequence[Share]
-    accepted: Sequence[Share]
+    tau: Mapping[Count, list[list[Annotated[float, Interval(ge=1)]]]]
+    ranks: list[list[Share]]
+    sure: list[Share]
+    accepted: list[Share]
     error: tuple[Share, Share]
     positions: Count
 
@@ -93,6 +104,24 @@ class TreeAcceptance:
         right = torch.searchsorted(xs, confidence.contiguous()).clamp(1, len(xs) - 1)
         share = ((confidence - xs[right - 1]) / (xs[right] - xs[right - 1]).clamp(min=1e-9)).clamp(0, 1)
         return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
+
+def check_acceptance(measured: TreeAcceptance) -> TreeAcceptance:
+    """Raises `ValueError` for tables that contradict each other or themselves."""
+    levels = len(measured.ranks)
+    for by_depth in measured.tau.values():
+        if len(by_depth) != levels or any(len(by_nodes) != len(NODES) for by_nodes in by_depth):
+            raise ValueError(f"tau holds {len(NODES)} sizes of trees by depth, of as many depths as ranks")
+        if any(tau > depth + 1 + ROUNDING for depth, by_nodes in enumerate(by_depth, 1) for tau in by_nodes):
+            raise ValueError("tau exceeds the depth of its tree and the bonus")
+    if not levels or 1 not in measured.tau:
+        raise ValueError("tau and ranks know no tree of one level, or none of top_k=1")
+    if any(not shares or sum(shares) > 1 + ROUNDING for shares in measured.ranks):
+        raise ValueError("ranks are shares of one whole at each depth")
+    curve = measured.sure, measured.accepted
+    if not 2 <= len(measured.sure) == len(measured.accepted) or any(points != sorted(points) for points in curve):
+        raise ValueError("sure and accepted are points of one curve, ascending")
+    return measured
 
 
 @dataclass(frozen=True)
@@ -208,7 +237,7 @@ class _FittedPolicy(TreePolicy):
 class FittedStatic(_FittedPolicy, Static):
     """The static tree that is fastest here; sampled candidates as in `Static`."""
 
-    def __init__(self, depth: Count = 8, nodes: Nodes = 64, candidates: Candidates = "top"):
+    def __init__(self, depth: Depth = 8, nodes: Nodes = 64, candidates: Candidates = "top"):
         super().__init__([[0]], candidates)
         self.limits, self.chosen = TreeLimits(depth, TOP_K[-1], nodes), {}
 
@@ -224,7 +253,7 @@ class Fitted(_FittedPolicy, Dynamic):
         depth, top_k, nodes: limits.
     """
 
-    def __init__(self, depth: Count = 8, top_k: Count = 10, nodes: Nodes = 64):
+    def __init__(self, depth: Depth = 8, top_k: Width = 10, nodes: Nodes = 64):
         super().__init__(depth, top_k, nodes)
         self.limits, self.chosen = TreeLimits(depth, top_k, nodes), {}
 

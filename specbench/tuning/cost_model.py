@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import with_config
+from typing_extensions import TypedDict
 
 from specbench.common import environment, hashing, timing
 from specbench.common.errors import SpecBenchError
-from specbench.common.io import differing, read_json
+from specbench.common.io import OPEN, differing, read_json
 from specbench.common.storage import atomic_path, cache_root
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import DraftTree, Step
@@ -30,7 +32,7 @@ from specbench.engine.tree import root_only
 from specbench.engine.verify import Lossless
 from specbench.records import identity
 from specbench.tuning.acceptance import isotonic
-from specbench.tuning.cost_aware import NODES, Costs
+from specbench.tuning.cost_aware import NODES, Costs, Passes
 from specbench.tuning.target_cost import text
 
 CONTEXT = 192  # tokens before the timed trees
@@ -52,6 +54,21 @@ class CostsFile:
 
     made_for: dict[str, Any]
     costs: Costs
+
+
+@with_config(OPEN)
+class TargetCosts(TypedDict):
+    """The costs that do not depend on the drafter."""
+
+    verify: Passes
+
+
+@dataclass(frozen=True)
+class TargetCostsFile:
+    """A file of the cache with a target's passes, for all its drafters."""
+
+    made_for: dict[str, Any]
+    costs: TargetCosts
 
 
 class RootOnly(Dynamic):
@@ -171,13 +188,15 @@ def of(target: Target, drafter: Any, model: str, options: Mapping[str, Any]) -> 
     conditions = made_for(target, options)
     path = path_of(model, drafter.name, conditions)
     if path.is_file():
-        return read(path, conditions)
+        costs: Costs = read(path, conditions)
+        return costs
     print(f"timing cycles of {drafter.name} on this machine, to fit its tree (once) ...", file=sys.stderr, flush=True)
     of_target = made_for(target, {"hidden": drafter.taps.hidden, "kv": drafter.taps.kv, "backend": options.get("backend")})
     shared = path_of(model, "target", of_target)
     load = timing.BackgroundLoad()
     load.start()
-    costs = take(target, drafter, verify=read(shared, of_target).verify if shared.is_file() else None)
+    passes = read(shared, of_target, TargetCostsFile)["verify"] if shared.is_file() else None
+    costs = take(target, drafter, verify=passes)
     busy = load.read() or 0.0
     write(path, costs, conditions)
     if busy > BUSY:
@@ -196,9 +215,9 @@ def write(path: Path, costs: Costs, conditions: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(asdict(CostsFile(dict(conditions), costs)), indent=1) + "\n")
 
 
-def read(path: Path, conditions: Mapping[str, Any]) -> Costs:
-    """Raises `SpecBenchError` for a damaged file, and for one that was timed under other conditions, which it names."""
-    content: CostsFile = read_json(path, CostsFile)
+def read(path: Path, conditions: Mapping[str, Any], shape: Any = CostsFile) -> Any:
+    """The costs. Raises `SpecBenchError` for a damaged file, and for one timed under other conditions, which it names."""
+    content = read_json(path, shape)
     changed = differing(content.made_for, json.loads(json.dumps(conditions)))
     if names := dict.fromkeys(name.split(".")[0] for name in changed):
         raise SpecBenchError(f"{path} was timed with another {', '.join(names)}; remove it, and it is timed again")

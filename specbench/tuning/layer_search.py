@@ -7,7 +7,8 @@ over timed generations). The first and the last layer are never skipped, as in S
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 
 from specbench.common.errors import SpecBenchError
+from specbench.common.io import parse_lines, read_bytes
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
 from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.target import Target
-from specbench.records.schema import SKIP
+from specbench.records.blocks import locked
+from specbench.records.schema import SKIP, Measure, Natural
 from specbench.training.features import Answer
 from specbench.training.replay import cycles, replay_target
 from specbench.tuning import target_cost
@@ -104,40 +107,79 @@ def best(
     """The skipped sublayers of the highest speed found. No set is tried twice.
 
     journal: a file that records every trial, so that an interrupted search continues; earlier trials keep their speeds.
-    """
-    import optuna  # slow to import, and only a search needs it
-    from optuna.storages.journal import JournalFileBackend
+    Of several processes with one journal, one searches at a time.
 
-    speeds: dict[Sublayers, float] = {}
+    Raises `SpecBenchError` for a damaged journal.
+    """
+    with locked(journal.parent, journal.name, wait=True):
+        return _best(layers, speed, start, trials, journal, seed)
+
+
+def _best(
+    layers: int, speed: Callable[[Sublayers], float], start: Sublayers, trials: int, journal: Path, seed: int
+) -> Sublayers:
+    """`best`, with the journal locked."""
+    import optuna  # slow to import, and only a search needs it
+
     inner = range(1, layers - 1)
     sublayers = {f"{part}{i}": (part, i) for part in PARTS for i in inner}
+    either: optuna.distributions.BaseDistribution = optuna.distributions.CategoricalDistribution([False, True])
 
-    def chosen(params: Mapping[str, bool]) -> Sublayers:
-        return Sublayers(*(frozenset(i for i in inner if params[f"{part}{i}"]) for part in PARTS))
+    def params(skipped: Sublayers) -> dict[str, bool]:
+        return {name: i in getattr(skipped, part) for name, (part, i) in sublayers.items()}
+
+    done = earlier(journal, inner)
+    speeds = dict(done)
 
     def objective(trial: optuna.Trial) -> float:
-        skipped = chosen({name: trial.suggest_categorical(name, [False, True]) for name in sublayers})
+        chosen = [sublayers[name] for name in sublayers if trial.suggest_categorical(name, [False, True])]
+        skipped = Sublayers(*(frozenset(i for part, i in chosen if part == kind) for kind in PARTS))
         if skipped not in speeds:
             speeds[skipped] = speed(skipped)
+        _append(journal, Trial(sorted(skipped.attention), sorted(skipped.mlp), speeds[skipped]))
         show(trial.number + 1)
         return speeds[skipped]
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(
-        storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
-        sampler=optuna.samplers.TPESampler(seed=seed),
-        study_name="skip",
-        direction="maximize",
-        load_if_exists=True,
-    )
-    done = [(chosen(trial.params), trial.value) for trial in study.trials if trial.value is not None]
-    speeds |= dict(done)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction="maximize")
+    distributions = dict.fromkeys(sublayers, either)
+    for skipped, value in done:
+        study.add_trial(optuna.create_trial(params=params(skipped), distributions=distributions, value=value))
     if not done:
-        study.enqueue_trial({name: i in getattr(start, part) for name, (part, i) in sublayers.items()})
+        study.enqueue_trial(params(start))
     with progress("search", trials, "sets") as show:
         study.optimize(objective, n_trials=max(0, trials - len(done)))
     return max(speeds, key=lambda skipped: speeds[skipped])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A line of the journal: the sublayers that were skipped, and the predicted speed-up."""
+
+    attention: list[Natural]
+    mlp: list[Natural]
+    speed: Measure
+
+
+def earlier(journal: Path, layers: Container[int]) -> list[tuple[Sublayers, float]]:
+    """The trials of a journal in order; a last line that a kill cut off is removed.
+
+    layers: those that may be skipped. Raises `SpecBenchError` for a damaged journal.
+    """
+    if not journal.exists():
+        return []
+    data, found = read_bytes(journal), []
+    for number, trial in parse_lines(data, Trial, journal, cut=True):
+        if odd := [i for i in (*trial.attention, *trial.mlp) if i not in layers]:
+            raise SpecBenchError(f"{journal} line {number}: layer {odd[0]} may not be skipped; remove the file")
+        found.append((Sublayers(frozenset(trial.attention), frozenset(trial.mlp)), trial.speed))
+    os.truncate(journal, data.rfind(b"\n") + 1)
+    return found
+
+
+def _append(journal: Path, trial: Trial) -> None:
+    with journal.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(trial)) + "\n")
 
 
 def predicted(drafter: Any, answers: Sequence[ReplayTarget], prices: Prices) -> Prediction:

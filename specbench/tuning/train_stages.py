@@ -1,14 +1,51 @@
 """The stages at which a training may end (`train.until`), and what each of them makes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
+from specbench.common import hashing
 from specbench.common.budget import Budget
-from specbench.records.schema import SKIP
+from specbench.common.errors import SpecBenchError
+from specbench.engine import weights
+from specbench.records.schema import SKIP, WEIGHTS
 from specbench.training.drafter_training import train
 from specbench.training.features import held_out
-from specbench.training.job import TrainJob, Workspace, open_workspace
+from specbench.training.job import Stage, TrainJob, Workspace, open_workspace
+from specbench.training.overwriting import made_by, refuse_overwriting
 from specbench.training.trainer import Paused
 from specbench.tuning import acceptance, layer_search
+
+
+def remaining(job: TrainJob) -> TrainJob | None:
+    """The part of a job that is not made yet, or None; with `missing`, what a killed process left incomplete counts.
+
+    Raises `SpecBenchError` if incomplete weights would be overwritten that another recipe made.
+    """
+    if not job.missing or job.until != "weights":
+        return job
+    stage = lacking(job.out, job.follow)
+    if stage == "weights" and not job.overwrite:
+        refuse_overwriting(job.out / WEIGHTS, made_by(job.drafter, job.recipe))
+    return None if stage is None else replace(job, until=stage)
+
+
+def lacking(folder: Path, follow: bool | None = None) -> Stage | None:
+    """What a folder of weights lacks: them, or the acceptance of trees; None: nothing.
+
+    follow: is that acceptance wanted? None: as the provenance says.
+    """
+    try:
+        recipe = weights.matching(folder).get("recipe") or {}
+    except SpecBenchError:
+        return "weights"
+    if not (recipe.get("follow") if follow is None else follow):
+        return None
+    try:
+        acceptance.read(folder)
+    except SpecBenchError:
+        return "acceptance"
+    return None
 
 
 def run(job: TrainJob, budget: Budget) -> Iterator[str]:
@@ -35,10 +72,13 @@ def _train(workspace: Workspace, budget: Budget) -> str:
     except Paused as pause:
         return f"{job.drafter['name']}: {pause}"
     followed = acceptance.measure(workspace.target, trained.drafter, trained.answers) if job.follow else None
-    if workspace.processes.is_main_process:
-        trained.save(job.out)
+
+    def beside(sha256: str) -> None:
         if followed is not None:
-            acceptance.write(job.out, followed)
+            acceptance.write(job.out, followed, sha256)
+
+    if workspace.processes.is_main_process:
+        trained.save(job.out, beside)
     return f"weights in {job.out}"
 
 
@@ -51,7 +91,8 @@ def _measure_acceptance(workspace: Workspace) -> str:
     drafter.eval()
     drafter.optimize_for_inference()
     answers = held_out(workspace.shards.folder, acceptance.ANSWERS)
-    acceptance.write(job.out, acceptance.measure(workspace.target, drafter, answers))
+    followed = acceptance.measure(workspace.target, drafter, answers)
+    acceptance.write(job.out, followed, hashing.of_file(job.out / WEIGHTS))
     return f"acceptance in {job.out / acceptance.FILE}"
 
 
@@ -62,7 +103,7 @@ def _search_layers(workspace: Workspace) -> str:
     target.optimize_for_inference()
     drafter = job.make_drafter(searched=None)
     drafter.bind(target)
-    journal = job.progress_folder / f"search-{target.fingerprint()[:12]}.journal"
+    journal = job.progress_folder / f"search-{target.fingerprint()[:12]}.jsonl"
     result = layer_search.search(target, drafter, held_out(workspace.shards.folder, layer_search.ANSWERS), journal)
     names = {"target": job.model.name, "target_fingerprint": target.fingerprint()}
     layer_search.write(job.out, names | result | {"drafter": job.drafter} | workspace.provenance)

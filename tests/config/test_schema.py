@@ -236,6 +236,14 @@ WHOLE = {  # what is wrong with a command line as a whole, and what the line mus
         "tree=medusa_dense + tree.paths=[]": "tree.paths",
         "tree=medusa_dense + tree.paths=[[0,0]]": "tree.paths",
         "drafter=medusa + tree=eagle2": "drafter.heads",
+        "tree=chain + tree.gamma=1000000000": "tree.gamma=1000000000: must be less than or equal to 256",
+        "drafter=lookahead + drafter.window=256 + drafter.level=64": "drafter=lookahead: trees of up to",
+        "drafter.name=none": "drafter.name=none: this is the name of another drafter, not of Eagle",
+        "drafter=none + drafter.name=suffix": "drafter.name=suffix",
+        "drafter=[suffix,lookahead] + drafter.name=mine": "drafter.name",
+        "+baseline.name=mine": "baseline.name",
+        "baseline._target_=drafters.suffix.Suffix + +baseline.name=none": "baseline.name=none: this is the name of another",
+        "model.name=..": "model.name=..: must match pattern",
     },
     "train": {
         "drafter=none": "none",
@@ -255,11 +263,19 @@ WHOLE = {  # what is wrong with a command line as a whole, and what the line mus
         "train.out=/dev/null/x": "/dev/null",
         "train.out=/proc/x": "/proc",
         "train.batch=0": "train.batch",
+        "train.row_tokens=1": "train.row_tokens",
+        "drafter.name=hass": "drafter.name=hass",
         "train.corpus.shard=0": "train.corpus.shard",
         "train.corpus.temperatures=[]": "train.corpus.temperatures",
         "train.corpus.temperatures=[1e-9]": "train.corpus.temperatures",
         "train.shard_target=true": "build=false",
         "train.text.wheel.sha256=abc": "train.text.wheel.sha256",
+    },
+    "study": {
+        "study=bench + cells=[]": "cells=[]",
+        "study=bench + datasets=[]": "datasets=[]",
+        "study=bench + seeds=[]": "seeds=[]",
+        "study=../study/bench": "study=../study/bench",
     },
     "export": {"drafter.weights=null": "drafter.weights", "format=gguf": "format", "out=/dev/null/x": "/dev/null"},
     "report": {
@@ -274,7 +290,7 @@ WHOLE = {  # what is wrong with a command line as a whole, and what the line mus
 
 @pytest.mark.parametrize("door", WHOLE)
 def test_the_doors_refuse_what_is_wrong_as_a_whole(door, tmp_path):
-    place = [f"results={tmp_path}"] if door == "run" else []
+    place = [f"results={tmp_path}"] if door in ("run", "study") else []
     wrong = []
     for override, mentions in WHOLE[door].items():
         own = [] if override.startswith("results") else place

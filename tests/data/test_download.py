@@ -194,8 +194,14 @@ class Templated:
 
     chat_template = "yes"
 
-    def apply_chat_template(self, messages, add_generation_prompt, return_dict):
-        return {"input_ids": [(m["role"], m["content"]) for m in messages] + ["answer"] * add_generation_prompt}
+    def get_chat_template(self):
+        return self.chat_template
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+        return [(m["role"], m["content"]) for m in messages] + ["answer"] * add_generation_prompt
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": text}
 
 
 def test_the_system_prompt_is_configurable():

@@ -44,6 +44,7 @@ BAD = {
     "none": ([{"prompt": "a"}, {"text": "b"}], "mine.jsonl line 2: no prompt; give it `turns`"),
     "two": ([{"prompt": "a", "question": "b"}], "line 1: `prompt` and `question` differ; keep the one"),
     "empty prompt": ([{"prompt": " "}], "line 1: empty prompt"),
+    "a book": ([{"prompt": "a"}, {"turns": ["b", "x" * 10_000_001]}], "line 2: a prompt of 10,000,001 characters"),
     "a number": ([{"prompt": 3}], "line 1: `prompt` is not a text"),
     "no turn": ([{"turns": []}], "line 1: `turns` is not a text or a list of texts"),
     "ids": ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": "1"}], "lines 1 and 2: both have question_id 1; give each"),

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import DRAFTERS, TRAINED, make, tiny
+from conftest import DRAFTERS, DRAFTING, TRAINED, make, tiny
 from decoding import PROMPT, generate, plain
 from drafting import batch_of, save_tokenizer, trained
 from tree_checks import paths_of
@@ -14,8 +14,8 @@ from drafters.vanilla import Vanilla
 from specbench.common.errors import SpecBenchError
 from specbench.engine import weights
 from specbench.engine.drafter import Drafter
-from specbench.engine.policies import Chain, Dynamic
-from specbench.engine.sampling import Sampler
+from specbench.engine.policies import Chain, Dynamic, best_children
+from specbench.engine.sampling import Sampler, draw_without_replacement
 from specbench.training.features import Answer
 from specbench.training.replay import replay
 
@@ -31,6 +31,26 @@ def test_every_drafter_speaks_the_protocol(drafter):
         == (made.passes > 0)
         == (drafter in TRAINED or hasattr(made, "base") or hasattr(made, "kept"))
     )
+
+
+@pytest.mark.parametrize("drafter", DRAFTING)
+@pytest.mark.parametrize("ids", [1, 3])
+def test_a_tree_wider_than_the_vocabulary_is_refused_before_anything_is_drafted(drafter, ids):
+    target = tiny(vocab_size=ids, eos_token_id=None, bos_token_id=None)
+    made, message = None, ""
+    try:
+        made = make(drafter, target)
+    except SpecBenchError as error:
+        message = str(error)
+    for sampler in (Sampler(), Sampler(1.0, top_k=50)) if made else ():
+        assert len(generate(target, made, [0] * 5, 9, sampler=sampler)[0]) == 9
+    assert made or f"a vocabulary of {ids} ids; choose a narrower tree=" in message
+
+
+def test_nothing_takes_more_ids_than_there_are():
+    for take in (lambda: best_children(torch.zeros(2, 3), 4), lambda: draw_without_replacement(torch.ones(2, 3), 4, None)):
+        with pytest.raises(SpecBenchError, match="takes 4 candidates"):
+            take()
 
 
 @pytest.mark.parametrize("drafter", TRAINED)

@@ -6,6 +6,7 @@ import json
 import lzma
 import pickle
 import shutil
+import signal
 import sys
 from contextlib import suppress
 
@@ -19,15 +20,16 @@ from safetensors.torch import load_file, save_file
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from drafters.vanilla import Vanilla
-from specbench.common.errors import SpecBenchError, refusing
+from specbench.common.errors import SpecBenchError, format_exception, refusing
 from specbench.common.storage import sha256_of
+from specbench.data import chat
 from specbench.data.chat import Chat
 from specbench.data.conversations import Conversations
 from specbench.data.prompts import read_jsonl
-from specbench.engine import checkpoints, pretrained, weights
+from specbench.engine import checkpoints, loading, pretrained, weights
 from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import Chain
-from specbench.engine.pretrained import config_of, read_gguf
+from specbench.engine.pretrained import config_of, read_gguf, read_tokenizer
 from specbench.engine.target import Target
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.corpus_file import PACKED, PACKED_PROVENANCE, Text, unpack
@@ -35,6 +37,7 @@ from specbench.training.features import Corpus, held_out
 from specbench.training.shards import Sequence, save_shard
 
 CPU = torch.device("cpu")
+ASKED = [{"role": "user", "content": "w1"}]
 
 
 @pytest.fixture(autouse=True)
@@ -254,6 +257,16 @@ BAD = [
     {"quantization_config": 3},
     {"auto_map": 3},
     {"tie_word_embeddings": "yes"},
+    {"num_hidden_layers": 10_000_000},
+    {"num_hidden_layers": 10**15},
+    {"num_key_value_heads": 10**9},
+    {"hidden_size": 10**12},
+    {"vocab_size": 10**18},
+    {"head_dim": 10**11},
+    {"max_position_embeddings": 10**20},
+    {"transformers_weights": "other.safetensors"},
+    {"rope_parameters": {"rope_theta": 1.0, "rope_type": "default", "transformers_weights": "x"}},
+    {"configuration_files": ["config.4.0.0.json"]},
 ]
 
 
@@ -269,6 +282,26 @@ def test_so_it_is_of_a_target_without_weights(values, model):
     refused(lambda: load(model, weights="random"), "config")
     shape = json.loads((model / "config.json").read_text())
     refused(lambda: Target.random(config_of(shape, "model.shape"), torch.float32, CPU), "config")
+
+
+REDIRECTED = {
+    "tokenizer_config.json": {"fast_tokenizer_files": ["sub/tokenizer.4.0.json"]},
+    "adapter_config.json": {"base_model_name_or_path": "elsewhere"},
+}
+
+
+@pytest.mark.parametrize("name", REDIRECTED)
+def test_a_folder_that_sends_its_reader_to_other_files_is_refused(name, model):
+    said_in(model / name, **REDIRECTED[name])
+    refused(lambda: load(model), model / name, "remove")
+
+
+def test_files_in_folders_below_are_named_by_their_path(model):
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "default.jinja").write_text("w7 {{ messages[0].content }}")
+    target, chat = load(model)
+    assert chat.encode(ASKED) == chat.tokenizer("w7 w1")["input_ids"]
+    assert "additional_chat_templates/default.jinja" in target.contents()
 
 
 WORDS = {"cut off": b"{", "empty": b"", "list": b"[]", "not UTF-8": b'{"a": "\xff\xfe"}', "text": b"hello"}
@@ -289,6 +322,10 @@ def test_odd_stop_tokens_and_tokenizers_that_lack_their_parts_are_named(model, t
     content["model"]["vocab"]["w9"] = 400  # few ids, one of them beyond the embedding
     (model / "tokenizer.json").write_text(json.dumps(content))
     refused(lambda: load(model), model, "401 ids")
+    content["model"] |= {"vocab": {}, "unk_token": ""}
+    (model / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": []}))
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    refused(lambda: load(model), model, "has no tokens")
     (model / "tokenizer.json").write_text("{}")
     refused(lambda: load(model), "tokenizer", model)
     (model / "tokenizer.json").unlink()
@@ -307,6 +344,45 @@ def test_a_broken_chat_template_is_one_line(template, model):
         chat.encode([{"role": "user", "content": "w1"}])
 
     refused(ask, "template", model)
+
+
+def encoded(model, template):
+    (model / "chat_template.jinja").write_text(template)
+    return load(model)[1].encode(ASKED)
+
+
+def test_a_template_renders_the_same_on_every_day(model):
+    assert encoded(model, "{% if strftime_now('%d %b %Y') == '26 Jul 2024' %}w9{% endif %}") == [11]
+
+
+@pytest.mark.parametrize("template", ["{{ ['w1', 'w2'] | random }}", "{{ lipsum() }}"])
+def test_a_template_that_draws_is_refused(template, model):
+    refused(lambda: encoded(model, template), "chat template", model)
+
+
+def test_a_template_that_does_not_end_is_stopped(model, monkeypatch):
+    monkeypatch.setattr(chat, "RENDER_S", 0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    refused(lambda: encoded(model, endless), "chat template", model, "more than 0.2 s")
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_prompt_that_a_template_makes_too_long_is_refused(model):
+    refused(lambda: encoded(model, "{{ 'w1 ' * 4000000 }}"), "12,000,000 characters")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_converted_model_does_not_depend_on_the_environment(offline, model, tmp_path, monkeypatch):
+    def read(_):
+        tokenizer = read_tokenizer(model)
+        tokenizer.init_kwargs["local_files_only"] = offline  # as Transformers notes the environment's HF_HUB_OFFLINE
+        return pretrained.read_model(model, torch.float32), tokenizer
+
+    monkeypatch.setattr(loading, "read_gguf", read)
+    loading._convert_gguf(tmp_path / "small.gguf", tmp_path / "made")
+    assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())["local_files_only"] is False
+    load(tmp_path / "made")
 
 
 def test_a_damaged_gguf_is_named(tmp_path):
@@ -328,10 +404,29 @@ def test_reading_a_gguf_draws_no_bar_into_a_log(tmp_path, monkeypatch, capsys):
     assert " tqdm(" in source, "its bar is no longer drawn by that name"
 
 
-def test_a_full_memory_is_not_called_a_damaged_file():
-    for kind in (torch.OutOfMemoryError, MemoryError):
-        with pytest.raises(kind), refusing("damaged"):
-            raise kind("full")
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+)
+FULL = [
+    torch.OutOfMemoryError("full"),
+    MemoryError(),
+    RuntimeError(ALLOCATOR),
+    RuntimeError("std::bad_alloc"),
+    OSError(12, "Cannot allocate memory"),
+]
+
+
+@pytest.mark.parametrize("error", FULL, ids=repr)
+def test_a_full_memory_is_neither_a_damaged_file_nor_a_fault(error):
+    with pytest.raises(type(error)), refusing("damaged"):
+        raise error
+    assert format_exception(error).startswith("out of memory")
+
+
+def test_what_torchs_allocator_refuses_is_out_of_memory():
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 55)
+    assert format_exception(error.value).startswith("out of memory")
 
 
 # Drafters -------------------------------------------------------------------------------------------------------------
@@ -339,8 +434,11 @@ def test_a_full_memory_is_not_called_a_damaged_file():
 
 @pytest.fixture
 def own(home, tmp_path):
-    """A drafter's weights to spoil."""
-    return shutil.copytree(home / "weights" / "eagle2", tmp_path / "eagle2")
+    """A drafter's weights to spoil, without the SHA-256 that would refuse them all."""
+    folder = shutil.copytree(home / "weights" / "eagle2", tmp_path / "eagle2")
+    provenance = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps({k: v for k, v in provenance.items() if k != "sha256"}))
+    return folder
 
 
 def into_eagle(folder):
@@ -399,7 +497,7 @@ def test_a_damaged_checkpoint_is_named(name, kind, tmp_path):
     )
 
 
-ODD = [{"num_attention_heads": "x"}, {"num_attention_heads": -4}, {"rope_scaling": 5}, None]
+ODD = [{"num_attention_heads": "x"}, {"num_attention_heads": 10**9}, {"num_attention_heads": -4}, {"rope_scaling": 5}, None]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
@@ -546,6 +644,9 @@ def test_packed_prompts_that_are_cut_off_are_named(tmp_path):
 def test_a_tokenizer_without_a_name_still_has_a_line():
     class Odd:
         chat_template = "x"
+
+        def get_chat_template(self):
+            return "x"
 
         def apply_chat_template(self, *_, **__):
             raise TypeError("two\nlines")

@@ -17,7 +17,8 @@ from specbench.common.storage import sha256_of
 from specbench.config import run_spec
 from specbench.data.prompts import PromptSet
 from specbench.engine import pretrained
-from specbench.engine.pretrained import contents_of, fingerprint_of
+from specbench.engine.model_files import contents_of
+from specbench.engine.pretrained import fingerprint_of
 from specbench.engine.target import Target
 from specbench.evaluation import run
 from specbench.evaluation.targets import Targets
@@ -236,6 +237,23 @@ def chat_format(own):
     (own / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}w7")
 
 
+def tokenizer(own):
+    """The same chat format, whose probe has none of these words."""
+    path = own / "model" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w3"', '"w99"'))
+
+
+def configuration_value(own):
+    path = own / "model" / "config.json"
+    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.5'))
+
+
+def other_template(own):
+    folder = own / "model" / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "default.jinja").write_text("{% for m in messages %}{% if 'w3' in m.content %}w7{% endif %}{% endfor %}")
+
+
 def drafter_tensor(own):
     edit(own / "weights" / "eagle2" / "model.safetensors", lambda tensors: tensors["fc.weight"].mul_(-1))
 
@@ -243,6 +261,9 @@ def drafter_tensor(own):
 CHANGES = {
     "prompts": ("none", (), prompt_text),
     "chat format": ("none", (), chat_format),
+    "tokenizer": ("none", (), tokenizer),
+    "configuration": ("none", (), configuration_value),
+    "additional template": ("none", (), other_template),
     "drafter's weights": ("eagle2", ("drafter.weights={own}/weights/eagle2",), drafter_tensor),
     "draft model": ("vanilla", ("drafter.path={own}/draft",), lambda own: later_layer(own / "draft" / "model.safetensors")),
     "checkpoint": ("vanilla", ("checkpoint={own}/draft",), lambda own: later_layer(own / "draft" / "model.safetensors")),

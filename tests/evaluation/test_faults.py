@@ -103,6 +103,24 @@ def test_an_unfit_option_of_one_cell_leaves_the_others_of_a_sweep_alone(told, tm
     assert len(list((tmp_path / "results").rglob(NAME))) == 1
 
 
+@pytest.mark.parametrize("option", ["model.name=..", "drafter.name=../x", "drafter.name=${nothing}", "dataset.name=null"])
+def test_cells_with_names_that_are_none_count_as_failed_inside_the_results(told, tmp_path, option):
+    before = set(tmp_path.parent.rglob("*.failed.json"))
+    code, err = told("-m", "drafter=none,suffix", option)
+    assert code == 2 and "sweep: 0 of 2 cells complete" in err and "Warning" not in err, err
+    failures = set(tmp_path.parent.rglob("*.failed.json")) - before
+    assert failures and all(path.is_relative_to(tmp_path / "results") for path in failures)
+
+
+def test_cells_whose_failure_cannot_be_written_count_as_failed(told, tmp_path, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("specbench.records.rows.CellFailure.write", full)
+    code, err = told("-m", "drafter=none,suffix", "threads=0")
+    assert code == 2 and "sweep: 0 of 2 cells complete" in err and "No space left on device" in err
+
+
 @pytest.mark.parametrize("option", ["drafter=none,null", "drafter=none,eagle9", "decode.nonsense=1,2"])
 def test_a_sweep_with_a_cell_that_cannot_be_put_together_is_refused_before_its_first_one(told, tmp_path, option):
     code, err = told("-m", option)

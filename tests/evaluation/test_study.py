@@ -128,9 +128,9 @@ def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
         (("replay=true", "replay=true, sampler.temperature=1"), (), "replay=true follows"),
     ],
 )
-def test_a_wrong_study_is_one_clear_line(home, tmp_path, change, arguments, output):
+def test_a_wrong_study_is_one_clear_line(home, tmp_path, change, arguments, message):
     line = study(home, TWO.replace(*change), "wrong", f"results={tmp_path}", *arguments, ok=False)
-    assert output in line, line
+    assert message in line, line
 
 
 def test_an_arm_that_is_not_to_be_had_costs_itself_alone(home, tmp_path):

@@ -720,7 +720,8 @@ def full_header():
         "backend": "eager",
         "data": {"root": None, "limit": 8},
     }
-    target = {"fingerprint": "f", "dtype": "float32", "chat": "c", "parameters": 9, "contents": {"x": "y"}}
+    target = {"fingerprint": "f", "dtype": "float32", "chat": "c", "parameters": 9}
+    target |= {"contents": {"model.safetensors": "x", "config.json": "y"}}
     hardware = {"device": "toaster", "instructions": "avx2", "cores": 2, "threads": 2, "memory": 9}
     return whole(settings() | {"config": config, "target": target, "hardware": hardware, "commit": "c", "load": 0.0})
 
@@ -743,7 +744,8 @@ CHANGES = [  # what changes, and whether it makes another cell, another machine
     ("study", "s", False, False),
     ("arms", {"none": arm("none", passes=3)}, False, False),
     ("hardware.memory", 8, False, False),
-    ("target.contents", {}, False, False),
+    ("target.contents", {"model-1-of-1.safetensors": "x", "config.json": "y"}, False, False),
+    ("target.contents", {"model.safetensors": "x", "config.json": "z"}, True, False),
     ("config.data.limit", 3, False, False),
     ("config.dataset.root", "/y", False, False),
     ("config.decode.warmup", 9, False, False),

@@ -280,3 +280,23 @@ def test_a_claim_without_a_test_says_what_it_waits_for():
     with pytest.raises(SpecBenchError, match=r"study s: 'x' has no test; say in needs\.project"):
         studies.check(one, "s")
     studies.check({**one, "needs": {"project": "more"}}, "s")
+
+
+@pytest.mark.parametrize(
+    ("arms", "message"),
+    [
+        ({"none": {"run": ["drafter=suffix"]}}, "arm none is the baseline"),
+        (
+            {"a": {"run": ["drafter=suffix", "sampler.temperature=1"]}},
+            "arm a sets sampler.temperature, which all arms share",
+        ),
+        ({"a": {"run": ["drafter=suffix", "+decode.seed=1"]}}, "arm a sets decode.seed"),
+        ({"a": {"run": ["drafter=suffix", "dataset=gsm8k"]}}, "arm a sets dataset"),
+        ({"a": {"run": ["drafter=suffix", "replay=true"]}}, "arm a sets replay"),
+    ],
+)
+def test_what_an_arm_cannot_have_is_refused(arms, message):
+    study = {"title": "x", "source": ["here"], "cells": [[]], "arms": arms}
+    with pytest.raises(SpecBenchError, match=message):
+        studies.check(study, "x")
+    studies.check({**study, "arms": {"a": {"run": ["drafter=suffix", "++drafter.nodes=4", "tree=chain"]}}}, "x")

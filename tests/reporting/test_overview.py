@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from fixtures import block, random_row, settings
+from matplotlib import pyplot as plt
 
 from specbench.evaluation import trace
 from specbench.records import blocks
@@ -160,7 +161,7 @@ def test_alphas_of_steps_that_hardly_occurred_are_hidden(tmp_path):
     assert tables.alphas(entry)[2:] == ["1.00", "0.75", "-", "-", "-", "-"]
     figure = figures.step_alphas([entry])
     assert figure is not None and list(figure.axes[0].lines[0].get_xdata()) == [1, 2]
-    figures.plt.close(figure)
+    plt.close(figure)
 
 
 def two_trees(folder):
@@ -182,7 +183,7 @@ def test_bars_are_sorted_and_a_drafters_trees_stand_together(tmp_path):
     assert places[1] - places[0] < places[2] - places[1], "trees of one drafter stand closer"
     colours = [bar.get_facecolor() for bar in figure.axes[0].patches]
     assert colours[0] == colours[2] != colours[1], "a paper's tree is told apart"
-    figures.plt.close(figure)
+    plt.close(figure)
 
 
 def test_acceptance_is_shown_of_the_fastest_with_their_papers_trees(tmp_path):
@@ -222,7 +223,7 @@ def test_names_in_a_scatter_hide_neither_each_other_nor_a_point(tmp_path, count)
     assert lines, "no line of equal speed-up"
     for name, (cost, tau) in lines.items():
         assert tau / cost == pytest.approx(float(name[:-1]))
-    figures.plt.close(figure)
+    plt.close(figure)
 
 
 def test_an_arm_named_after_a_drafter_has_its_colour_and_its_trees_their_dashes():
@@ -252,7 +253,7 @@ def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):
     for axes in figure.axes:
         assert [sorted(c.lines[0].get_xdata()) for c in axes.containers] == [[10, 20, 40], [10]]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "r"]
-    figures.plt.close(figure)
+    plt.close(figure)
 
 
 def test_no_legend_lies_over_data(tmp_path):
@@ -270,7 +271,7 @@ def test_no_legend_lies_over_data(tmp_path):
         boxes = [legend.get_window_extent() for legend in figure.legends]
         assert not any(axes.get_legend() for axes in figure.axes)
         assert not any(box.overlaps(axes.bbox) for box in boxes for axes in figure.axes)
-        figures.plt.close(figure)
+        plt.close(figure)
 
 
 GOAL, PAPERS = "this project's goal", "y"

@@ -140,9 +140,9 @@ def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, 
     assert row["size"] is row["HumanEval"] is None and table.cells["HASS"]["tau"].measured is None
     assert table.targets == "published: llama3-8b on A100; measured here: m on toaster, 1 cores, torch 2, float32"
     assert table.cells["EAGLE"]["tau"].source == "a: mtbench, 24 generations, replayed"
-    frame = table.frame()
-    assert frame.loc["EAGLE", ("M", "measured")] == "2.00" and frame.loc["HASS", ("tau", "measured")] == ""
-    assert frame.loc["HASS", ("tau", "published")] == "4.5"
+    heads, lines = list(zip(*table.heads[:2], strict=True)), {line[0]: line for line in table.lines()}
+    assert lines["EAGLE"][heads.index(("M", "measured"))] == "2.00"
+    assert [lines["HASS"][heads.index(("tau", side))] for side in ("measured", "published")] == ["", "4.5"]
 
 
 def test_a_mean_is_of_the_rows_datasets_if_all_were_measured(tmp_path, measured):
@@ -178,7 +178,7 @@ def test_a_row_that_no_table_has_is_named(tmp_path, measured):
 def test_rows_of_another_study_stand_beside_nothing(tmp_path, measured):
     numbers = paper(tmp_path / "p", ("EAGLE", "tau", "mtbench", "0", "tau", "4.1"))
     (table,) = published.tables(numbers, {"s": Evidence(study(EAGLE="a"), [])})
-    assert not table.measured and not table.study and list(table.frame().columns) == ["tau"]
+    assert not table.measured and not table.study and table.csv_heads == [["row", "tau"]]
     again = {name: Evidence(study(EAGLE="a"), measured) for name in ("s", "t")}
     assert [t.slug for t in published.tables(numbers, again)] == ["x-table-1", "x-table-1-t"]
 

@@ -8,10 +8,12 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fixtures import SETTINGS, arm, block, random_row, settings
+from matplotlib import pyplot as plt
 from test_files import no_figures  # noqa: F401
 from test_report import measure
 
@@ -46,6 +48,11 @@ HOSTILE = {
     "half": "\ud800",
     "long": "long" * 400,
     "empty": "",
+    "sum": '=HYPERLINK("http://e.vil","x")',
+    "at": "@SUM(1+1)",
+    "plus": "+1+1",
+    "minus": "-1+1|' /C calc'!A0",
+    "wide": "＝1+1",
 }
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 each = pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
@@ -118,15 +125,31 @@ def test_latex_has_no_command_or_argument_of_a_name(name):
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX on this machine (Debian: texlive-latex-base)")
 def test_latex_tables_of_hostile_names_compile(tmp_path):
-    import pandas as pd
-
-    frame = pd.DataFrame([[n] for n in HOSTILE.values()], columns=["name"]).map(
-        lambda n: n[:60].encode("ascii", "replace").decode()
-    )
+    lines = [[name[:60].encode("ascii", "replace").decode()] for name in HOSTILE.values()]
     body = "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\n%s\\end{document}\n"
-    (tmp_path / "x.tex").write_text(body % text.latex_table(frame, index=False))
+    (tmp_path / "x.tex").write_text(body % text.latex_table([["name"]], lines))
     done = subprocess.run(["pdflatex", "-halt-on-error", "x.tex"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+@each
+def test_csv_has_no_formula_and_says_the_name(name):
+    ((heading, cell),) = csv.reader(io.StringIO(text.csv_table([[name, name]]), newline=""))
+    assert heading == cell and cell.removeprefix("'") == visible(name) and not cell.startswith(("=", "+", "-", "@", "＝"))
+
+
+@pytest.mark.parametrize(
+    "number", ["-", "-0.01 [-0.11, 0.06]", "+0.12", "- (0.79)", "-1,234.5", "-3%", "1.73 [1.64, 1.81]"]
+)
+def test_numbers_in_csv_stay_numbers(number):
+    assert text.csv_cell(number) == number
+
+
+def test_equal_headings_side_by_side_span_their_columns():
+    made = text.latex_table([["", "a", "a", "", ""], ["", "b", "c", "d", "e"]], [["1", "2", "3", "4", "5"]])
+    assert made.split("\n")[2:6] == [
+        r" & \multicolumn{2}{r}{a} &  &  \\", r" & b & c & d & e \\", r"\midrule", r"1 & 2 & 3 & 4 & 5 \\",
+    ]  # fmt: skip
 
 
 # Whole reports ---------------------------------------------------------------------------------------------------------
@@ -174,7 +197,7 @@ def test_figures_with_hostile_names_are_drawn(tmp_path):
     ):
         assert figure is not None
         figure.savefig(tmp_path / "x.svg")
-        figures.plt.close(figure)
+        plt.close(figure)
         assert (tmp_path / "x.svg").stat().st_size > 2000
     assert [style["label"] for style in study_figures._styles(["_a", "$b$"])] == [" _a", "\\$b\\$"]
 
@@ -188,20 +211,44 @@ def test_a_report_of_hostile_names_shows_them_and_runs_nothing(tmp_path, no_figu
     page, readme = found.write().read_text(), (tmp_path / "README.md").read_text()
     console.lines(found.main, 400)
     for content in (page, readme):
-        assert not CONTROL.search(content.split('<script nonce="specbench">')[0])
-        assert "<script>alert" not in content and "\\x1b[2J" in content
-    assert page.count("<script") == 1 and "&amp;lt;script" not in page, "escaped twice"
+        assert "\\x1b[2J" in content
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    pages = [path.read_text() for path in tmp_path.rglob("*.md")]
+    assert well_formed(tmp_path) > 8, "tables are missing, or broken up"
+    files = sorted((tmp_path / "tables").glob("decoding*.csv"))
+    written = [line for file in files for line in csv.DictReader(io.StringIO(file.read_text(), newline=""))]
+    assert {text.csv_cell(n + " · chain (1 FAILED)") for n in names} <= {line["drafter"] for line in written}
+    assert not CONTROL.search((tmp_path / "tables" / "decoding.tex").read_text())
+
+
+def well_formed(results: Path) -> int:
+    """The number of tables in a report's Markdown, after a check of its files."""
+    page = (results / "report.html").read_text()
+    assert page.count("<script") == 1 and "&amp;lt;script" not in page, "escaped twice"
+    pages = [path.read_text() for path in (*results.glob("*.md"), *(results / "tables").glob("*.md"))]
+    for content in (page, *pages):
+        assert not CONTROL.search(content.split('<script nonce="specbench">')[0]) and "<script>alert" not in content
     shown = [part.strip("\n").split("\n") for text in pages for part in text.split("\n\n") if part.startswith("| ")]
-    assert len(shown) > 8, "tables are missing, or broken up"
     for heading, rule, *lines in shown:
         columns = heading.count("|") - 1
         assert rule == "|---" * columns + "|" and all(line.count("|") - 1 == columns for line in lines), heading
-    files = sorted((tmp_path / "tables").glob("decoding*.csv"))
-    written = [line for file in files for line in csv.DictReader(io.StringIO(file.read_text(), newline=""))]
-    assert {visible(n) + " · chain (1 FAILED)" for n in names} <= {line["drafter"] for line in written}
-    assert not CONTROL.search((tmp_path / "tables" / "decoding.tex").read_text())
+    return len(shown)
+
+
+def test_a_report_of_hostile_folders_shows_them(tmp_path, no_figures):  # noqa: F811
+    """Among them studies whose names differ only in what a file name cannot hold."""
+    names = [name.replace("/", "!").replace("\0", "?")[:60] for name in hostile_names() if name]
+    for i, name in enumerate(names):
+        header = settings(f"a{i % 2}", dataset="mtbench", study=(name, "one/two", "one|two", "日本", "中国")[i % 5])
+        cell = block(tmp_path / name, header, name)
+        for who in ("none", f"a{i % 2}"):
+            cell.write(random_row(np.random.default_rng(i), who, "0")[0])
+    (cell.path.parent / "x.failed.json").write_text("{")
+    found = Report(Sources(tmp_path))
+    found.write()
+    assert well_formed(tmp_path) > len(names) and len(found.problems) == 1
+    studies = {e.study for e in found.rest}
+    assert {"one/two", "one|two", "日本", "中国"} <= studies
+    assert len(list((tmp_path / "tables").glob("study-*.md"))) == len(studies), "two studies in one file"
 
 
 def test_names_from_rows_do_not_become_paths(tmp_path):
@@ -222,6 +269,8 @@ def test_a_sweeps_end_survives_damaged_failures_and_hostile_names(tmp_path, monk
     (tmp_path / "b.failed.json").write_text("[")
     monkeypatch.setenv(sweep.BEGUN, "0")
     monkeypatch.setenv(sweep.CELLS, "3")
+    monkeypatch.setenv(sweep.NOTES, str(tmp_path / "notes"))
+    (tmp_path / "notes").write_text(sweep.COMPLETE + "\n")
     with pytest.raises(SystemExit) as ended:
         sweep.Sweep(show=lambda *_: None).on_multirun_end(OmegaConf.create({"results": str(tmp_path)}))
     assert ended.value.code == 2
@@ -280,7 +329,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
     console.show(found.main)
     assert not re.search(r"\b(nan|inf)\b", capsys.readouterr().out)
     for draw in (study_figures.theory, figures.step_alphas, figures.speed_up_bars, figures.cost_against_tau):
-        figures.plt.close(draw(found.main))
+        plt.close(draw(found.main))
 
 
 def test_a_folder_of_nothing_but_cells_without_cycles_is_reported(tmp_path, no_figures):  # noqa: F811

@@ -360,3 +360,9 @@ def test_held_out_answers_are_of_several_turns(tmp_path):
         turns.add(whole.spans.index((answer.begin, len(answer.ids))))
         torch.testing.assert_close(answer.states.float(), states_of(target, answer.ids), atol=2e-2, rtol=1e-2)
     assert len(answers) == 6 and len(turns) > 1
+
+
+def test_questions_that_leave_no_room_for_an_answer_are_not_asked(tmp_path):
+    short = writer(tiny(), tmp_path, text_tokens=10)  # questions have 5 to 6 ids, an answer at least 8
+    short.write()
+    assert short.texts() == []

@@ -10,6 +10,7 @@ from conftest import configuration, make, settled, tiny
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import parse
+from specbench.common.storage import sha256_of
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.policies import Dynamic, Static
 from specbench.engine.sampling import Sampler
@@ -278,7 +279,7 @@ def test_the_correction_never_falls_and_mends_what_is_overconfident():
 def test_acceptance_lies_beside_the_weights_it_was_measured_with(tmp_path, answers):
     (tmp_path / "model.safetensors").write_bytes(b"these")
     known = made_up()
-    measured.write(tmp_path, known)
+    measured.write(tmp_path, known, sha256_of(tmp_path / "model.safetensors"))
     assert measured.read(tmp_path) == parse((tmp_path / measured.FILE).read_bytes(), measured.AcceptanceFile, "").acceptance
     assert measured.read(tmp_path).tau[4][2] == known.tau[4][2]
     (tmp_path / "model.safetensors").write_bytes(b"others")

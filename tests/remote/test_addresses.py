@@ -1,0 +1,58 @@
+"""Addresses of servers as they are typed, bound and connected to; the emulator beside them says nothing at its end."""
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import zmq
+from conftest import ROOT, configuration
+
+from specbench.config.cli import expand_shorthands
+from specbench.config.run_spec import from_config
+from specbench.remote.transport import client_socket
+
+
+@pytest.mark.parametrize(("host", "six"), [("[::1]", 1), ("127.0.0.1", 0), ("localhost", 0)])
+def test_a_link_is_typed_as_the_address_is_and_connects(host, six):
+    address = f"tcp://{host}:5555"
+    link = from_config(configuration("none", *expand_shorthands([f"link={address}"]))).link
+    assert link.to == address
+    client = client_socket(link.to, 1000)
+    assert client.get(zmq.IPV6) == six
+    client.close()
+
+
+def abort(connection):
+    """Close a connection as a process that is killed does: with a reset."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_connections_that_break_off_leave_no_traceback_of_the_emulator():
+    """Of a client, of a server, and of one that is open when the emulator ends; bytes are in flight in each."""
+    server = socket.create_server(("127.0.0.1", 0))
+    network = json.dumps({"delay_ms": 100})
+    command = [
+        sys.executable,
+        "-m",
+        "specbench.remote.network_emulator",
+        "127.0.0.1",
+        str(server.getsockname()[1]),
+        network,
+    ]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as emulator:
+        port = int(emulator.stdout.readline())
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        accepted = [server.accept()[0] for _ in clients]
+        for connection in (*clients, *accepted):
+            connection.sendall(bytes(100_000))
+        abort(clients[0]), abort(accepted[1])
+        time.sleep(0.3)
+        assert clients[2].recv(10) == bytes(10)
+        out, err = emulator.communicate(timeout=10)
+    assert (emulator.returncode, out, err) == (0, "", "")
