@@ -15,7 +15,7 @@ from specbench.remote.protocol import FRAME, Limits, request_bytes
 from specbench.remote.server import Server
 
 TIMEOUT_S = 600  # of loading a model
-COPIES = 2  # of a client's message, queued and arriving, that a server holds at most
+COPIES = 3  # of a client's message that a server holds at most: arriving, queued, being decoded
 
 
 def server(
