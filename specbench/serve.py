@@ -28,7 +28,7 @@ class Options:
     port: Annotated[int, Field(ge=0, le=65535)]
     threads: Threads | None
     clients: Rows
-    megabytes: Annotated[int, Field(ge=1, le=4096)]
+    megabytes: Annotated[int, Field(ge=1, le=4096)] | None
     nodes: Nodes
     prompt: Tokens | None
     condense: Name | None

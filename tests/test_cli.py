@@ -359,8 +359,8 @@ def test_training_says_what_it_takes_and_refuses_what_cannot_fit(home):
     before = (folder / "model.safetensors").stat().st_mtime_ns
     message = run(home, "train", *train(home, "plan", "train.missing=true"))
     assert "there already" in message and (folder / "model.safetensors").stat().st_mtime_ns == before
-    huge = "train.batch=10000000"
-    assert "more memory" in run(home, "train", *train(home, "huge"), huge, ok=False)
+    huge = "train.batch=4096", "train.row_tokens=1000000"
+    assert "more memory" in run(home, "train", *train(home, "huge"), *huge, ok=False)
     assert not (home / "out" / "huge").exists()
 
 

@@ -54,7 +54,7 @@ Positive = Annotated[float, Field(ge=1e-9, le=1e6)]  # a rate, a bandwidth, a nu
 Weight = Annotated[float, Field(ge=0, le=1e6)]  # of a loss term, a noise, a penalty
 Share = Annotated[float, Field(ge=0, le=1)]
 Ratio = Annotated[float, Field(ge=1e-3, le=64)]  # of a layer's size to another's
-Duration = Annotated[float, Field(ge=1e-3, le=1e6)]  # s, or min of a whole command
+Duration = Annotated[float, Field(ge=1e-6, le=1e6)]  # s, or min of a whole command
 Delay = Annotated[float, Field(ge=0, le=1e6)]  # ms, or min between two events
 Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]  # 0: greedy
 # Texts.

@@ -88,7 +88,9 @@ class Connection:
         self.number += 1
         data, sizes = protocol.encode_counted({**message, "n": self.number})
         if message["kind"] != "hello" and len(data) > (limit := self.welcome["limits"]["message"]):
-            raise SpecBenchError(f"a message of {len(data)} bytes, but the server takes {limit}; raise its limits.message")
+            raise SpecBenchError(
+                f"a message of {len(data)} bytes, but the server takes {limit}; set a larger megabytes= there"
+            )
         begin = time.perf_counter()
         self._connected().send(data)
         answer = self.receive(begin)

@@ -5,22 +5,24 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 
 from specbench.common.errors import SpecBenchError, format_exception
 from specbench.common.processes import end_with_parent
 from specbench.engine.loading import ModelSpec
-from specbench.remote.protocol import Limits, request_bytes
+from specbench.remote.protocol import FRAME, Limits, request_bytes
 from specbench.remote.server import Server
 
 TIMEOUT_S = 600  # of loading a model
+COPIES = 3  # of a client's message that a server holds at most: arriving, queued, being decoded
 
 
 def server(
     model: ModelSpec,
     address: str,
     clients: int = 16,
-    megabytes: int = 64,
+    megabytes: int | None = None,
     nodes: int = 256,
     prompt: int | None = None,
     idle_s: float = 3600.0,
@@ -28,13 +30,15 @@ def server(
 ) -> Server:
     """A server that listens already, and serves when it is `run`; its options are those of `conf/serve.yaml`.
 
+    megabytes: of a message; None: so many that all clients together cannot make the process half as large again.
     condensers: drafters, not yet bound, that condense states before they are sent.
     """
     target, _ = model.load(beside=condensers)
     if model.forward == "lean":
         target.optimize_for_inference()
     context = target.max_context
-    largest = min(megabytes << 20, request_bytes(prompt or context, nodes, target.vocab_size))
+    largest = psutil.Process().memory_info().rss // (2 * COPIES * clients) if megabytes is None else megabytes << 20
+    largest = max(FRAME, min(largest, request_bytes(prompt or context, nodes, target.vocab_size)))
     limits = Limits(clients=clients, message=largest, prompt=prompt or context, context=context, nodes=nodes)
     for drafter in condensers:
         drafter.bind(target)

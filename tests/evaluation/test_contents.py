@@ -255,7 +255,11 @@ def other_template(own):
 
 
 def drafter_tensor(own):
-    edit(own / "weights" / "eagle2" / "model.safetensors", lambda tensors: tensors["fc.weight"].mul_(-1))
+    folder = own / "weights" / "eagle2"
+    edit(folder / "model.safetensors", lambda tensors: tensors["fc.weight"].mul_(-1))
+    provenance = json.loads((folder / "provenance.json").read_text())
+    provenance["sha256"] = sha256_of(folder / "model.safetensors")
+    (folder / "provenance.json").write_text(json.dumps(provenance))
 
 
 CHANGES = {
