@@ -134,8 +134,10 @@ class Estimate:
 
     def _bounds(self) -> tuple[float, float]:
         value, error = self.value[0], self.error[0]
+        if error <= TINY * (1.0 if self.log else abs(value)):  # all questions are alike, but for rounding
+            return float(value), float(value)
         samples = self.value[1:][np.isfinite(self.value[1:])]
-        spread = self.error[1:] > TINY * max(error, abs(value) * TINY)
+        spread = self.error[1:] > TINY * error
         deviations = (self.value[1:][spread] - value) / self.error[1:][spread]
         if len(deviations) < REGULAR * SAMPLES:  # in many samples all questions are alike, as with one failure in 80
             low, high = np.percentile(samples, LEVEL) if samples.size else (value, value)
@@ -192,7 +194,7 @@ def _slope(rate: Rate, sums: Sums, name: str, part: int) -> np.ndarray:
 
 def _error(influence: np.ndarray, questions: int, seed: int) -> np.ndarray:
     """[1 + S]: standard errors from influences."""
-    inside = np.nan_to_num(influence) ** 2 * weights(questions, seed)
+    inside = np.where(np.isfinite(influence), influence, 0.0) ** 2 * weights(questions, seed)
     return np.asarray(np.sqrt(inside.sum(1) * questions / max(questions - 1, 1)))
 
 

@@ -66,6 +66,11 @@ class Verdict:
     summary: str
     size: str = ""
 
+    @property
+    def shown(self) -> str:
+        """`preliminary, 24 of 80`."""
+        return f"{self.verdict}, {self.size}" if self.size else self.verdict
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -323,8 +328,7 @@ COLUMNS = ("claim", "source", "published", "measured", "verdict")
 
 def cells(v: Verdict) -> list[str]:
     """One line of the table of claims, in the order of `COLUMNS`."""
-    verdict = f"{v.verdict}, {v.size}" if v.size else v.verdict
-    return [v.claim["says"], v.claim["source"], v.claim["published"], v.summary, verdict]
+    return [v.claim["says"], v.claim["source"], v.claim["published"], v.summary, v.shown]
 
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:

@@ -41,7 +41,7 @@ def show_claims(verdicts: Iterable[Verdict], arms: Collection[str]) -> None:
         named = {test.get(side, BASELINE) for test in v.claim["tests"] for side in ("of", "over")}
         if named <= {BASELINE, *arms}:
             summary = v.summary if len(v.summary) <= MAX_SUMMARY else v.summary[: MAX_SUMMARY - 1] + "…"
-            line = f"{v.verdict}: {v.claim['says']} ({v.claim['source']}). {summary}"
+            line = f"{v.shown}: {v.claim['says']} ({v.claim['source']}). {summary}"
             print("\n".join(textwrap.wrap(visible(line), terminal_width(), subsequent_indent="  ")))
 
 

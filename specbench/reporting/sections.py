@@ -203,7 +203,7 @@ def _group(group: Sequence[Entry]) -> list[Block]:
 # Claims and papers ----------------------------------------------------------------------------------------------------
 
 TONES = {claims.REPRODUCED: "good", claims.NOT_REPRODUCED: "bad", claims.INCONCLUSIVE: "open"}
-UNDECIDED = (claims.NOT_TESTABLE, claims.NOT_RUN)
+UNDECIDED = (claims.PRELIMINARY, claims.NOT_TESTABLE, claims.NOT_RUN)
 LEDGER = ("verdict", "claim", "source", "measured against the claim")
 
 
@@ -216,7 +216,8 @@ def _ledger(report: "Report") -> list[Block]:
         chips = [Cell(f"{count} {kind}", TONES[kind]) for kind, count in claims.tally(decided).items()]
         rule = (
             "A claim compares arms of its own study alone, measured alike. Reproduced: the 95% interval of every effect "
-            "lies on its side. Not reproduced: one lies on the other. In brackets behind a source: what it printed."
+            "lies on its side. Not reproduced: one lies on the other. Preliminary: fewer questions than its study plans. In "
+            "brackets behind a source: what it printed."
         )
         parts: list[Block] = [Paragraph(rule, "note")]
         for caption, goals in (("The papers' claims", False), ("This project's goals", True)):
@@ -240,7 +241,7 @@ def _ledger(report: "Report") -> list[Block]:
 def _claim(v: claims.Verdict) -> list[str | Cell]:
     source = v.claim["source"] if claims.is_goal(v) else f"{v.claim['source']} ({v.claim['published']})"
     measured = Cell("", parts=tuple(v.summary.split("; ")))
-    return [Cell(v.verdict, TONES.get(v.verdict, "away")), v.claim["says"], source, measured]
+    return [Cell(v.shown, TONES.get(v.verdict, "away")), v.claim["says"], source, measured]
 
 
 def _papers(report: "Report") -> list[Block]:
