@@ -74,8 +74,8 @@ class Sweep(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print the table of all cells, the failures, and the number of complete cells.
 
-        A cell is complete if its job said so, whatever else there is of it. Exits with code 2 if any is not; Hydra swallows
-        all exceptions of a callback but `SystemExit`.
+        A cell is complete if its job noted its success, whatever rows there are. Exits with code 2 if any is not; Hydra
+        swallows all exceptions of a callback but `SystemExit`.
         """
         results = Path(config.results)
         complete, notes = _read_notes()

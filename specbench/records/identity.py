@@ -16,7 +16,7 @@ DECODING = 1
 # To be raised when the engine becomes faster or slower: speeds with a lower number are not compared; counts remain valid.
 TIMING = 1
 
-WEIGHTS = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
+TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names
 # Tree classes that adapt to costs in every cycle, so that a fit yields no fixed tree.
 COST_AWARE = ("CostAwareTree", "Rate")
@@ -73,7 +73,7 @@ def _class_name(target: Any) -> str:
 def cell_key(header: Mapping[str, Any]) -> str:
     """Target, decoding and mode of a block: of each arm and question only one row counts under one key."""
     config, target = header["config"], header["target"]
-    settings = {name: sha for name, sha in (target.get("contents") or {}).items() if not name.endswith(WEIGHTS)}
+    settings = {name: sha for name, sha in (target.get("contents") or {}).items() if not name.endswith(TENSOR_FILES)}
     sampler, decode, link = config["sampler"], config.get("decode") or {}, config.get("link") or {}
     shape = plain_options({**link, "to": None})
     sampled = sampler["temperature"] > 0 or bool(header.get("simulated"))

@@ -15,7 +15,7 @@ import numpy as np
 
 SAMPLES = 2000
 LEVEL = (2.5, 97.5)  # percent, of a 95% interval
-QUESTIONS = 4  # that an interval needs
+MIN_QUESTIONS = 4  # that an interval needs
 TINY = 1e-6  # an error below this part of another one is none, but for rounding
 REGULAR = 0.9  # share of samples with a standard error that a studentised interval needs
 
@@ -129,7 +129,7 @@ class Estimate:
         """The studentised 95% interval; None where the quantity is undefined."""
         if not np.isfinite(self.value[0]):
             return None
-        low, high = self._bounds() if self.questions >= QUESTIONS else (self.value[0], self.value[0])
+        low, high = self._bounds() if self.questions >= MIN_QUESTIONS else (self.value[0], self.value[0])
         return Interval(*(float(np.exp(x) if self.log else x) for x in (self.value[0], low, high)))
 
     def _bounds(self) -> tuple[float, float]:
@@ -242,7 +242,7 @@ def estimate_contrast(
 
 
 def average(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent estimates, as of several data sets: geometric for ratios."""
+    """The mean of independent estimates on one scale, as of several data sets: geometric for ratios."""
     value = np.mean([e.value for e in estimates], axis=0)
     error = np.sqrt(np.sum([e.error**2 for e in estimates], axis=0)) / len(estimates)
     return Estimate(value, error, min(e.questions for e in estimates), estimates[0].log)
@@ -281,7 +281,7 @@ def mean(values: Iterable[float]) -> float:
 
 def repeated(values: Sequence[float]) -> Interval:
     """The median of a measurement's repetitions, with its 95% bootstrap interval."""
-    low, high = np.percentile(medians(values), [2.5, 97.5])
+    low, high = np.percentile(medians(values), LEVEL)
     return Interval(float(np.median(values)), float(low), float(high))
 
 

@@ -28,6 +28,7 @@ import numpy as np
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES
 from specbench.records.statistics import (
+    LEVEL,
     Estimate,
     Interval,
     Rate,
@@ -186,6 +187,8 @@ def compare(test: Mapping[str, Any], known: Evidence) -> Comparison:
         if found is None:
             return one
         parts.append((found, one))
+    if len({found.log for found, _ in parts}) > 1:
+        return Comparison(reason="on some of these data sets it has no ratio")
     sizes = min((one for _, one in parts), key=lambda one: one.done - one.planned)
     effect = average([found for found, _ in parts]).interval()
     if effect is not None and "than" in test:
@@ -258,7 +261,7 @@ def _compare_measured(test: Mapping[str, Any], known: Evidence) -> Comparison:
         return replace(size, effect=_relative(repeated(a), test))
     if problem := known.incomparable(ours, theirs):
         return Comparison(reason=problem)
-    low, high = np.percentile(medians(a, seed=0) / medians(b, seed=1), [2.5, 97.5])
+    low, high = np.percentile(medians(a, seed=0) / medians(b, seed=1), LEVEL)
     return replace(size, effect=Interval(float(np.median(a) / np.median(b)), float(low), float(high)))
 
 
