@@ -1,6 +1,7 @@
 """The server that holds the target: several clients, each with a cache of its own, in one thread, one pass at a time.
 
-A bad message is answered with one line to its sender; other clients are not affected. Knows no drafter.
+A bad message is answered with one line to its sender; other clients are not affected. Messages that need no pass are
+answered first; passes are shared fairly, by the seconds that clients have used. Knows no drafter.
 """
 
 import time
@@ -13,13 +14,12 @@ import torch
 import zmq
 
 from specbench.common.errors import SpecBenchError, one_line
-from specbench.engine import tree as trees
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
 from specbench.engine.verify import LocalVerifier
-from specbench.remote import protocol
+from specbench.remote import protocol, requests
 from specbench.remote.transport import server_socket
 
 POLL_MS = 500  # between checks for clients that are gone
@@ -35,7 +35,8 @@ class Client:
         int8_states: are its states sent as int8?
         streamed: number of the request whose answers are a stream of plain decoding; None: the client sends trees.
         root: the last token of such a stream. unsent: an answer, while the client has not received the one before.
-        seen: time of the last message, on the monotonic clock.
+        request: the last one, while its pass has not run; a newer one replaces it, so that a client queues one at most.
+        seen: time of the last message, on the monotonic clock. used: seconds of passes, see `Server._next`.
     """
 
     cache: KVCache
@@ -45,7 +46,13 @@ class Client:
     streamed: int | None = None
     unsent: bytes | None = None
     root: int = 0
+    request: protocol.Begin | protocol.Pass | None = None
     seen: float = field(default_factory=time.monotonic)
+    used: float = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self.request is not None or (self.streamed is not None and self.unsent is None)
 
 
 class Server:
@@ -77,21 +84,19 @@ class Server:
         self.socket = server_socket(address, limits["message"])
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
         self.stopping = False
+        self.served = 0.0  # `used` of the client that was served last
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until `until()` or `stopping`; then close the socket."""
         checked = time.monotonic()
         try:
             while not (self.stopping or until()):
-                waiting = [pair for pair in self.clients.items() if pair[1].unsent is not None]
-                streams = [pair for pair in self.clients.items() if pair[1].streamed is not None and pair[1].unsent is None]
-                if self.socket.poll(0 if streams else BLOCKED_MS if waiting else POLL_MS):
-                    self._answer()
-                for peer, client in waiting:
+                self._receive()
+                for slow, client in list(self.clients.items()):
                     if client.unsent is not None:
-                        self._send(peer, client.unsent)
-                for peer, client in streams:
-                    self._stream(peer, client)
+                        self._send(slow, client.unsent)
+                if (peer := self._next()) is not None:
+                    self._work(peer, self.clients[peer])
                 if time.monotonic() - checked > POLL_MS / 1000:
                     self._drop_gone()
                     checked = time.monotonic()
@@ -99,8 +104,33 @@ class Server:
             self.clients.clear()
             self.socket.close()
 
+    def _receive(self) -> None:
+        """Receive what has come, about one message of each client; wait for a message if there is nothing to do."""
+        clients = list(self.clients.values())
+        waiting = any(client.unsent is not None for client in clients)
+        timeout = 0 if any(client.has_work for client in clients) else BLOCKED_MS if waiting else POLL_MS
+        for _ in range(self.limits["clients"]):
+            if not self.socket.poll(timeout):
+                break
+            self._answer()
+            timeout = 0
+
+    def _next(self) -> bytes | None:
+        """The client whose pass runs next: the one that has used the fewest seconds (start-time fair queueing).
+
+        A client that was idle counts as if it had used what the last served one had, so that it neither waits for all
+        others nor may make up for its idle time.
+        """
+        busy = {peer: client for peer, client in self.clients.items() if client.has_work}
+        for client in busy.values():
+            client.used = max(client.used, self.served)
+        peer = min(busy, key=lambda peer: busy[peer].used, default=None)
+        if peer is not None:
+            self.served = busy[peer].used
+        return peer
+
     def _answer(self) -> None:
-        """Receive one message and answer it."""
+        """Receive one message; answer it, or keep it until its pass runs."""
         peer, *frames = self.socket.recv_multipart()
         number = 0
         try:
@@ -110,44 +140,53 @@ class Server:
                 raise SpecBenchError(f"a message of {len(frames)} frames, where one was expected")
             request = protocol.decode(frames[0], protocol.REQUEST)
             number = request["n"]
-            reply = self._reply(peer, request)
-        except SpecBenchError as error:
-            reply = {"kind": "error", "message": one_line(error)[:1000]}
-        except Exception as error:  # a fault of the server, which goes on for other clients
-            self._drop(peer)
-            reply = {"kind": "error", "message": f"the server failed at this request: {one_line(error)}"[:1000]}
-        if reply is not None:
-            self._send(peer, protocol.encode(reply | {"n": number}))
+            if request["kind"] == "hello":
+                self._send(peer, protocol.encode(self._welcome(peer, request) | {"n": number}))
+            elif (client := self.clients.get(peer)) is None:
+                raise SpecBenchError("send hello first: this server does not know the client, or has dropped it as idle")
+            elif request["kind"] == "end":
+                self._drop(peer)
+            else:
+                client.seen, client.unsent, client.streamed, client.request = time.monotonic(), None, None, request
+        except Exception as error:
+            self._refuse(peer, number, error)
 
-    def _reply(self, peer: bytes, request: Any) -> dict[str, Any] | None:
-        if request["kind"] == "hello":
-            return self._welcome(peer, request)
-        if (client := self.clients.get(peer)) is None:
-            raise SpecBenchError("send hello first: this server does not know the client, or has dropped it as idle")
-        client.seen, client.unsent = time.monotonic(), None
-        if request["kind"] == "end":
-            self._drop(peer)
-            return None
-        return self._timed(client, self._begin if request["kind"] == "begin" else self._pass, request)
+    def _work(self, peer: bytes, client: Client) -> None:
+        """Run a client's request, or the next token of its stream, and send the answer."""
+        request, number, client.request = client.request, client.streamed or 0, None
+        try:
+            if request is None:
+                if client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity:
+                    client.streamed = None
+                    return
+                reply = self._timed(client, self._verified, root_only(client.root, self.target.device))
+            else:
+                number = request["n"]
+                reply = self._timed(client, self._begin if request["kind"] == "begin" else self._pass, request)
+            self._send(peer, protocol.encode(reply | {"n": number}))
+        except Exception as error:
+            self._refuse(peer, number, error)
 
     def _timed(self, client: Client, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """The answer of some work for a client, with its seconds."""
         begin = time.perf_counter()
         self.target.cache, self.target.taps = client.cache, client.taps
-        with torch.inference_mode():
-            answer = work(client, *arguments)
-        return {"kind": "answer", **answer, "seconds": time.perf_counter() - begin}
+        try:
+            with torch.inference_mode():
+                answer = work(client, *arguments)
+        finally:
+            client.used += (seconds := time.perf_counter() - begin)
+        return {"kind": "answer", **answer, "seconds": seconds}
 
-    def _stream(self, peer: bytes, client: Client) -> None:
-        """Send one more token of plain decoding, until a stop token or the end of the requested positions."""
-        if client.streamed is None:  # ended by the client's last message
-            return
-        over = client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity
-        number, client.streamed = client.streamed, None
-        if not over and self.clients.get(peer) is client:
-            reply = self._timed(client, self._verified, root_only(client.root, self.target.device))
-            client.streamed = number
-            self._send(peer, protocol.encode(reply | {"n": number}))
+    def _refuse(self, peer: bytes, number: int, error: Exception) -> None:
+        """Answer with an error. A fault of the server ends the client's session; the server goes on for other clients."""
+        message = one_line(error)
+        if not isinstance(error, SpecBenchError):
+            self._drop(peer)
+            message = f"the server failed at this request: {message}"
+        elif (client := self.clients.get(peer)) is not None:
+            client.streamed = None
+        self._send(peer, protocol.encode({"kind": "error", "message": message[:1000], "n": number}))
 
     def _welcome(self, peer: bytes, request: protocol.Hello) -> dict[str, Any]:
         if request["version"] != protocol.VERSION:
@@ -166,11 +205,11 @@ class Server:
 
     def _begin(self, client: Client, request: protocol.Begin) -> dict[str, Any]:
         prompt, limits = request["prompt"], self.limits
-        _require("prompt", "tokens", len(prompt), limits["prompt"])
-        _require("capacity", "positions", request["capacity"], limits["context"] + limits["nodes"])
+        requests.require("prompt", "tokens", len(prompt), limits["prompt"])
+        requests.require("capacity", "positions", request["capacity"], limits["context"] + limits["nodes"])
         if not len(prompt) < request["capacity"]:
             raise SpecBenchError(f"a prompt of {len(prompt)} tokens has no room in {request['capacity']} positions")
-        self._require_ids(prompt)
+        requests.require_ids(prompt, self.target.vocab_size)
         try:
             taps = protocol.unpack_taps(request["taps"])
             if taps.condensed is not None:
@@ -195,8 +234,7 @@ class Server:
     def _pass(self, client: Client, request: protocol.Pass) -> dict[str, Any]:
         if client.verifier is None:
             raise SpecBenchError("a tree without a prompt; begin a generation first")
-        client.streamed = None
-        tree = self._tree(request)
+        tree = requests.tree(request, self.limits["nodes"], self.target.vocab_size, self.target.device)
         if client.cache.length + len(tree) > client.cache.capacity:
             raise SpecBenchError(f"a tree of {len(tree)} nodes has no room left in {client.cache.capacity} positions")
         return self._verified(client, tree)
@@ -234,47 +272,6 @@ class Server:
         values, ids = states.logits.topk(min(taps.observe_top_k, self.target.vocab_size))
         return {"ids": ids.tolist(), "logits": protocol.pack(values)}
 
-    # Requests -----------------------------------------------------------------------------------------------------------
-
-    def _tree(self, request: protocol.Pass) -> DraftTree:
-        """The tree of a request. Raises `SpecBenchError` if it is not valid."""
-        tokens, parents = request["tokens"], [-1, *request["parents"]]
-        count, device = len(tokens), self.target.device
-        _require("tree", "nodes", count, self.limits["nodes"])
-        self._require_ids(tokens)
-        if len(parents) != count or any(parent >= node for node, parent in enumerate(parents)):
-            raise SpecBenchError("a tree in which a node does not stand behind its parent")
-        depths = trees.depths_of(parents)
-        drawn = request.get("drawn")
-        ranks, width = [0] * count, 0
-        if drawn is not None:
-            ranks, width = drawn["ranks"], drawn["width"]
-            if len(ranks) != count or width > count or any(rank >= width for rank in ranks[1:]):
-                raise SpecBenchError("a tree whose ranks do not fit it")
-        ids, above, levels, rank = torch.tensor([tokens, parents, depths, ranks], device=device).unbind()
-        tree = trees.build(ids, above, levels, rank, max(depths), width)
-        if others := request.get("others"):
-            tree.acceptable = torch.ones(count, dtype=torch.bool, device=device)
-            tree.acceptable[self._nodes(others, count)] = False
-            tree.acceptable[0] = True
-        if drawn is not None:
-            nodes = self._nodes(drawn["nodes"], count)
-            rows = protocol.unpack(drawn["q"], device, (len(nodes), self.target.vocab_size)).float()
-            if not bool((rows >= 0).all()):  # NaN is not either
-                raise SpecBenchError("a tree whose q is no probability")
-            tree.q = torch.zeros(count, self.target.vocab_size, device=device).index_copy_(0, nodes, rows)
-            tree.replacement = drawn["replacement"]
-        return tree
-
-    def _nodes(self, numbers: list[int], count: int) -> torch.Tensor:
-        if len(set(numbers)) != len(numbers) or any(node >= count for node in numbers):
-            raise SpecBenchError(f"nodes that a tree of {count} does not have")
-        return torch.tensor(numbers, dtype=torch.long, device=self.target.device)
-
-    def _require_ids(self, tokens: list[int]) -> None:
-        if max(tokens) >= self.target.vocab_size:
-            raise SpecBenchError(f"token {max(tokens)}, but the target has {self.target.vocab_size}")
-
     # Clients ------------------------------------------------------------------------------------------------------------
 
     def _send(self, peer: bytes, reply: bytes) -> None:
@@ -309,8 +306,3 @@ class Server:
         if (client := self.clients.pop(peer, None)) is not None:
             client.cache.begin(0)
             client.cache.storage, client.cache.capacity, client.verifier, client.streamed = {}, 0, None, None
-
-
-def _require(name: str, unit: str, size: int, limit: int) -> None:
-    if size > limit:
-        raise SpecBenchError(f"a {name} of {size} {unit}, but this server takes {limit}")

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import msgpack
 import pytest
@@ -182,6 +182,24 @@ def test_what_is_not_received_or_piles_up_is_bounded_and_others_are_served():
         with raw(own.address) as other:
             assert other.ask(BEGIN)["kind"] == "answer"
         silent.close()
+
+
+def test_clients_that_ask_without_reading_are_one_pass_ahead_of_another_at_most(monkeypatch):
+    """Eight clients send 20 passes each and read nothing; the next client is answered before most of them run."""
+    with serving(tiny(), clients=10) as there, ExitStack() as opened:
+        passes = []
+        verified = there._verified
+        monkeypatch.setattr(there, "_verified", lambda *given: (passes.append(1), time.sleep(0.02), verified(*given))[-1])
+        busy = [opened.enter_context(raw(there.address)) for _ in range(8)]
+        for other in busy:
+            other.ask(BEGIN)
+        other = opened.enter_context(raw(there.address))
+        for asking in busy:
+            for n in range(20):
+                asking.socket.send(protocol.encode({**PASS, "n": 3 + n}))
+        assert other.ask(BEGIN)["kind"] == "answer"
+        assert other.ask({**PASS, "tokens": [1, 2, 3], "parents": [0, 0]})["kind"] == "answer"
+        assert len(passes) <= 12  # in turn they would be 17 and more
 
 
 def test_a_connection_that_names_itself_is_refused(server):  # noqa: F811
