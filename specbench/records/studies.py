@@ -25,6 +25,7 @@ OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters o
 METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up")
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
+Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
 Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
 # See `specbench.evaluation.measurements`.
 Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate"]
@@ -124,12 +125,16 @@ class Claim(TypedDict):
 class Shown(TypedDict):
     """A published table that the study reproduces. paper, table: as in `results/published/*.csv`.
 
-    rows: row, or `row | column`, -> arm.
+    arms: which published numbers -> the arm whose value stands beside them. A key is a published drafter and, where a table
+    has several rows of it, parts of its variant or other columns: `eagle1; tree=chain`. The key with most parts counts.
+    beside: a published target beside whose numbers those of a target stand that the table does not have; by default the
+    first that fits.
     """
 
     paper: Text
     table: Text
-    rows: Mapping[str, Name]
+    arms: Mapping[Selector, Name]
+    beside: NotRequired[Name]
 
 
 @with_config(STRICT)
@@ -158,7 +163,7 @@ def check(study: Study, name: str) -> Study:
     if BASELINE in arms:
         raise SpecBenchError(f"study {name}: arm {BASELINE} is the baseline, which every cell has; call it otherwise")
     named = [a["weights"] for a in arms.values() if "weights" in a]
-    named += [arm for shown in study.get("shows", []) for arm in shown["rows"].values()]
+    named += [arm for shown in study.get("shows", []) for arm in shown["arms"].values()]
     for claim in study.get("claims", []):
         if not claim["tests"] and "project" not in {**study.get("needs", {}), **claim.get("needs", {})}:
             raise SpecBenchError(f"study {name}: {claim['says']!r} has no test; say in needs.project what it waits for")

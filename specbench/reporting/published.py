@@ -1,8 +1,8 @@
 """The papers' numeric tables from `results/published/*.csv`, with measured numbers beside the published ones.
 
-A study assigns its arms to rows, or to `row | column`, of a table (`Study.shows`). The arm's value for a cell's dataset,
-temperature and metric is shown beside the published one; values published for another target are marked. What was not
-measured stays empty.
+A study assigns its arms to published drafters (`Study.shows`). The arm's value for a cell's dataset, temperature and metric
+is shown beside the number that was published for the same target, or, if the table does not have that target, beside that
+of another one, which is marked. What was not measured stays empty.
 """
 
 import csv
@@ -12,18 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 from pydantic import StringConstraints
 from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_text, readable, validate
-from specbench.records.metrics import RATES
-from specbench.records.statistics import interval
 from specbench.reporting import text
-from specbench.reporting.cells import Entry
-from specbench.reporting.claims import TIMED, Evidence
+from specbench.reporting.beside import Beside, matching
+from specbench.reporting.claims import Evidence
 
 
 class Cell(TypedDict):
@@ -89,12 +86,7 @@ def read(path: Path) -> list[Any]:
     return cells
 
 
-# Metrics of the papers' tables -> `RATES`; other metrics are not measured here.
-MEASURED = {name: name for name in ("tau", "speed_up", "tokens_per_s", "alpha")}
-MEASURED |= {f"{i}-alpha": f"alpha{i}" for i in range(5)}
-MEMORY = "memory_gb"  # GB in the papers' tables are GiB
 ELSEWHERE = "another target"  # shown instead of a value that was published for one
-MEAN = "mean"  # as a dataset: the mean over the other datasets of its row
 
 
 class Pair(NamedTuple):
@@ -185,10 +177,9 @@ def tables(published: pd.DataFrame, known: Mapping[str, Evidence], problems: lis
     for (paper, table), part in published.groupby(["paper", "table"], sort=False):
         own: list[PaperTable] = []
         for name, evidence in known.items():
-            for rows in (s["rows"] for s in evidence.study.get("shows", []) if (s["paper"], s["table"]) == (paper, table)):
-                existing = {*part["row"], *(part["row"] + " | " + part["column"])}
-                absent -= {(name, (paper, table, row)) for row in rows if row in existing}
-                rebuilt = _table(str(paper), str(table), part, _Beside(part, rows, evidence), name, bool(own))
+            for shows in (s for s in evidence.study.get("shows", []) if (s["paper"], s["table"]) == (paper, table)):
+                absent -= {(name, (paper, table, key)) for key in shows["arms"] if not matching(part, key).empty}
+                rebuilt = _table(str(paper), str(table), part, Beside(part, shows, evidence), name, bool(own))
                 own += [rebuilt] if rebuilt.measured else []
         made += own or [_table(str(paper), str(table), part)]
     if problems is not None:
@@ -198,11 +189,11 @@ def tables(published: pd.DataFrame, known: Mapping[str, Evidence], problems: lis
 
 
 def _keys(evidence: Evidence) -> list[tuple[str, str, str]]:
-    return [(s["paper"], s["table"], row) for s in evidence.study.get("shows", []) for row in s["rows"]]
+    return [(s["paper"], s["table"], key) for s in evidence.study.get("shows", []) for key in s["arms"]]
 
 
 def _table(
-    paper: str, table: str, part: pd.DataFrame, beside: "_Beside | None" = None, study: str = "", again: bool = False
+    paper: str, table: str, part: pd.DataFrame, beside: Beside | None = None, study: str = "", again: bool = False
 ) -> PaperTable:
     cells: dict[str, dict[str, Pair]] = {}
     for cell in part.itertuples():
@@ -243,66 +234,3 @@ def _notes(part: pd.DataFrame) -> tuple[str, ...]:
         first = rows.iloc[0]
         notes.append(f"all, {len(rows)} cells: {note}" if len(rows) > 3 else f"{first['row']}, {first['column']}: {note}")
     return tuple(notes)
-
-
-class _Beside:
-    """The measured values of a table. rows: row, or `row | column`, -> arm."""
-
-    def __init__(self, part: pd.DataFrame, rows: Mapping[str, str], evidence: Evidence):
-        self.part, self.rows, self.evidence = part, rows, evidence
-        self.targets = {e.model for e in evidence.entries}
-
-    def arm(self, cell: Any) -> str | None:
-        return self.rows.get(f"{cell.row} | {cell.column}", self.rows.get(str(cell.row)))
-
-    @property
-    def shown(self) -> pd.DataFrame:
-        """The published cells that an arm is assigned to."""
-        return self.part[[self.arm(cell) is not None for cell in self.part.itertuples()]]
-
-    @property
-    def where(self) -> str:
-        """The study's targets and machines."""
-        return "; ".join(dict.fromkeys(f"{e.model} on {e.machine}, {e.dtype}" for e in self.evidence.entries))
-
-    def find(self, cell: Any) -> tuple[float | None, str]:
-        """The measured value of a published cell, and what was measured."""
-        arm = self.arm(cell)
-        if arm is None:
-            return None, ""
-        return self._mean(cell) if cell.dataset == MEAN else self._value(arm, cell)
-
-    def _value(self, arm: str, cell: Any) -> tuple[float | None, str]:
-        at: dict[str, Any] = {"dataset": cell.dataset} if cell.dataset else {}
-        at |= {"temperature": float(cell.temperature)} if cell.temperature else {}
-        metric = MEASURED.get(cell.metric)
-        if metric is None and cell.metric != MEMORY:
-            return None, ""
-        e = self.evidence.find(arm, at, timed=metric is None or metric in TIMED)
-        if e is None:
-            return None, ""
-        if metric is None:
-            value = e.summary.peak_bytes / 2**30 if e.summary.peak_bytes else None
-        elif cell.metric.endswith("-alpha") and not _is_chain(e):
-            value = None  # n-alpha is defined for chains
-        else:
-            rate = interval(RATES[metric], e.totals)
-            value = None if rate is None else rate.value
-        if value is None:
-            return None, ""
-        trained = f", {e.seeds} seed{'s' if e.seeds > 1 else ''}" if "of" in e.arm else ""
-        return value, f"{arm}{trained}: {e.dataset}, {e.summary.prompts} generations{', replayed' if e.replayed else ''}"
-
-    def _mean(self, cell: Any) -> tuple[float | None, str]:
-        """Mean over the datasets of the cell's row, if all of them were measured."""
-        part = self.part
-        alike = (part["row"] == cell.row) & (part["metric"] == cell.metric) & (part["temperature"] == cell.temperature)
-        others = part[alike & ~part["dataset"].isin([MEAN, ""])].drop_duplicates("dataset")
-        values = [self.find(other)[0] for other in others.itertuples()]
-        if not values or None in values:
-            return None, ""
-        return float(np.mean(values)), f"mean of {', '.join(others['dataset'])}"  # type: ignore[arg-type]
-
-
-def _is_chain(e: Entry) -> bool:
-    return str(e.growth.get("_target_", "Chain")).endswith("Chain")

@@ -69,21 +69,23 @@ def test_damaged_published_numbers_are_named(tmp_path, content, message):
 
 
 def paper(folder, *lines, target="llama3-8b", table="Table 1"):
-    """A published table of lines (row, column, dataset, temperature, metric, value)."""
+    """A published table of lines (row, column, dataset, temperature, metric, value); a row is a drafter's, on `target`
+    unless it names one: `EAGLE on llama2-7b`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{table}.csv").open("w", newline="") as file:
         out = csv.writer(file)
         out.writerow(published.FIELDS)
         for row, column, dataset, temperature, metric, value in lines:
-            about = ["x", table, row, column, "A100", target, "any", "", dataset, temperature, metric, value]
+            drafter, _, own = row.partition(" on ")
+            about = ["x", table, row, column, "A100", own or target, drafter, "", dataset, temperature, metric, value]
             out.writerow([*about, "", "bonus included" if metric == "tau" else "", ""])
     return published.load(folder)
 
 
-def study(**rows):
-    """A study with arms a and b that shows these rows of the table."""
+def study(**shown):
+    """A study with arms a and b that shows these published drafters of the table."""
     arms = {name: {"run": ["drafter=eagle2"]} for name in ("a", "b")}
-    shows = [{"paper": "x", "table": "Table 1", "rows": rows}]
+    shows = [{"paper": "x", "table": "Table 1", "arms": shown}]
     return {"title": "x", "source": ["x"], "cells": [["dataset=mtbench"]], "arms": arms, "shows": shows}
 
 
@@ -127,7 +129,7 @@ def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, 
         ("EAGLE", "HumanEval", "humaneval", "0", "tau", "4.4"),
         ("HASS", "tau", "mtbench", "0", "tau", "4.5"),
     )
-    table, problems = beside(measured, numbers, study(EAGLE="a", **{"EAGLE | T=1": "b"}))
+    table, problems = beside(measured, numbers, study(EAGLE="a", **{"EAGLE; column=T=1": "b"}))
     row = {column: pair.measured for column, pair in table.cells["EAGLE"].items()}
     assert not problems and {pair.published for pair in table.cells["EAGLE"].values()} >= {"4.1", "13.5", "250"}
     assert row["tau"] == value(measured, "a", "tau", replayed=True), "of acceptance the replayed rows, which are more"
@@ -135,7 +137,7 @@ def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, 
     assert row["alpha"] == value(measured, "a", "alpha", replayed=True), "without a dataset it is the study's own"
     assert row["0-alpha"] == value(measured, "a", "alpha0", replayed=True)
     assert row["M"] == 2.0, "the median of the peaks, in GiB"
-    assert row["T=1"] == value(measured, "b", "tau", temperature=1.0), "the word for a cell goes before that for its row"
+    assert row["T=1"] == value(measured, "b", "tau", temperature=1.0), "the key with more parts counts"
     assert row["GSM8K"] == value(measured, "a", "tau", dataset="gsm8k")
     assert row["size"] is row["HumanEval"] is None and table.cells["HASS"]["tau"].measured is None
     assert table.targets == "published: llama3-8b on A100; measured here: m on toaster, 1 cores, torch 2, float32"
@@ -143,6 +145,32 @@ def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, 
     heads, lines = list(zip(*table.heads[:2], strict=True)), {line[0]: line for line in table.lines()}
     assert lines["EAGLE"][heads.index(("M", "measured"))] == "2.00"
     assert [lines["HASS"][heads.index(("tau", side))] for side in ("measured", "published")] == ["", "4.5"]
+
+
+@pytest.mark.parametrize(("shown", "expected"), [({}, "EAGLE on vicuna-7b"), ({"beside": "llama2-7b"}, "EAGLE on llama2-7b")])
+def test_published_rows_follow_the_measured_target(tmp_path, measured, shown, expected):
+    lines = [(f"EAGLE on {t}", "tau", "mtbench", "0", "tau", "4.1") for t in ("vicuna-7b", "llama2-7b")]
+    spec = study(EAGLE="a")
+    spec["shows"][0] |= shown
+    table, _ = beside(measured, paper(tmp_path / "p", *lines), spec)
+    assert [row for row, line in table.cells.items() if line["tau"].measured] == [expected]
+    assert not table.cells[expected]["tau"].alike, "marked: another target"
+    own = ("EAGLE on m", "tau", "mtbench", "0", "tau", "4.1")
+    table, _ = beside(measured, paper(tmp_path / "p", *lines, own), spec)
+    assert [row for row, line in table.cells.items() if line["tau"].measured] == ["EAGLE on m"]
+    assert table.cells["EAGLE on m"]["tau"].alike and "published: m on A100" in table.targets
+    others = [*lines, ("HASS on m", "tau", "mtbench", "0", "tau", "4.1")]
+    table, _ = beside(measured, paper(tmp_path / "p", *others), spec)
+    assert table.measured == 0, "the table has the target, but not this drafter on it"
+
+
+def test_a_number_without_a_data_set_stands_beside_the_mean_over_the_studys(tmp_path, measured):
+    spec = {**study(EAGLE="a"), "cells": [["dataset=mtbench"], ["dataset=gsm8k"]]}
+    table, _ = beside(measured, paper(tmp_path / "p", ("EAGLE", "tau", "", "", "tau", "4.9")), spec)
+    own = [float(RATES["tau"](e.totals.pooled)) for e in measured if e.name == "a" and e.temperature == 0]
+    pair = table.cells["EAGLE"]["tau"]
+    assert len(own) == 3 and pair.measured == pytest.approx((own[1] + own[2]) / 2), "replayed where there is a replay"
+    assert pair.source == "mean of mtbench, gsm8k"
 
 
 def test_a_mean_is_of_the_rows_datasets_if_all_were_measured(tmp_path, measured):
@@ -204,7 +232,7 @@ def test_the_report_pairs_measured_and_published_and_lists_the_rest(tmp_path, mo
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "s.yaml").write_text(
         "title: Trees\nsource: [here]\ncells: [[dataset=mtbench]]\narms: {a: {run: [drafter=eagle2]}}\n"
-        "shows: [{paper: x, table: Table 1, rows: {EAGLE: a}}]\n"
+        "shows: [{paper: x, table: Table 1, arms: {EAGLE: a}}]\n"
     )
     (tmp_path / "studies" / "gpu.yaml").write_text(
         "title: Needs\nsource: [there]\nneeds: {device: cuda}\ncells: [[dataset=mtbench]]\n"

@@ -1,0 +1,135 @@
+"""Which measured value stands beside a published number, see `specbench.reporting.published`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from specbench.records.metrics import BASELINE, RATES
+from specbench.records.statistics import interval
+from specbench.records.studies import Shown, option
+from specbench.reporting.cells import Entry
+from specbench.reporting.claims import EXACT, TIMED, Evidence, rate
+
+# Metrics of the papers' tables -> metrics of `claims.rate`; others are not measured here.
+MEASURED = {name: name for name in ("tau", "speed_up", "tokens_per_s", "alpha", "target_calls")}
+MEASURED |= {f"{i}-alpha": f"alpha{i}" for i in range(5)}
+MEASURED |= {"pass_parameters": "parameters", "parameter_ratio": "draft_cost_by_parameters"}
+MEASURED |= {"pass_ms": "pass_ms", "latency_ratio": "draft_cost"}
+MEASURED |= {"pass_at_1": "solved", "accuracy": "solved"}
+SCALES = {"%": 100.0, "M": 2.0**-20}  # printed values are these times the measured ones; the papers' M fits 2^20
+MEMORY = "memory_gb"  # GB in the papers' tables are GiB
+MEAN = "mean"  # as a dataset: the mean over the other datasets of its row
+COLUMNS = ("row", "column", "target", "dataset", "temperature", "metric", "hardware")  # that a key may name
+
+
+def matching(part: pd.DataFrame, key: str) -> pd.DataFrame:
+    """The published cells that a key of `Shown.arms` names."""
+    drafter, *named = key.split("; ")
+    chosen = part["drafter"] == drafter if drafter else pd.Series(True, part.index)
+    for name in named:
+        column, _, value = name.partition("=")
+        chosen &= (
+            part[column] == value
+            if column in COLUMNS
+            else ("; " + part["variant"] + ";").str.contains(f"; {name};", regex=False)
+        )
+    return part[chosen]
+
+
+def assigned(part: pd.DataFrame, shows: Shown, measured: Iterable[str]) -> dict[int, str]:
+    """Index of a published cell -> arm. measured: targets; if the table has one of them, only its cells are assigned."""
+    own = {*measured} & {*part["target"]}
+    arms: dict[int, str] = {}
+    for key in sorted(shows["arms"], key=lambda key: key.count(";")):  # the one with most parts last, so that it counts
+        cells = matching(part, key)
+        if own:
+            cells = cells[cells["target"].isin([*own, ""])]
+        elif not cells.empty:
+            known = [*cells["target"]]
+            cells = cells[cells["target"] == (shows["beside"] if shows.get("beside") in known else known[0])]
+        arms |= dict.fromkeys(cells.index, shows["arms"][key])
+    return arms
+
+
+class Beside:
+    """The measured values of a table."""
+
+    def __init__(self, part: pd.DataFrame, shows: Shown, evidence: Evidence):
+        self.part, self.evidence = part, evidence
+        self.targets = {e.model for e in evidence.entries}
+        self.arms = assigned(part, shows, self.targets)
+
+    @property
+    def shown(self) -> pd.DataFrame:
+        """The published cells that an arm is assigned to."""
+        return self.part.loc[sorted(self.arms)]
+
+    @property
+    def where(self) -> str:
+        """The study's targets and machines."""
+        return "; ".join(dict.fromkeys(f"{e.model} on {e.machine}, {e.dtype}" for e in self.evidence.entries))
+
+    def find(self, cell: Any) -> tuple[float | None, str]:
+        """The measured value of a published cell, and what was measured."""
+        arm = self.arms.get(cell.Index)
+        if arm is None:
+            return None, ""
+        if cell.dataset == MEAN:
+            part = self.part
+            row = (part["row"] == cell.row) & (part["metric"] == cell.metric) & (part["temperature"] == cell.temperature)
+            return self._mean(arm, cell, [name for name in dict.fromkeys(part[row]["dataset"]) if name not in (MEAN, "")])
+        if cell.dataset == "" and MEASURED.get(cell.metric) not in (None, "pass_ms", "draft_cost", *EXACT):
+            cells = self.evidence.study["cells"]  # papers name none for means: those of the study, which follows the source
+            return self._mean(arm, cell, [*dict.fromkeys(option(words, "dataset", "mtbench") for words in cells)])
+        return self._value(arm, cell, cell.dataset)
+
+    def _mean(self, arm: str, cell: Any, datasets: list[str]) -> tuple[float | None, str]:
+        """Mean over data sets, if all of them were measured."""
+        found = [self._value(arm, cell, dataset) for dataset in datasets]
+        values = [value for value, _ in found if value is not None]
+        if not values or len(values) < len(found):
+            return None, ""
+        return (float(np.mean(values)), f"mean of {', '.join(datasets)}") if len(found) > 1 else found[0]
+
+    def _value(self, arm: str, cell: Any, dataset: str) -> tuple[float | None, str]:
+        at: dict[str, Any] = {"dataset": dataset} if dataset else {}
+        at |= {"temperature": float(cell.temperature)} if cell.temperature else {}
+        metric = MEASURED.get(cell.metric)
+        if metric is None and cell.metric != MEMORY:
+            return None, ""
+        e = self.evidence.find(arm, at, timed=metric in (None, "pass_ms", *TIMED))
+        value = None if e is None else _memory(e) if metric is None else _measured(e, metric)
+        if e is None or value is None:
+            return None, ""
+        trained = f", {e.seeds} seed{'s' if e.seeds > 1 else ''}" if "of" in e.arm else ""
+        source = f"{arm}{trained}: {e.dataset}, {e.summary.prompts} generations{', replayed' if e.replayed else ''}"
+        return value * SCALES.get(cell.unit, 1.0), source
+
+
+def _memory(e: Entry) -> float | None:
+    return e.summary.peak_bytes / 2**30 if e.summary.peak_bytes else None
+
+
+def _measured(e: Entry, metric: str) -> float | None:
+    """A metric of an entry; of the baseline, a pass is the target's."""
+    if metric in ("alpha0", "alpha1", "alpha2", "alpha3", "alpha4") and not _is_chain(e):
+        return None  # n-alpha is defined for chains
+    if metric == "parameters" and e.name == BASELINE:
+        return float(e.header["target"]["parameters"])
+    if metric == "pass_ms":
+        found = interval(
+            lambda s: 1000 * s["base_target"] / s["base_cycles"] if e.name == BASELINE else _draft_ms(s), e.totals
+        )
+    else:
+        found = interval(RATES.get(metric) or rate(e, metric), e.totals)
+    return None if found is None else found.value
+
+
+def _draft_ms(s: Any) -> Any:
+    return 1000 * s["counted_draft"] / s["passes"]
+
+
+def _is_chain(e: Entry) -> bool:
+    return str(e.growth.get("_target_", "Chain")).endswith("Chain")
