@@ -16,7 +16,7 @@ from specbench.records import blocks, identity, studies
 from specbench.records.blocks import BlockIndex
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import WEIGHTS
-from specbench.records.studies import Study, measuring_cell, option, replayed
+from specbench.records.studies import ON_DEMAND, Study, measuring_cell, option, replayed
 
 Kind = Literal["replayed", "trained", "timed"]
 ORDER: Mapping[str, int] = {"replayed": 0, "trained": 1, "timed": 2}
@@ -89,15 +89,18 @@ class Scope:
 
 
 def all_tasks(scope: Scope, only: Sequence[str] | None = None) -> list[Task]:
-    """Every cell of these studies, or of all, in the order to measure. Raises `SpecBenchError` for an unknown study."""
+    """Every cell of these studies, or of all but those `ON_DEMAND`, in the order to measure.
+
+    Raises `SpecBenchError` for an unknown study.
+    """
     listed = studies.load(scope.folder)
     unknown = [name for name in only or () if name not in listed]
     if unknown:
         raise SpecBenchError(f"studies: there is no study {unknown[0]}; there are {', '.join(listed)}")
     tasks = [
         _task(name, study, number, [*words, *scope.overrides], scope)
-        for name, study in listed.items() if only is None or name in only
-        for number, words in enumerate(study["cells"])
+        for name, study in listed.items() if (study.get("priority") != ON_DEMAND if only is None else name in only)
+        for number, words in enumerate(studies.cell_runs(study))
     ]  # fmt: skip
     for kind in ORDER:
         paces = [task.pace for task in tasks if task.kind == kind and task.pace is not None]
@@ -107,13 +110,15 @@ def all_tasks(scope: Scope, only: Sequence[str] | None = None) -> list[Task]:
 
 
 def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) -> Task:
+    cuda = torch.cuda.is_available()
+    here = studies.arms_here(study, cuda)
     kind: Kind = "timed"
     if replayed(words):
-        kind = "trained" if any("train" in arm for arm in study["arms"].values()) else "replayed"
+        kind = "trained" if any("train" in study["arms"][label] for label in here) else "replayed"
     planned = int(option(words, "data.limit", "80"))
     target = option(words, "model.name", option(words, "model", scope.model))
     known = _blocks(scope.results / name / target / folder_name(words), kind)
-    labels = [BASELINE, *(member.label for member in study_runs.members(study, None))]
+    labels = [BASELINE, *(member.label for member in study_runs.members(study, None, here))]
     if float(option(words, "sampler.temperature", "0")) > 0 and known:  # without arms that cannot sample
         labels = [label for label in labels if label == BASELINE or label in known[-1].arms]
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
@@ -130,7 +135,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         generations=(planned - done) * len(labels) * turns,
         pace=blocks.pace(known),
         claims=len(study.get("claims", [])),
-        missing=tuple(studies.unmet(study.get("needs", {}), None, torch.cuda.is_available())),
+        missing=tuple(studies.unmet(studies.cell_needs(study, number), None, cuda)),
     )
 
 

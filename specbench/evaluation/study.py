@@ -62,15 +62,15 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
     if any(key in ("drafter", "drafters") for key, _ in typed):
         raise SpecBenchError("drafter: a study has its own arms; choose among them with arms=[NAME,…]")
     overrides = [override for key, override in typed if key.split(".")[0] not in COMMAND_ONLY]
-    study = study_runs.choose_arms(studies.check(options["study"], name), options["arms"], name)
-    missing = studies.unmet(study.get("needs", {}), None, pick_device(options["model"]["device"]).type == "cuda")
-    if missing:
+    cuda = pick_device(options["model"]["device"]).type == "cuda"
+    study, chosen = study_runs.choose_arms(studies.check(options["study"], name), options["arms"], name, cuda)
+    if missing := studies.unmet(study.get("needs", {}), None, cuda):
         raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
-    members = list(study_runs.members(study, options["seeds"]))
+    members = list(study_runs.members(study, options["seeds"], chosen))
     folder = Path(options["results"]) / name
     cells = [
         study_runs.prepare(number, words, members, overrides, study, folder)
-        for number, words in study_runs.cell_overrides(study, options["cells"], options["datasets"])
+        for number, words in study_runs.cell_overrides(study, options["cells"], options["datasets"], cuda)
     ]
     return StudyRun(name, study, overrides, members, cells)
 

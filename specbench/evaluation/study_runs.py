@@ -17,7 +17,7 @@ from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records.metrics import BASELINE
-from specbench.records.studies import Study
+from specbench.records.studies import Study, cell_needs, cell_runs, unmet
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -62,10 +62,17 @@ class StudyCell:
         return max(1, turns * (1 + len(self.arms)) * self.base.decode.max_new_tokens)
 
 
-def choose_arms(study: Study, names: Sequence[str] | None, name: str) -> Study:
-    """The study with these arms only; the name of a drafter that is no arm becomes an arm. None: all arms."""
+def choose_arms(study: Study, names: Sequence[str] | None, name: str, cuda: bool) -> tuple[Study, list[str]]:
+    """The study, and the arms to decode. names: the name of a drafter that is no arm becomes an arm; None: all arms.
+
+    cuda: is the target on a GPU? Without names, arms whose needs are not met are left out, with a line on each.
+    """
     if names is None:
-        return study
+        missing = {label: unmet(arm.get("needs", {}), None, cuda) for label, arm in study["arms"].items()}
+        for label, lacking in missing.items():
+            if lacking:
+                warn(f"arm {label} is left out: it needs {', '.join(lacking)}; arms=[{label}] decodes it anyway")
+        return study, [label for label, lacking in missing.items() if not lacking]
     known = dict(study["arms"])
     for arm in names:
         if arm not in known and arm != BASELINE:
@@ -73,12 +80,13 @@ def choose_arms(study: Study, names: Sequence[str] | None, name: str) -> Study:
                 near = validation.nearest(arm, known)
                 raise SpecBenchError(f"arms: study {name} has no arm {visible(arm)}, and there is no such drafter{near}")
             known[arm] = {"run": [f"drafter={arm}"]}
-    return {**study, "arms": {arm: known[arm] for arm in names if arm != BASELINE}}
+    return {**study, "arms": known}, [arm for arm in names if arm != BASELINE]
 
 
-def members(study: Study, seeds: Sequence[int] | None) -> Iterator[Member]:
-    """Every arm with each of its seeds; an arm that the study does not train has none."""
-    for name, spec in study["arms"].items():
+def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> Iterator[Member]:
+    """Every named arm with each of its seeds; an arm that the study does not train has none."""
+    for name in dict.fromkeys(names):
+        spec = study["arms"][name]
         trained = spec if "train" in spec else study["arms"].get(spec.get("weights", ""), spec)
         if "train" not in trained:
             yield Member(name, None, name, spec)
@@ -88,18 +96,22 @@ def members(study: Study, seeds: Sequence[int] | None) -> Iterator[Member]:
 
 
 def cell_overrides(
-    study: Study, cells: Sequence[int] | None, datasets: Sequence[str] | None
+    study: Study, cells: Sequence[int] | None, datasets: Sequence[str] | None, cuda: bool
 ) -> Iterator[tuple[int, list[str]]]:
-    """Numbers and overrides of the chosen cells; with `datasets`, each cell once for each of these."""
-    count = len(study["cells"])
-    for number in range(count) if cells is None else cells:
-        if number >= count:
-            raise SpecBenchError(f"cells: this study has no cell {number}; there are 0 to {count - 1}")
-        overrides = study["cells"][number]
-        if datasets is None:
-            yield number, overrides
+    """Numbers and overrides of the chosen cells; with `datasets`, each cell once for each of these.
+
+    cells: None: all whose needs are met. cuda: is the target on a GPU?
+    """
+    runs = cell_runs(study)
+    for number in range(len(runs)) if cells is None else cells:
+        if number >= len(runs):
+            raise SpecBenchError(f"cells: this study has no cell {number}; there are 0 to {len(runs) - 1}")
+        if cells is None and (missing := unmet(cell_needs(study, number), None, cuda)):
+            warn(f"cell {number} is left out: it needs {', '.join(missing)}; cells=[{number}] decodes it anyway")
+        elif datasets is None:
+            yield number, runs[number]
         else:
-            rest = [o for o in overrides if not o.startswith("dataset=")]
+            rest = [o for o in runs[number] if not o.startswith("dataset=")]
             yield from ((number, [*rest, f"dataset={dataset}"]) for dataset in datasets)
 
 

@@ -47,25 +47,42 @@ def training_of(member: Member, study: Study, users: Sequence[str]) -> tuple[str
     """
     if member.seed is None:
         return None
-    source = study["arms"][member.spec["weights"]] if "weights" in member.spec else member.spec
+    source = _source(member, study)
     keys = {o: o.lstrip("+~").split("=")[0] for o in source["run"]}
     # training does not depend on the draft vocabulary
     own = [o for o, key in keys.items() if key.split(".")[0] == "drafter" and key != "drafter.vocabulary"]
     model = [o for o in users if o.split("=")[0].split(".")[0] in ("model", "threads")]
     overrides = [*model, *own, *source.get("train", []), f"train.settings.seed={member.seed}"]
     drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]
-    starts = [storage.PROJECT / o.partition("=")[2] / WEIGHTS for o in overrides if o.startswith("train.start=")]
-    named_by = [
-        [o for o in overrides if not o.startswith("threads=")],
-        [hashing.of_file(path) for path in starts if path.is_file()],
-    ]
-    return f"{drafter}-{hashing.of(named_by)[:12]}", overrides
+    files = [storage.PROJECT / o.partition("=")[2] / WEIGHTS for o in overrides if o.startswith("train.start=")]
+    started = [hashing.of_file(path) for path in files if path.is_file()]
+    named_by = sorted(o for o in overrides if not o.startswith("threads="))  # studies may write them in another order
+    if (start := start_of(member, study)) is not None and (before := training_of(start, study, users)):
+        started.append(before[0])
+        overrides.append(f"train.start={studies_folder() / before[0]}")
+    return f"{drafter}-{hashing.of([named_by, started])[:12]}", overrides
+
+
+def studies_folder() -> Path:
+    """Where the weights are that studies trained."""
+    return cache_root() / "studies"
+
+
+def _source(member: Member, study: Study) -> studies.Arm:
+    """The arm whose training makes a member's weights."""
+    return study["arms"][member.spec["weights"]] if "weights" in member.spec else member.spec
+
+
+def start_of(member: Member, study: Study) -> Member | None:
+    """The member from whose weights a member's training goes on."""
+    name = _source(member, study).get("start")
+    return None if name is None else Member(name, member.seed, f"{name}@{member.seed}", study["arms"][name])
 
 
 def weights_folder(member: Member, study: Study, users: Sequence[str]) -> Path | None:
     """The folder of a member's weights, trained or not; None if its study trains none."""
     training = training_of(member, study, users)
-    return None if training is None else cache_root() / "studies" / training[0]
+    return None if training is None else studies_folder() / training[0]
 
 
 def train_missing(name: str, members: Sequence[Member], study: Study, users: Sequence[str], budget: Budget) -> Trained:
@@ -73,9 +90,13 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
     succeeded: dict[Path, bool] = {}  # by folder
     failed: set[str] = set()
     unfinished: set[str] = set()
-    for member in members:
-        training, folder = training_of(member, study, users), weights_folder(member, study, users)
+    for member in _with_starts(members, study):
+        training, start = training_of(member, study, users), start_of(member, study)
+        folder = weights_folder(member, study, users)
         if training is None or folder is None or lacking(folder) is None:
+            continue
+        if start is not None and start.label in failed | unfinished:
+            (failed if start.label in failed else unfinished).add(member.label)
             continue
         if folder not in succeeded and budget.allows(None):
             print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
@@ -88,6 +109,16 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
             failed.add(member.label)
             warn(f"{name}: the training of {member.label} failed; see above")
     return Trained(frozenset(failed), frozenset(unfinished))
+
+
+def _with_starts(members: Sequence[Member], study: Study) -> list[Member]:
+    """The members and those from whose weights they go on, these first; each once."""
+    ordered: dict[str, Member] = {}
+    for member in members:
+        start = start_of(member, study)
+        for each in [*(_with_starts([start], study) if start else ()), member]:
+            ordered.setdefault(each.label, each)
+    return list(ordered.values())
 
 
 def _train(name: str, overrides: Sequence[str], folder: Path, budget: Budget) -> bool:

@@ -5,10 +5,12 @@ studentised and symmetric (Hall, "On symmetric bootstrap confidence intervals", 
 is divided by its own standard error, which follows from the influence of each question on the rate (delta method). With 20
 questions of skewed length they cover 95%, percentile and BCa intervals 90%. An undefined rate (nothing was counted) is NaN,
 or None in place of an interval.
+
+The seeds of a trained arm are a second source of chance, see `with_seeds`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -18,6 +20,7 @@ LEVEL = (2.5, 97.5)  # percent, of a 95% interval
 MIN_QUESTIONS = 4  # that an interval needs
 TINY = 1e-6  # an error below this part of another one is none, but for rounding
 REGULAR = 0.9  # share of samples with a standard error that a studentised interval needs
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% quantiles of t by its freedom
 
 Sums = Mapping[str, np.ndarray]
 Rate = Callable[[Sums], np.ndarray]
@@ -118,18 +121,23 @@ class Estimate:
     Attributes:
         value: [1 + S] of all questions, then of each sample. error: [1 + S] its standard error there.
         questions: smallest number that any part of it rests on. log: is it the logarithm of the quantity?
+        seed_reach: half of the 95% interval that the seeds of training alone would have.
     """
 
     value: np.ndarray
     error: np.ndarray
     questions: int
     log: bool = False
+    seed_reach: float = 0.0
 
     def interval(self) -> Interval | None:
         """The studentised 95% interval; None where the quantity is undefined."""
         if not np.isfinite(self.value[0]):
             return None
         low, high = self._bounds() if self.questions >= MIN_QUESTIONS else (self.value[0], self.value[0])
+        if self.seed_reach:
+            low = self.value[0] - np.hypot(self.value[0] - low, self.seed_reach)
+            high = self.value[0] + np.hypot(high - self.value[0], self.seed_reach)
         return Interval(*(float(np.exp(x) if self.log else x) for x in (self.value[0], low, high)))
 
     def _bounds(self) -> tuple[float, float]:
@@ -241,11 +249,42 @@ def estimate_contrast(
     return Estimate(value, error, min(sizes), log)
 
 
+def with_seeds(found: Estimate, sides: Sequence[tuple[Rate, Sequence[Totals]]]) -> Estimate:
+    """An estimate whose interval allows for the seeds of training as well.
+
+    Questions and seeds are crossed, so that variances add as in two-way clustering (Cameron, Gelbach, Miller, JBES 2011):
+    over questions, plus between seeds, less that of single answers, which both contain. The seeds' part is multiplied by
+    Student's t, whose degrees of freedom for two trained sides follow Welch and Satterthwaite; half intervals add as
+    squares. A side with one seed adds nothing, which has to be said.
+
+    sides: of a contrast, each with its rate and the sums of every seed.
+    """
+    parts = [_between(rate, seeds, found.log) for rate, seeds in sides if len(seeds) > 1]
+    total, answers = sum(between for between, _, _ in parts), sum(within for _, within, _ in parts)
+    if not total > answers:
+        return found
+    freedom = int(total**2 / sum(between**2 / free for between, _, free in parts))
+    return replace(found, seed_reach=float(np.sqrt(total - answers)) * STUDENT[min(freedom, len(STUDENT)) - 1])
+
+
+def _between(rate: Rate, seeds: Sequence[Totals], log: bool) -> tuple[float, float, int]:
+    """Variance of the mean over seeds by their differences, its part that single answers make, degrees of freedom."""
+    found = [e for e in (estimate(rate, totals) for totals in seeds) if e is not None]
+    values, errors = (np.array([getattr(e, name)[0] for e in found]) for name in ("value", "error"))
+    if log:
+        values, errors = np.log(values), errors / values
+    return float(np.var(values, ddof=1)) / len(values), float(np.sum(errors**2)) / len(values) ** 2, len(values) - 1
+
+
 def average(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent estimates on one scale, as of several data sets: geometric for ratios."""
+    """The mean of independent estimates on one scale, as of several data sets: geometric for ratios.
+
+    Data sets have their own questions but the same seeds, whose effects therefore do not average out.
+    """
     value = np.mean([e.value for e in estimates], axis=0)
     error = np.sqrt(np.sum([e.error**2 for e in estimates], axis=0)) / len(estimates)
-    return Estimate(value, error, min(e.questions for e in estimates), estimates[0].log)
+    reach = float(np.mean([e.seed_reach for e in estimates]))
+    return Estimate(value, error, min(e.questions for e in estimates), estimates[0].log, reach)
 
 
 def interval(rate: Rate, totals: Totals) -> Interval | None:

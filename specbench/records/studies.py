@@ -6,7 +6,7 @@ own study only.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from specbench.records.metrics import BASELINE, RATES
 
 FOLDER = PROJECT / "conf" / "study"
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
+ON_DEMAND = 9  # as a priority: planned only where the study is named
 METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up")
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
@@ -36,13 +37,16 @@ class Arm(TypedDict):
     """One drafter configuration of a study.
 
     run: overrides for `specbench.run`. train: overrides for `specbench.train` besides the drafter's options in `run`;
-    without it existing weights are used. weights: the arm whose trained weights this one uses. seeds: of training.
+    without it existing weights are used. start: the arm, listed before, from whose trained weights this training goes on.
+    weights: the arm whose trained weights this one uses. seeds: of training. needs: as a study has them, of this arm alone.
     """
 
     run: Annotated[list[Override], MinLen(1)]
     train: NotRequired[list[Override]]
+    start: NotRequired[Name]
     weights: NotRequired[Name]
     seeds: NotRequired[Annotated[list[Seed], MinLen(1)]]
+    needs: NotRequired["Needs"]
 
 
 class Needs(TypedDict, total=False):
@@ -60,6 +64,13 @@ class Needs(TypedDict, total=False):
     alike: Literal[True]
     pretrained: Name
     project: Text
+
+
+class Cell(TypedDict):
+    """A cell with requirements of its own: a machine that does not meet them leaves it out. run: overrides."""
+
+    run: list[Override]
+    needs: Needs
 
 
 class At(TypedDict, total=False):
@@ -141,17 +152,19 @@ class Shown(TypedDict):
 class Study(TypedDict):
     """One `conf/study/*.yaml`.
 
-    cells: for each the overrides for `specbench.run` (prompts, length, temperature, `replay`). varies: aspects in which
-    compared arms may differ. priority: 1 is measured first, default 5. measure: quantity -> repetitions, in one cell.
+    cells: for each the overrides for `specbench.run` (prompts, number of questions, length, temperature, `replay`), see
+    `cell_runs`. varies: aspects in which compared arms may differ. priority: 1 is measured first, default 5; see `ON_DEMAND`.
+    ranks: the metric by which the report orders its arms. measure: quantity -> repetitions, in one cell.
     """
 
     title: Text
     source: Annotated[list[Text], MinLen(1)]
     needs: NotRequired[Needs]
     arms: Annotated[Mapping[Name, Arm], MinLen(1)]
-    cells: Annotated[list[list[Override]], MinLen(1)]
+    cells: Annotated[list[list[Override] | Cell], MinLen(1)]
     varies: NotRequired[list[Aspect]]
     priority: NotRequired[Annotated[int, Interval(ge=1, le=9)]]
+    ranks: NotRequired[Literal[METRICS]]  # type: ignore[valid-type]
     measure: NotRequired[Mapping[Measured, Repetitions]]
     shows: NotRequired[list[Shown]]
     claims: NotRequired[list[Claim]]
@@ -171,8 +184,14 @@ def check(study: Study, name: str) -> Study:
     for arm in named:
         if arm not in arms and arm != BASELINE:
             raise SpecBenchError(f"study {name}: no arm is called {arm}; there are {', '.join(arms)}")
-    for label, one in arms.items():
+    for number, (label, one) in enumerate(arms.items()):
         _check_options(f"study {name}: arm {label}", one)
+        if (start := one.get("start")) and (
+            "train" not in one or "train" not in dict([*arms.items()][:number]).get(start, {})
+        ):
+            raise SpecBenchError(
+                f"study {name}: arm {label} starts from {one['start']}: both must be trained, that one listed before"
+            )
         if one.get("weights") and "train" not in arms[one["weights"]]:
             raise SpecBenchError(f"study {name}: arm {label} takes the weights of {one['weights']}, which is not trained")
         if not any(o.startswith("drafter=") for o in one["run"]):
@@ -200,11 +219,14 @@ def load(folder: Path = FOLDER, problems: list[str] | None = None) -> dict[str, 
     return {path.stem: study for path, study in readable(sorted(folder.glob("*.yaml")), read, problems)}
 
 
-def unmet(needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool) -> list[str]:
+def unmet(
+    needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool, arms: Collection[str] | None = None
+) -> list[str]:
     """The requirements that are not met, in words.
 
     Args:
         header: of the cell that is judged; None if nothing was run. cuda: is there a GPU, if nothing was run?
+        arms: whose training counts; None: all of the cell.
     """
     missing = [needs["project"]] if "project" in needs else []
     if header is not None:
@@ -217,10 +239,17 @@ def unmet(needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool
         missing.append(f"a target with {needs['vocabulary']:,} ids")
     if header["target"]["parameters"] < 0.8e9 * needs.get("billions", 0):
         missing.append(f"a target of {needs['billions']:g} billion parameters")
+    return missing + _unmet_by_training(needs, header, arms)
+
+
+def _unmet_by_training(needs: Mapping[str, Any], header: Mapping[str, Any], arms: Collection[str] | None) -> list[str]:
+    """The requirements of the arms' training that are not met, in words."""
+    missing = []
     seen: dict[str, list[int]] = {}  # arm -> training tokens of each of its seeds
     for label, arm in header["arms"].items():
-        if arm["weights"].get("history"):
-            seen.setdefault(arm.get("of", label), []).append(arm["weights"]["tokens_seen"])
+        name = arm.get("of", label)
+        if arm["weights"].get("history") and (arms is None or name in arms):
+            seen.setdefault(name, []).append(arm["weights"]["tokens_seen"])
     means = [sum(tokens) / len(tokens) for tokens in seen.values()]
     if seen and min(map(min, seen.values())) < needs.get("trained", 0):
         missing.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")
@@ -229,6 +258,20 @@ def unmet(needs: Mapping[str, Any], header: Mapping[str, Any] | None, cuda: bool
     if needs.get("pretrained") in seen:
         missing.append(f"a pretrained draft model as {needs['pretrained']}")
     return missing
+
+
+def arms_here(study: Study, cuda: bool) -> list[str]:
+    """The arms whose needs are met. cuda: is there a GPU?"""
+    return [name for name, arm in study["arms"].items() if not unmet(arm.get("needs", {}), None, cuda)]
+
+
+def claim_needs(study: Study, claim: Claim) -> dict[str, Any]:
+    """What a claim's verdict needs: what the study, the claim and the arms of its tests do."""
+    named = {test[side] for test in claim["tests"] for side in ("of", "over") if side in test}
+    needs: dict[str, Any] = dict(study.get("needs", {}))
+    for name in named:
+        needs |= study["arms"][name].get("needs", {}) if name in study["arms"] else {}
+    return needs | claim.get("needs", {})
 
 
 def option(overrides: Iterable[str], name: str, default: str) -> str:
@@ -241,6 +284,18 @@ def replayed(overrides: Iterable[str]) -> bool:
     return option(overrides, "replay", "false") == "true"
 
 
+def cell_runs(study: Study) -> list[list[Override]]:
+    """The overrides of every cell."""
+    return [cell if isinstance(cell, list) else cell["run"] for cell in study["cells"]]
+
+
+def cell_needs(study: Study, number: int) -> dict[str, Any]:
+    """The requirements of a cell, the study's included."""
+    cell = study["cells"][number]
+    return {**study.get("needs", {}), **({} if isinstance(cell, list) else cell["needs"])}
+
+
 def measuring_cell(study: Study) -> int:
-    """Index of the cell in which `measure` takes place: the first one that is not replayed."""
-    return next((number for number, overrides in enumerate(study["cells"]) if not replayed(overrides)), 0)
+    """Index of the cell in which `measure` takes place: the first one that is not replayed, if possible without needs."""
+    timed = [number for number, words in enumerate(cell_runs(study)) if not replayed(words)]
+    return min(timed, key=lambda number: isinstance(study["cells"][number], dict), default=0)

@@ -8,11 +8,11 @@ import pandas as pd
 
 from specbench.records.metrics import BASELINE, RATES
 from specbench.records.statistics import interval
-from specbench.records.studies import Shown, option
+from specbench.records.studies import Shown, cell_runs, option
 from specbench.reporting.cells import Entry
-from specbench.reporting.claims import EXACT, TIMED, Evidence, rate
+from specbench.reporting.evidence import EXACT, TIMED, Evidence, rate
 
-# Metrics of the papers' tables -> metrics of `claims.rate`; others are not measured here.
+# Metrics of the papers' tables -> metrics of `evidence.rate`; others are not measured here.
 MEASURED = {name: name for name in ("tau", "speed_up", "tokens_per_s", "alpha", "target_calls")}
 MEASURED |= {f"{i}-alpha": f"alpha{i}" for i in range(5)}
 MEASURED |= {"pass_parameters": "parameters", "parameter_ratio": "draft_cost_by_parameters"}
@@ -81,7 +81,9 @@ class Beside:
             row = (part["row"] == cell.row) & (part["metric"] == cell.metric) & (part["temperature"] == cell.temperature)
             return self._mean(arm, cell, [name for name in dict.fromkeys(part[row]["dataset"]) if name not in (MEAN, "")])
         if cell.dataset == "" and MEASURED.get(cell.metric) not in (None, "pass_ms", "draft_cost", *EXACT):
-            cells = self.evidence.study["cells"]  # papers name none for means: those of the study, which follows the source
+            cells = cell_runs(
+                self.evidence.study
+            )  # papers name none for means: those of the study, which follows the source
             return self._mean(arm, cell, [*dict.fromkeys(option(words, "dataset", "mtbench") for words in cells)])
         return self._value(arm, cell, cell.dataset)
 

@@ -35,8 +35,8 @@ from specbench.reporting import (
     verdict,
 )
 from specbench.reporting.cells import Entry
-from specbench.reporting.claims import Evidence
 from specbench.reporting.document import Cell, Section, Table
+from specbench.reporting.evidence import Evidence
 from specbench.reporting.groups import groups
 from specbench.reporting.overview import Overview, where
 

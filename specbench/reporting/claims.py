@@ -12,44 +12,39 @@ A claim is a list of tests (`specbench/records/studies.py`); a test compares a m
 
 The effect is a difference for tau, acceptances and problems solved, a ratio otherwise. Its 95% interval resamples questions
 (paired between arms) or repetitions. With `at: {dataset: [mtbench, gsm8k]}` it is the mean over data sets, each resampled
-by its own questions. Entries are compared only if their conditions agree, see `config_differences`.
+by its own questions. Entries are compared only if their conditions agree, see `evidence.config_differences`.
 
 A study fixes its size in advance (`data.limit` of its cells, repetitions of `measure`): before all of it is measured, and
 with fewer than 20 questions at all, a claim is preliminary, whatever its interval says.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from specbench.records import identity
-from specbench.records.metrics import BASELINE, RATES
 from specbench.records.statistics import (
     LEVEL,
     Estimate,
     Interval,
-    Rate,
     Totals,
     average,
     estimate,
     estimate_contrast,
     medians,
     repeated,
+    with_seeds,
 )
-from specbench.records.studies import Study, is_difference, option, replayed, unmet
+from specbench.records.studies import Study, claim_needs, is_difference, unmet
 from specbench.reporting import claim_text
-from specbench.reporting.cells import Entry, pooled
-from specbench.reporting.verdict import QUESTIONS
+from specbench.reporting.cells import Entry
+from specbench.reporting.evidence import EXACT, TIMED, Evidence, rate, seeds_of
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
 PRELIMINARY, NOT_TESTABLE, NOT_RUN = "preliminary", "not testable here", "not run"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE, PRELIMINARY, NOT_TESTABLE, NOT_RUN)
-TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "lossless", "solved")
 FEWEST = 5  # repetitions of a measurement that an interval needs
-EXACT = ("parameters", "draft_cost_by_parameters")  # independent of the questions
 
 
 @dataclass(frozen=True)
@@ -89,91 +84,6 @@ class Comparison:
     @property
     def preliminary(self) -> bool:
         return self.done < self.planned
-
-
-def config_differences(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[str]:
-    """Aspects in which two entries differ, so that they are not compared. varies: aspects that may differ."""
-    free = {*varies, *(["prompts"] if "dataset" in varies else [])}
-    differences = []
-    for aspect, first in a.conditions.items():
-        second = b.conditions[aspect]
-        if aspect == "prompts":  # only of shared questions
-            equal = all(second.get(question, text) == text for question, text in first.items())
-        else:  # a drafter without a tree policy is compared with any
-            equal = first == second or (aspect == "tree" and None in (first, second))
-        if not equal and aspect not in free:
-            differences.append(aspect)
-    return differences
-
-
-def rate(e: Entry, metric: str) -> Rate:
-    """A metric of an entry, as a function of its sums."""
-    target = e.header["target"]["parameters"]
-    if metric == "parameters":
-        return lambda s: np.full_like(s["cycles"], e.parameters)
-    if metric == "draft_cost_by_parameters":
-        return lambda s: np.full_like(s["cycles"], e.parameters / target)
-    if metric == "draft_cost":  # seconds of a draft pass over seconds of a target pass for one token
-        return lambda s: s["counted_draft"] / s["passes"] / (s["base_target"] / s["base_cycles"])
-    if metric == "expected_speed_up":  # of a chain, whose length is the maximum of passes a cycle
-        return lambda s: _expected(RATES["alpha"](s), rate(e, "draft_cost")(s), e.arm["passes"])
-    if metric == "promised_speed_up":  # of fitted trees only
-        promised = e.arm.get("fitted", {}).get("choice", {}).get("speedup", math.nan)
-        return lambda s: np.full_like(s["cycles"], promised)
-    return RATES[metric]
-
-
-def _expected(alpha: np.ndarray, cost: np.ndarray, gamma: int) -> np.ndarray:
-    """Theorem 3.8 of Leviathan et al.: speed-up of a chain of gamma tokens if a wide pass costs as much as a narrow one."""
-    return (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * cost + 1))
-
-
-class Evidence:
-    """The entries of one study on one target, by which its claims are judged.
-
-    If a cell was measured on several kinds of machine, seconds are those of the one with most generations.
-    """
-
-    def __init__(self, study: Study, entries: Iterable[Entry]):
-        self.study = study
-        self.entries = [e for e in entries if e.name == BASELINE or e.name in study["arms"]]
-
-    def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Data set and temperature of one of the study's cells; by default the first one's data set, greedy."""
-        return {"dataset": option(self.study["cells"][0], "dataset", "mtbench"), "temperature": 0} | dict(at or {})
-
-    def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
-        """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
-        at = self.place(at)
-        fit = [
-            e
-            for e in self.entries
-            if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
-            and not e.lossy and not (timed and e.replayed)
-        ]  # fmt: skip
-        if not fit:
-            return None
-        best = max(fit, key=lambda e: (e.replayed, e.summary.prompts))
-        if timed or best.replayed:
-            return best
-        cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
-        return pooled([e for e in fit if identity.cell_key(e.header) == cell])
-
-    def planned(self, e: Entry) -> int:
-        """Questions that the study plans for an entry's cell, 20 at least."""
-        sizes = [
-            int(option(words, "data.limit", "80"))
-            for words in self.study["cells"]
-            if option(words, "dataset", "mtbench") == e.dataset
-            and float(option(words, "sampler.temperature", "0")) == e.temperature
-            and replayed(words) == e.replayed
-        ]
-        return max([QUESTIONS, *sizes])
-
-    def incomparable(self, a: Entry, b: Entry) -> str:
-        """Why two entries are not compared; empty if they can be."""
-        aspects = config_differences(a, b, self.study.get("varies", []))
-        return f"rows that differ in {', '.join(aspects)} are not compared" if aspects else ""
 
 
 def compare(test: Mapping[str, Any], known: Evidence) -> Comparison:
@@ -222,7 +132,9 @@ def _compare_at(
     rates = rate(ours, metric), rate(theirs, second)
     effect = estimate_contrast(rates[0], mine, yours, not is_difference(test), rates[1], paired, seed)
     size = _size(known, metric, ours, theirs)
-    return effect, size if effect else replace(size, reason="no questions of both sides")
+    if effect is None:
+        return None, replace(size, reason="no questions of both sides")
+    return with_seeds(effect, [(rates[0], seeds_of(ours)), (rates[1], seeds_of(theirs))]), size
 
 
 def _size(known: Evidence, metric: str, *entries: Entry) -> Comparison:
@@ -302,7 +214,8 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
     for claim in study.get("claims", []):
         results = [(test, compare(test, known)) for test in claim["tests"]]
         effects = tuple(found.effect for _, found in results)
-        missing = unmet({**study.get("needs", {}), **claim.get("needs", {})}, header, cuda)
+        named = {test[side] for test in claim["tests"] for side in ("of", "over") if side in test}
+        missing = unmet(claim_needs(study, claim), header, cuda, named)
         judged = {judge(test, found) for test, found in results}
         order = (NOT_RUN, NOT_REPRODUCED, PRELIMINARY, INCONCLUSIVE, REPRODUCED)
         verdict = NOT_TESTABLE if missing else next(v for v in order if v in judged)

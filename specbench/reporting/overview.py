@@ -1,7 +1,7 @@
 """The main result: which drafter is fastest, what each accepts, which beats which, and where the time goes.
 
 Speeds come from timed rows, acceptances from replayed rows if there are any, since these cover more questions. Drafters are
-compared only if their conditions agree (`claims.config_differences`).
+compared only if their conditions agree (`evidence.config_differences`).
 """
 
 import math
@@ -13,8 +13,8 @@ from specbench.records.metrics import BASELINE, PHASES, RATES, free_width_speed_
 from specbench.records.statistics import Interval, contrast, pooled
 from specbench.reporting import console, verdict
 from specbench.reporting.cells import Entry
-from specbench.reporting.claims import config_differences
 from specbench.reporting.document import Cell, Table
+from specbench.reporting.evidence import config_differences
 from specbench.reporting.groups import groups
 from specbench.reporting.names import PAPER, SEPARATOR, labelled, tree_name
 from specbench.reporting.tables import ABSENT, direction, number, shown, title

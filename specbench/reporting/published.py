@@ -20,7 +20,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_text, readable, validate
 from specbench.reporting import text
 from specbench.reporting.beside import Beside, matching
-from specbench.reporting.claims import Evidence
+from specbench.reporting.evidence import Evidence
 
 
 class Cell(TypedDict):

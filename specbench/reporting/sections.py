@@ -17,6 +17,7 @@ from specbench.reporting import (
     links,
     overview,
     published,
+    ranking,
     tables,
     text,
     trainings,
@@ -41,6 +42,7 @@ def sections(report: "Report") -> list[Section]:
         Section("cost", "Cost", "What a drafter costs and what it yields", _cost(report, timed)),
         Section("accepted", "Acceptance", "How much is accepted", _accepted(report, accepting)),
         Section("duels", "Duels", "Who beats whom", _duels(report, timed)),
+        Section("ranking", "Ranking", "Who accepts most on equal footing", _rankings(report)),
         Section("runs", "Other runs", "Other prompts, targets and machines", _runs(report, timed)),
         Section("claims", "Claims", "Which claims hold here", _ledger(report)),
         Section("papers", "Papers", "The papers' tables, measured here", _papers(report)),
@@ -137,6 +139,10 @@ def _duels(report: "Report", timed: Sequence[Entry]) -> list[Block]:
         part = f" of the first {overview.MAX_PAIRED} drafters" if drafters > overview.MAX_PAIRED else ""
         note += f" All pairs{part}: tables/versus.csv."
     return [Paragraph(note, "note"), overview.matrix(group, "speed_up" if group[0].summary.speed_up else "tau")]
+
+
+def _rankings(report: "Report") -> list[Block]:
+    return [block for evidence in report.evidence.values() for block in ranking.blocks(evidence)]
 
 
 # Other runs -----------------------------------------------------------------------------------------------------------

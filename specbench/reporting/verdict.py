@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbench.records.metrics import BASELINE, RATES
-from specbench.records.statistics import Totals, linearise, weights
+from specbench.records.simultaneous import compare
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import shown
 
 QUESTIONS = 20  # needed for a verdict
-CONFIDENCE = 0.95
 BUSY = "the machine did other work meanwhile, so there is no verdict"
 MAX_NAMED = 4  # drafters in one sentence
 MAX_COMPARED = 100  # drafters at once; the time of all pairs grows with their square
@@ -75,37 +74,10 @@ def too_little(entries: Sequence[Entry]) -> str:
 
 
 def _beaten(drafters: Sequence[Entry]) -> list[bool]:
-    """Is each drafter, and finally plain decoding, significantly slower than another one?
-
-    Studentised: each bootstrap sample's leads are divided by their own standard errors, so that few questions with skewed
-    seconds do not make a bound too narrow. The bound is the quantile of the largest lead of all pairs.
-    """
-    shared = sorted(set.intersection(*(set(e.totals.questions) for e in drafters)))
-    weight = weights(len(shared))
-    speeds = [_log_speed_up(e.totals.among(shared)) for e in drafters]
-    value = np.stack([*(v for v, _ in speeds), np.zeros(len(weight))], 1)  # [1 + S, A]
-    influence = np.stack([*(i for _, i in speeds), np.zeros(weight.shape)], 1)  # [1 + S, A, Q]
-    finite = np.isfinite(value).all(1)
-    value, influence, weight = value[finite], influence[finite], weight[finite]
-    largest, leads, errors = np.zeros(len(value) - 1), [], []
-    for i in range(value.shape[1]):  # one arm over all others at a time, to save memory
-        lead = value[:, i, None] - value  # [1 + S, A]
-        error = np.sqrt(np.einsum("saq,sq->sa", (influence[:, i, None] - influence) ** 2, weight))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            deviation = np.nan_to_num(np.abs(lead[1:] - lead[0]) / error[1:], posinf=0)
-        largest = np.maximum(largest, deviation.max(1))
-        leads.append(lead[0])
-        errors.append(error[0])
-    lead, bound = np.stack(leads), np.quantile(largest, CONFIDENCE) * np.stack(errors)
-    beaten = np.logical_and(lead > bound, lead > 0)
+    """Is each drafter, and finally plain decoding, significantly slower than another one?"""
+    pairs = compare(RATES["speed_up"], [e.totals for e in drafters], log=True, zero=True)
+    beaten = np.logical_and(pairs.lead > pairs.bound, pairs.lead > 0)
     return [bool(column.any()) for column in beaten.T]
-
-
-def _log_speed_up(part: Totals) -> tuple[np.ndarray, np.ndarray]:
-    """[1 + S]: log speed-up of all questions and each sample; [1 + S, Q]: the influence of each question on it."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value, influence = linearise(RATES["speed_up"], part)
-        return np.log(value), influence / value[:, None]
 
 
 def sentence(group: Sequence[Entry]) -> str:

@@ -16,7 +16,8 @@ from specbench.records.blocks import Block, read_block
 from specbench.records.rows import Measurement
 from specbench.records.schema import WEIGHTS
 from specbench.reporting import cells, claims
-from specbench.reporting.claims import Evidence, compare, judge_study
+from specbench.reporting.claims import compare, judge_study
+from specbench.reporting.evidence import Evidence
 
 TRAINED = """\
 title: A trained drafter

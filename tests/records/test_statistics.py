@@ -7,7 +7,15 @@ import pytest
 
 from specbench.records import statistics
 from specbench.records.metrics import RATES
-from specbench.records.statistics import Totals, average, contrast, estimate, estimate_contrast, interval
+from specbench.records.statistics import (
+    Totals,
+    average,
+    contrast,
+    estimate,
+    estimate_contrast,
+    interval,
+    with_seeds,
+)
 
 
 def totals_of(rng, questions, ease, pace=0.0, spread=0.3):
@@ -33,6 +41,25 @@ def test_ninety_five_percent_intervals_cover_the_truth_that_often(questions):
         alone += one.low <= truth <= one.high
         paired += ratio.low <= truth <= ratio.high
     assert 0.93 <= alone / runs <= 0.97 and 0.93 <= paired / runs <= 0.97, (alone / runs, paired / runs)
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.5])
+def test_intervals_of_trained_arms_cover_the_truth_of_all_seeds(spread):
+    """Three seeds of two arms, 24 questions; the seeds' own spread below, beside and above that of the questions."""
+    rng, runs, covered, narrow = np.random.default_rng(3), 300, 0, 0
+    for _ in range(runs):
+        ease = rng.lognormal(0, 0.5, 24)
+        sides = [[totals_of(rng, 24, ease, pace + spread * rng.standard_normal()) for _ in range(3)] for pace in (0.3, 0.0)]
+        ours, theirs = (
+            Totals(seeds[0].questions, {n: sum(s.sums[n] for s in seeds) for n in seeds[0].sums}) for seeds in sides
+        )
+        rate = RATES["speed_up"]
+        found = estimate_contrast(rate, ours, theirs, ratio=True)
+        both = with_seeds(found, [(rate, seeds) for seeds in sides]).interval()
+        covered += both.low <= math.exp(0.3) <= both.high
+        narrow += found.interval().low <= math.exp(0.3) <= found.interval().high
+    assert 0.93 <= covered / runs <= 0.98, (covered / runs, narrow / runs)
+    assert spread < 0.5 or narrow / runs < 0.5, "without the seeds' part it covers far less"
 
 
 @pytest.mark.parametrize("metric", ["tau", "speed_up", "alpha", "late_alpha"])

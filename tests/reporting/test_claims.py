@@ -7,7 +7,7 @@ from fixtures import arm, block, settings
 from specbench.records import metrics, statistics
 from specbench.records.blocks import below
 from specbench.records.rows import Measurement, Row
-from specbench.reporting import cells, claim_text, claims
+from specbench.reporting import cells, claim_text, claims, evidence
 from specbench.reporting.claims import (
     INCONCLUSIVE,
     NOT_REPRODUCED,
@@ -15,13 +15,12 @@ from specbench.reporting.claims import (
     NOT_TESTABLE,
     PRELIMINARY,
     REPRODUCED,
-    Evidence,
     Verdict,
     compare,
     judge,
     judge_study,
-    rate,
 )
+from specbench.reporting.evidence import Evidence, rate
 
 ARMS = {  # tokens accepted in turn, and how much faster than the baseline a token is
     "good": ([3, 3, 4, 2], 2.0),
@@ -346,14 +345,14 @@ def test_arms_are_compared_whatever_commit_measured_them_and_only_on_one_kind_of
     write(tmp_path / "second", {**header(), **change}, "none", "poor")
     (ours,) = (e for e in cells.collect(below(tmp_path / "first")) if e.name == "good")
     (theirs,) = (e for e in cells.collect(below(tmp_path / "second")) if e.name == "poor")
-    assert claims.config_differences(ours, theirs) == message == claims.config_differences(theirs, ours)
+    assert evidence.config_differences(ours, theirs) == message == evidence.config_differences(theirs, ours)
 
 
 def test_replayed_arms_are_compared_whatever_machine_replayed_them(tmp_path):
     write(tmp_path, {**header(), "replay": True}, "none", "good")
     write(tmp_path, {**header(), "replay": True, "hardware": {"device": "fridge", "cores": 8}}, "none", "poor")
     found = {e.name: e for e in cells.collect(below(tmp_path))}
-    assert claims.config_differences(found["good"], found["poor"]) == []
+    assert evidence.config_differences(found["good"], found["poor"]) == []
     effect = compare({"metric": "tau", "of": "good", "over": "poor", "is": "more"}, gathered(tmp_path)).effect
     assert effect is not None and effect.value == pytest.approx(2)
 
@@ -373,9 +372,9 @@ def test_questions_that_both_sides_have_must_be_the_same_text(tmp_path, texts, m
     write(tmp_path, header(), "poor", questions=7, change=change)
     found = {e.name: e for e in cells.collect(below(tmp_path))}
     assert (
-        claims.config_differences(found["good"], found["poor"])
+        evidence.config_differences(found["good"], found["poor"])
         == message
-        == claims.config_differences(found["poor"], found["good"])
+        == evidence.config_differences(found["poor"], found["good"])
     )
 
 

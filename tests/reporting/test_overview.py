@@ -14,7 +14,8 @@ from specbench.records.rows import BINS, Row
 from specbench.records.statistics import contrast
 from specbench.reporting import cells, console, document, figures, overview, sections, study_figures, styles, tables
 from specbench.reporting.bundle import Report, Sources
-from specbench.reporting.claims import Evidence, Verdict
+from specbench.reporting.claims import Verdict
+from specbench.reporting.evidence import Evidence
 from specbench.reporting.overview import Overview, Setting
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

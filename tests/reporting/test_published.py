@@ -13,7 +13,7 @@ from specbench.records.metrics import RATES
 from specbench.records.rows import Measurement
 from specbench.reporting import cells, published
 from specbench.reporting.bundle import Report, Sources
-from specbench.reporting.claims import Evidence
+from specbench.reporting.evidence import Evidence
 
 PUBLISHED = published.load(ROOT / "results" / "published")
 
@@ -147,7 +147,9 @@ def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, 
     assert [lines["HASS"][heads.index(("tau", side))] for side in ("measured", "published")] == ["", "4.5"]
 
 
-@pytest.mark.parametrize(("shown", "expected"), [({}, "EAGLE on vicuna-7b"), ({"beside": "llama2-7b"}, "EAGLE on llama2-7b")])
+@pytest.mark.parametrize(
+    ("shown", "expected"), [({}, "EAGLE on vicuna-7b"), ({"beside": "llama2-7b"}, "EAGLE on llama2-7b")]
+)
 def test_published_rows_follow_the_measured_target(tmp_path, measured, shown, expected):
     lines = [(f"EAGLE on {t}", "tau", "mtbench", "0", "tau", "4.1") for t in ("vicuna-7b", "llama2-7b")]
     spec = study(EAGLE="a")
@@ -218,7 +220,7 @@ def test_what_the_committed_studies_show_is_published():
 
 
 def test_every_task_of_spec_bench_is_a_cell_and_meets_its_published_column():
-    asked = {studies.option(words, "dataset", "") for words in studies.load()["spec_bench"]["cells"]}
+    asked = {studies.option(words, "dataset", "") for words in studies.cell_runs(studies.load()["spec_bench"])}
     table = PUBLISHED[(PUBLISHED["paper"] == "spec-bench") & (PUBLISHED["metric"] == "speed_up")]
     assert asked == set(table["dataset"]) - {"spec-bench"} and len(asked) == 6
 

@@ -1,0 +1,108 @@
+"""The entries of one study, and what may be compared of them: by claims, and with published numbers."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from specbench.records import identity
+from specbench.records.metrics import BASELINE, RATES, sum_rows
+from specbench.records.statistics import Rate, Totals
+from specbench.records.studies import Study, cell_runs, option, replayed
+from specbench.reporting.cells import Entry, pooled
+from specbench.reporting.verdict import QUESTIONS
+
+TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "lossless", "solved")
+EXACT = ("parameters", "draft_cost_by_parameters")  # independent of the questions
+
+
+def config_differences(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[str]:
+    """Aspects in which two entries differ, so that they are not compared. varies: aspects that may differ."""
+    free = {*varies, *(["prompts"] if "dataset" in varies else [])}
+    differences = []
+    for aspect, first in a.conditions.items():
+        second = b.conditions[aspect]
+        if aspect == "prompts":  # only of shared questions
+            equal = all(second.get(question, text) == text for question, text in first.items())
+        else:  # a drafter without a tree policy is compared with any
+            equal = first == second or (aspect == "tree" and None in (first, second))
+        if not equal and aspect not in free:
+            differences.append(aspect)
+    return differences
+
+
+def rate(e: Entry, metric: str) -> Rate:
+    """A metric of an entry, as a function of its sums."""
+    target = e.header["target"]["parameters"]
+    if metric == "parameters":
+        return lambda s: np.full_like(s["cycles"], e.parameters)
+    if metric == "draft_cost_by_parameters":
+        return lambda s: np.full_like(s["cycles"], e.parameters / target)
+    if metric == "draft_cost":  # seconds of a draft pass over seconds of a target pass for one token
+        return lambda s: s["counted_draft"] / s["passes"] / (s["base_target"] / s["base_cycles"])
+    if metric == "expected_speed_up":  # of a chain, whose length is the maximum of passes a cycle
+        return lambda s: _expected(RATES["alpha"](s), rate(e, "draft_cost")(s), e.arm["passes"])
+    if metric == "promised_speed_up":  # of fitted trees only
+        promised = e.arm.get("fitted", {}).get("choice", {}).get("speedup", math.nan)
+        return lambda s: np.full_like(s["cycles"], promised)
+    return RATES[metric]
+
+
+def _expected(alpha: np.ndarray, cost: np.ndarray, gamma: int) -> np.ndarray:
+    """Theorem 3.8 of Leviathan et al.: speed-up of a chain of gamma tokens if a wide pass costs as much as a narrow one."""
+    return (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * cost + 1))
+
+
+class Evidence:
+    """The entries of one study on one target, by which its claims are judged.
+
+    If a cell was measured on several kinds of machine, seconds are those of the one with most generations.
+    """
+
+    def __init__(self, study: Study, entries: Iterable[Entry]):
+        self.study = study
+        self.entries = [e for e in entries if e.name == BASELINE or e.name in study["arms"]]
+
+    def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Data set and temperature of one of the study's cells; by default the first one's data set, greedy."""
+        return {"dataset": option(cell_runs(self.study)[0], "dataset", "mtbench"), "temperature": 0} | dict(at or {})
+
+    def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
+        """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
+        at = self.place(at)
+        fit = [
+            e
+            for e in self.entries
+            if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
+            and not e.lossy and not (timed and e.replayed)
+        ]  # fmt: skip
+        if not fit:
+            return None
+        best = max(fit, key=lambda e: (e.replayed, e.summary.prompts))
+        if timed or best.replayed:
+            return best
+        cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
+        return pooled([e for e in fit if identity.cell_key(e.header) == cell])
+
+    def planned(self, e: Entry) -> int:
+        """Questions that the study plans for an entry's cell, 20 at least."""
+        sizes = [
+            int(option(words, "data.limit", "80"))
+            for words in cell_runs(self.study)
+            if option(words, "dataset", "mtbench") == e.dataset
+            and float(option(words, "sampler.temperature", "0")) == e.temperature
+            and replayed(words) == e.replayed
+        ]
+        return max([QUESTIONS, *sizes])
+
+    def incomparable(self, a: Entry, b: Entry) -> str:
+        """Why two entries are not compared; empty if they can be."""
+        aspects = config_differences(a, b, self.study.get("varies", []))
+        return f"rows that differ in {', '.join(aspects)} are not compared" if aspects else ""
+
+
+def seeds_of(e: Entry) -> list[Totals]:
+    """Sums of each seed of a trained arm."""
+    labels = dict.fromkeys(row.drafter for row in e.rows) if e.seeds > 1 else ()
+    return [sum_rows([row for row in e.rows if row.drafter == label], e.baseline) for label in labels]

@@ -1,0 +1,90 @@
+"""Drafters of a study in the order of one metric, with the places that simultaneous intervals of all pairs leave open."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specbench.records.metrics import BASELINE, RATES
+from specbench.records.simultaneous import compare
+from specbench.records.statistics import Rate, estimate_contrast, interval, pooled, repeated, with_seeds
+from specbench.reporting import tables
+from specbench.reporting.cells import Entry
+from specbench.reporting.document import Block, Paragraph, Table
+from specbench.reporting.evidence import TIMED, Evidence, seeds_of
+from specbench.reporting.verdict import too_little
+
+NORMAL = 1.96  # quantile of a single 95% interval
+RULE = "Place: those that 95% simultaneous intervals of all pairs leave open, seeds of training included."
+MEASURED = (  # heading, quantity, value, units of it in one shown
+    ("a training step, s", "training", "seconds", 1.0),
+    ("peak memory of training, MiB", "training", "peak", 2.0**20),
+    ("peak memory of decoding, MiB", "memory", "peak", 2.0**20),
+    ("drafting a cycle, ms", "drafting", "ms", 1.0),
+)
+
+
+def places(entries: Sequence[Entry], rate: Rate) -> list[tuple[int, int]]:
+    """For each entry the best and the worst place that it may have."""
+    pairs = compare(rate, [e.totals for e in entries])
+    bound = np.hypot(pairs.bound, pairs.quantile / NORMAL * _seed_reaches(entries, rate))
+    better = pairs.lead > np.maximum(bound, 0)
+    return [(1 + int(better[:, i].sum()), len(entries) - int(better[i].sum())) for i in range(len(entries))]
+
+
+def _seed_reaches(entries: Sequence[Entry], rate: Rate) -> np.ndarray:
+    """[A, A]: what seeds add to half of each pair's 95% interval."""
+    reaches = np.zeros((len(entries), len(entries)))
+    for i, a in enumerate(entries):
+        for j, b in enumerate(entries[:i]):
+            if a.seeds > 1 or b.seeds > 1:
+                found = estimate_contrast(rate, a.totals, b.totals)
+                reaches[i, j] = with_seeds(found, [(rate, seeds_of(a)), (rate, seeds_of(b))]).seed_reach if found else 0.0
+    return reaches + reaches.T
+
+
+def blocks(known: Evidence) -> list[Block]:
+    """The ranking of a study by the metric that it names, if that was measured."""
+    metric = known.study.get("ranks", "")
+    arms = [known.find(name, None, metric in TIMED) for name in known.study["arms"]] if metric else []
+    rate = RATES.get(metric, RATES["tau"])
+    found = sorted((e for e in arms if e is not None), key=lambda e: pooled(rate, e.totals), reverse=True)
+    if len(found) < 2:
+        return []
+    reason = too_little(found)
+    shown = [tables.ABSENT] * len(found) if reason else [_place(*place) for place in places(found, rate)]
+    heads = ("place", "drafter", f"{metric} [95%]", "0-alpha", "multiplied a draft pass", "tokens seen", "seeds")
+    kept = [what for what in MEASURED if any(_values(known, e.name, *what[1:3]) for e in found)]
+    lines = [
+        [place, e.title, tables.shown(interval(rate, e.totals)), *_about(e)]
+        + [_median(_values(known, e.name, *what[1:3]), what[3]) for what in kept]
+        for e, place in zip(found, shown, strict=True)
+    ]
+    caption = f"{known.study['title']}: {found[0].caption}"
+    note = f"No places: {reason}." if reason else RULE
+    return [Table((*heads, *(what[0] for what in kept)), lines, caption), Paragraph(note, "note")]
+
+
+def _place(best: int, worst: int) -> str:
+    return str(best) if best == worst else f"{best} to {worst}"
+
+
+def _about(e: Entry) -> list[str]:
+    """0-alpha, parameters, tokens and seeds."""
+    seen = e.weights.get("tokens_seen")
+    alpha = tables.number("{:.2f}", *e.summary.alphas[:1])
+    return [
+        alpha,
+        f"{e.parameters:,}",
+        tables.ABSENT if seen is None else f"{seen:,}",
+        str(e.seeds) if seen else tables.ABSENT,
+    ]
+
+
+def _values(known: Evidence, name: str, quantity: str, value: str) -> list[float]:
+    """What was measured of an arm beside decoding, in any of its cells."""
+    measured = [m for e in known.entries if e.name == name and e.name != BASELINE for m in e.measured.get(quantity, ())]
+    return [m[value] for m in measured if value in m]
+
+
+def _median(values: Sequence[float], unit: float) -> str:
+    return f"{repeated(values).value / unit:,.3g}" if values else tables.ABSENT

@@ -1,0 +1,64 @@
+"""Rankings name no winner among equals, and tell apart what differs."""
+
+import numpy as np
+import pytest
+from test_overview import bench
+
+from specbench.records.metrics import RATES
+from specbench.records.rows import Measurement
+from specbench.records.statistics import Totals
+from specbench.reporting import cells, ranking
+from specbench.reporting.evidence import Evidence
+
+
+class Arm:
+    """As much of an entry as a ranking reads."""
+
+    def __init__(self, totals, seeds=()):
+        self.totals, self.seeds, self.parts = totals, max(1, len(seeds)), list(seeds)
+
+
+def answers(rng, taus, tau, questions=20):
+    """Tokens and cycles by question: taus: what all arms have in common; tau: this arm's own factor."""
+    tokens = rng.integers(20, 65, questions).astype(float)
+    cycles = tokens / (1 + taus * tau * rng.lognormal(0, 0.2, questions))
+    return Totals(tuple(f"{i:02}" for i in range(questions)), {"tokens": tokens, "cycles": cycles})
+
+
+def test_of_equal_arms_none_is_surely_first_nor_last_more_often_than_one_time_in_twenty():
+    rng, runs, told_apart = np.random.default_rng(4), 120, 0
+    for _ in range(runs):
+        taus = rng.gamma(3, 0.4, 20)
+        found = ranking.places([Arm(answers(rng, taus, 1.0)) for _ in range(6)], RATES["tau"])
+        told_apart += any(place != (1, 6) for place in found)
+    assert told_apart / runs <= 0.09, told_apart / runs
+
+
+def test_seeds_that_differ_leave_places_open(monkeypatch):
+    monkeypatch.setattr(ranking, "seeds_of", lambda arm: arm.parts)
+    rng = np.random.default_rng(5)
+    taus = rng.gamma(3, 0.4, 20)
+
+    def arm(factors):
+        seeds = [answers(rng, taus, factor) for factor in factors]
+        return Arm(Totals(seeds[0].questions, {n: sum(s.sums[n] for s in seeds) for n in seeds[0].sums}), seeds)
+
+    steady = [arm([1.6, 1.6, 1.6]), arm([1.0, 1.0, 1.0])]
+    assert ranking.places(steady, RATES["tau"]) == [(1, 1), (2, 2)]
+    assert ranking.places([arm([1.0, 1.6, 2.2]), steady[1]], RATES["tau"]) == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(("questions", "places"), [(24, ["1", "2"]), (12, ["-", "-"])])
+def test_a_study_that_ranks_shows_places_only_of_enough_questions(tmp_path, questions, places):
+    made = bench(tmp_path / "s", {"a": 2.0, "b": 1.0}, study="s", questions=questions, noise=0.01)
+    made.write(Measurement("a", "training", 0, {"seconds": 1.5, "peak": 2**30}))
+    made.write(Measurement("a", "training", 1, {"seconds": 2.5, "peak": 2**30}))
+    study = {"title": "x", "source": ["x"], "cells": [["dataset=mtbench"]], "ranks": "speed_up", "claims": []}
+    study["arms"] = {name: {"run": ["drafter=eagle2"]} for name in "ab"}
+    entries = cells.find(tmp_path).entries
+    table, note = ranking.blocks(Evidence(study, entries))
+    column = {name: [line[i] for line in table.lines] for i, name in enumerate(table.columns)}
+    assert column["drafter"] == ["a", "b"] and column["place"] == places
+    assert column["a training step, s"] == ["2", "-"] and "peak memory of decoding, MiB" not in column
+    assert note.text == ranking.RULE or "too few" in note.text
+    assert ranking.blocks(Evidence({**study, "ranks": "tau", "arms": {}}, entries)) == []
