@@ -18,14 +18,13 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
 from specbench.common.types import Name, Repetitions, Seed, Temperature, Text
-from specbench.records.metrics import BASELINE, RATES
+from specbench.records import figures
+from specbench.records.metrics import BASELINE, METRICS
 
 FOLDER = PROJECT / "conf" / "study"
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
-METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up")
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
-Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
 # See `specbench.evaluation.measurements`.
 Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
@@ -77,7 +76,7 @@ Test = TypedDict(
     "Test",
     {
         "metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
-        "measured": NotRequired[Quantity],
+        "measured": NotRequired[figures.Quantity],
         "of": Name,
         "at": NotRequired[At],
         "over": NotRequired[Name],
@@ -149,6 +148,7 @@ class Study(TypedDict):
     priority: NotRequired[Annotated[int, Interval(ge=1, le=9)]]
     measure: NotRequired[Mapping[Measured, Repetitions]]
     shows: NotRequired[list[Shown]]
+    figures: NotRequired[list[figures.Figure]]
     claims: NotRequired[list[Claim]]
 
 
@@ -166,6 +166,7 @@ def check(study: Study, name: str) -> Study:
     for arm in named:
         if arm not in arms and arm != BASELINE:
             raise SpecBenchError(f"study {name}: no arm is called {arm}; there are {', '.join(arms)}")
+    figures.check(study.get("figures", []), study, name)
     for label, one in arms.items():
         _check_options(f"study {name}: arm {label}", one)
         if one.get("weights") and "train" not in arms[one["weights"]]:

@@ -7,7 +7,7 @@ measured stays empty.
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -283,7 +283,7 @@ class _Beside:
             return None, ""
         if metric is None:
             value = e.summary.peak_bytes / 2**30 if e.summary.peak_bytes else None
-        elif cell.metric.endswith("-alpha") and not _is_chain(e):
+        elif cell.metric.endswith("-alpha") and not is_chain(e):
             value = None  # n-alpha is defined for chains
         else:
             rate = interval(RATES[metric], e.totals)
@@ -304,5 +304,16 @@ class _Beside:
         return float(np.mean(values)), f"mean of {', '.join(others['dataset'])}"  # type: ignore[arg-type]
 
 
-def _is_chain(e: Entry) -> bool:
+def is_chain(e: Entry) -> bool:
+    """Does it draft a chain? n-alpha is defined for no other tree."""
     return str(e.growth.get("_target_", "Chain")).endswith("Chain")
+
+
+def placed(numbers: pd.DataFrame, evidence: Evidence) -> Iterator[tuple[Any, str]]:
+    """The published cells to which a study assigns an arm, with that arm."""
+    for shown in evidence.study.get("shows", []):
+        part = numbers[(numbers["paper"] == shown["paper"]) & (numbers["table"] == shown["table"])]
+        beside = _Beside(part, shown["rows"], evidence)
+        for cell in part.itertuples():
+            if (arm := beside.arm(cell)) is not None:
+                yield cell, arm

@@ -4,6 +4,7 @@ Those of the shipped drafters are listed here; those of other names are derived 
 """
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specbench.reporting.names import PAPER, SEPARATOR, WORDS
@@ -57,3 +58,20 @@ def _of_letters(name: str) -> tuple[str, str]:
     colour, marker = KNOWN[parent] if parent else (COLOURS[index], "")
     others = MARKERS.replace(marker, "")
     return colour, others[number % len(others)]
+
+
+def distinct(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Styles for `Axes.plot` of the series of one figure, all different; shipped drafters keep theirs."""
+    names = list(names)
+    styles = {name: line(name) for name in names if NAMES.get(name, name) in KNOWN}
+    used = {(s["color"], s["marker"]) for s in styles.values()}
+    free = ((colour, marker) for turn in range(len(MARKERS)) for colour, marker in _pairs(turn))
+    unused = (pair for pair in free if pair not in used)
+    for name, (colour, marker) in zip((name for name in names if name not in styles), unused, strict=False):
+        styles[name] = {"color": colour, "marker": marker, "linestyle": "-"}
+    return styles
+
+
+def _pairs(turn: int) -> Iterator[tuple[str, str]]:
+    """Each colour with a marker, others in every turn."""
+    return ((colour, MARKERS[(number + turn) % len(MARKERS)]) for number, colour in enumerate(COLOURS))
