@@ -53,6 +53,7 @@ class Panel:
     Attributes:
         x, y: labels of the axes. shape: of the marks. A stack has a series a part, the last one is the whole; a grid one a
             row. ticks: names of x = 0, 1, …. guides: label -> curve of a theory. top: upper limit of y. log: x to base 2.
+            share: y is from 0 to 1. absent: what has no value yet, in words.
     """
 
     x: str
@@ -64,6 +65,8 @@ class Panel:
     guides: Mapping[str, Sequence[Point]] | None = None
     top: float | None = None
     log: bool = False
+    share: bool = False
+    absent: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ def _height(panel: Panel) -> float:
 def _legend(figure: Figure, chart: Chart, looks: Mapping[str, dict[str, Any]]) -> None:
     """Outside of the axes: series, parts of stacks, and what open markers are."""
     shapes = {panel.shape for panel in chart.panels}
-    if shapes <= {"grid"}:
-        return
+    if shapes <= {"grid"} or all([s.label for s in panel.series] == list(panel.ticks) for panel in chart.panels):
+        return  # the axes name the series
     if shapes == {"stack"}:
         parts, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(parts, labels, fontsize="small", ncols=len(labels), loc="outside upper center", frameon=False)
@@ -134,11 +137,13 @@ def _lines(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> Non
         if s.points:
             xs, values = [x for x, _ in s.points], [value for _, value in s.points]
             line = look if s.joined else look | {"linestyle": ""}
-            axes.errorbar(xs, [v.value for v in values], yerr=error_bars(values), capsize=2, linewidth=1.2, **line)
+            axes.errorbar(xs, [v.value for v in values], yerr=_errors(values), capsize=2, linewidth=1.2, **line)
         _printed(axes, s.printed, look)
     axes.set(xlabel=panel.x, ylabel=panel.y)
     if panel.top is not None:
         axes.set_ylim(top=panel.top)
+    else:
+        _limit(axes, panel)
     xs = sorted({x for s in panel.series for x, _ in (*s.points, *s.printed)})
     if panel.log:
         axes.set_xscale("log", base=2)
@@ -147,6 +152,22 @@ def _lines(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> Non
     elif xs and not any(s.curves for s in panel.series) and all(float(x).is_integer() for x in xs) and xs[-1] < 100:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _grid(axes)
+
+
+def _limit(axes: Axes, panel: Panel) -> None:
+    """No interval, however wide, makes the values small; none of them is below zero."""
+    values = [v.value for s in panel.series for _, v in s.points] + [y for s in panel.series for _, y in s.printed]
+    values += [y for s in panel.series for curve in s.curves for _, y in curve]
+    low, high = axes.get_ylim()
+    highest = 1.0 if panel.share else 2 * max(values, default=high)
+    bottom = 0.0 if panel.share or panel.shape == "bars" else max(low, 0.0)
+    axes.set_ylim(bottom, max(min(high, highest), bottom + 1e-6))
+
+
+def _errors(values: Sequence[Interval]) -> np.ndarray:
+    """Error bars; none where there are too few questions for an interval."""
+    exact = [v.low == v.high for v in values]
+    return np.where(exact, np.nan, error_bars(values))
 
 
 def _guide(axes: Axes, label: str, guide: Sequence[Point], top: float | None) -> None:
@@ -175,7 +196,7 @@ def _bars(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> None
             used[x] += 1
         values = [value for _, value in s.points]
         thin = {"linewidth": 0.9, "ecolor": "#222222"}
-        axes.bar([places[x] for x, _ in s.points], [v.value for v in values], 0.92 * width, yerr=error_bars(values),
+        axes.bar([places[x] for x, _ in s.points], [v.value for v in values], 0.92 * width, yerr=_errors(values),
                  capsize=2, error_kw=thin, color=look["color"], alpha=0.85)  # fmt: skip
         _printed(axes, [(places[x], y) for x, y in s.printed], {"color": "black", "marker": look["marker"]})
     for guide in (panel.guides or {}).values():
@@ -184,6 +205,8 @@ def _bars(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> None
     turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if crowded else {}
     axes.set_xticks(range(len(panel.ticks)), list(map(mathtext, panel.ticks)), fontsize="small", **turned)
     axes.set(xlabel=panel.x, ylabel=panel.y)
+    _limit(axes, panel)
+    axes.set_xlim(min(-0.6, len(panel.ticks) / 2 - 1.5), max(len(panel.ticks) - 0.4, len(panel.ticks) / 2 + 0.5))
     _grid(axes, "y")
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 from specbench.records import figures
 from specbench.records.metrics import BASELINE, METRICS
 from specbench.records.studies import unmet
-from specbench.reporting.charts import Chart
+from specbench.reporting.charts import Chart, Panel
 from specbench.reporting.claims import Evidence
 from specbench.reporting.document import Table
 from specbench.reporting.study_rows import Rows
@@ -58,7 +58,7 @@ def _made(
         notes.append("open or in brackets: as printed")
     elif rows.another_target:
         notes.append("its source prints numbers of another target")
-    if panels and (absent := _absent(figure, rows)):
+    if absent := _absent(figure, rows, made.panels):
         notes.append(f"not measured yet: {', '.join(absent)}")
     chart = Chart(panels, notes) if panels else None
     missing = "" if chart else _missing(study, figure, rows, cuda)
@@ -66,11 +66,13 @@ def _made(
     return StudyFigure(name, study, figure["title"], source, chart, missing, made.tables)
 
 
-def _absent(figure: Mapping[str, Any], rows: Rows) -> list[str]:
-    """Arms of a figure that have no rows at all."""
+def _absent(figure: Mapping[str, Any], rows: Rows, panels: Sequence[Panel]) -> list[str]:
+    """Arms without any rows; panels, or groups of bars, without any value."""
     names = {e.name for e in rows.evidence.entries}
-    arms = figures.series(figure, rows.study["arms"]).values()
-    return list(dict.fromkeys(arm for group in arms for arm in group if arm not in names))
+    arms = [arm for group in figures.series(figure, rows.study["arms"]).values() for arm in group if arm not in names]
+    empty = [" at ".join(filter(None, (panel.y, panel.title))) for panel in panels if not any(map(bool, panel.series))]
+    groups = [group for panel in panels if any(map(bool, panel.series)) for group in panel.absent]
+    return list(dict.fromkeys([*arms, *empty, *groups]))
 
 
 def _missing(study: str, figure: Mapping[str, Any], rows: Rows, cuda: bool) -> str:

@@ -30,7 +30,15 @@ MEASURED_LABELS = {  # quantity -> label, unit
     "training.seconds": ("seconds a training step", 1),
     "memory.peak": ("peak memory while decoding, GiB", 2**30),
 }
-OPTION_LABELS = {"ids": "ids that the head is multiplied for", "nodes": "draft nodes a cycle"}
+OPTION_LABELS = {
+    "ids": "ids that the head is multiplied for",
+    "nodes": "draft nodes a cycle",
+    "parameters": "parameters that a draft pass multiplies",
+    "drafter.steps": "simulated steps in training",
+    "drafter.topk": "K of the Top-K loss",
+    "drafter.active": "active groups",
+    "drafter.groups": "groups",
+}
 DRAFTING = {"head": "LM head", "network": "the drafter's layers", "rest": "growth and caches"}
 
 Groups = Mapping[str, Sequence[str]]  # series -> arms
@@ -48,10 +56,12 @@ def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
             ends = [(_trained(e, figure.get("x", "tokens")) / unit, v) for e in found if published.is_chain(e)
                     and _trained(e, figure.get("x", "tokens")) and (v := value(e, metric))]  # fmt: skip
             series.append(Series(title, ends, curves, joined=False))
-        panels.append(Panel(label, METRIC_LABELS[metric], series))
+        step = f"step {int(metric[5:]) + 1}" if metric != "tau" else ""
+        panels.append(Panel(label, "accepted, given the step before" if step else METRIC_LABELS[metric], series, step,
+                            share=bool(step)))  # fmt: skip
     longest = max((len(curve) for panel in panels for s in panel.series for curve in s.curves), default=0)
-    note = "lines: held-out answers while training; with intervals: decoding with the trained drafter"
-    return Chart(panels, [note] if longest > 1 else ["these rows hold the end of each training only"])
+    notes = ["lines and small marks: held-out answers; with intervals: decoding with the trained drafter"]
+    return Chart(panels, notes if longest > 1 else [*notes, "these rows hold no more than the end of each training"])
 
 
 def _histories(e: Entry, x: str, unit: float, metric: str) -> Iterator[list[Point]]:
@@ -85,7 +95,7 @@ def _by_position(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart
             points = [(i + 1, v) for i in range(depths) if e and (v := interval(step_alpha(i), e.totals))]
             printed = [(i + 1, p) for i in range(DEPTHS) for p in rows.printed(arm, f"alpha{i}", at)]
             series.append(Series(title, points, printed=printed))
-        panels.append(Panel("position in the draft", "accepted, given the one before", series, place_label(at)))
+        panels.append(Panel("position in the draft", "accepted, given the one before", series, place_label(at), share=True))
     return Chart(panels)
 
 
@@ -158,10 +168,16 @@ def _bar_panel(by: str, metric: str, at: Mapping[str, Any], groups: Groups, rows
         )
         for title, line in made.items()
     ]
-    names = [f"T={tick:g}" if by == "temperature" else str(tick) for tick in kept]
+    names = [tick_label(by, tick) for tick in kept]
     one = {"": [(-0.5, 1.0), (len(kept) - 0.5, 1.0)]} if metric == "speed_up" else None
     label = {"dataset": "data set", "category": "category of the prompts"}.get(by, "")
-    return Panel(label, METRIC_LABELS.get(metric, metric), series, shape="bars", ticks=names, guides=one)
+    absent = [tick_label(by, tick) for tick in ticks if tick not in kept]
+    return Panel(label, METRIC_LABELS.get(metric, metric), series, shape="bars", ticks=names, guides=one, absent=absent)
+
+
+def tick_label(by: str, tick: Any) -> str:
+    """The name of a group of bars."""
+    return f"T={tick:g}" if by == "temperature" else str(tick)
 
 
 def _categories(arms: Mapping[str, str], metric: str, at: Mapping[str, Any], rows: Rows) -> list[str]:
@@ -170,8 +186,12 @@ def _categories(arms: Mapping[str, str], metric: str, at: Mapping[str, Any], row
     return list(dict.fromkeys(row.category for e in found for row in e.rows))
 
 
+def option_label(name: str) -> str:
+    return OPTION_LABELS.get(name, name.rpartition(".")[2])
+
+
 def _steps(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
-    label = OPTION_LABELS.get(figure["x"], figure["x"].rpartition(".")[2])
+    label = option_label(figure["x"])
     panels = []
     for metric in figure["y"]:
         for at in figure.get("panels", [{}]) if metric in METRICS else [{}]:
@@ -221,7 +241,7 @@ def _heat(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
                 for row in sorted({y for y, _ in cells})
             ]  # fmt: skip
             name = METRIC_LABELS.get(metric, metric).partition(",")[0]
-            labels = [figure[axis].rpartition(".")[2] for axis in ("x", "y")]
+            labels = [option_label(figure[axis]) for axis in ("x", "y")]
             ticks = [f"{x:g}" for x in columns]
             panels.append(Panel(labels[0], labels[1], series, f"{title}: {name}", "grid", ticks))
     return Chart(panels)

@@ -4,7 +4,8 @@ Those of the shipped drafters are listed here; those of other names are derived 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from specbench.reporting.names import PAPER, SEPARATOR, WORDS
@@ -61,17 +62,23 @@ def _of_letters(name: str) -> tuple[str, str]:
 
 
 def distinct(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Styles for `Axes.plot` of the series of one figure, all different; shipped drafters keep theirs."""
+    """Styles for `Axes.plot` of the series of one figure: other colours as long as there are any, then other markers.
+
+    A shipped drafter keeps its colour and marker if no series before it has that colour.
+    """
+    styles: dict[str, dict[str, Any]] = {}
     names = list(names)
-    styles = {name: line(name) for name in names if NAMES.get(name, name) in KNOWN}
-    used = {(s["color"], s["marker"]) for s in styles.values()}
-    free = ((colour, marker) for turn in range(len(MARKERS)) for colour, marker in _pairs(turn))
-    unused = (pair for pair in free if pair not in used)
-    for name, (colour, marker) in zip((name for name in names if name not in styles), unused, strict=False):
-        styles[name] = {"color": colour, "marker": marker, "linestyle": "-"}
+    for name in names:
+        own = line(name)
+        if NAMES.get(name, name) in KNOWN and all(own["color"] != s["color"] for s in styles.values()):
+            styles[name] = own
+    used = {s["color"] for s in styles.values()}
+    pairs = [(c, MARKERS[i % len(MARKERS)]) for i, c in enumerate([c for c in COLOURS if c not in used])]
+    pairs += [(c, MARKERS[(i + turn) % len(MARKERS)]) for turn in range(1, len(MARKERS)) for i, c in enumerate(COLOURS)]
+    taken = {(s["color"], s["marker"]) for s in styles.values()}
+    free = (pair for pair in itertools.cycle(pairs) if pair not in taken)
+    for name in names:
+        if name not in styles:
+            colour, marker = next(free)
+            styles[name] = {"color": colour, "marker": marker, "linestyle": "-"}
     return styles
-
-
-def _pairs(turn: int) -> Iterator[tuple[str, str]]:
-    """Each colour with a marker, others in every turn."""
-    return ((colour, MARKERS[(number + turn) % len(MARKERS)]) for number, colour in enumerate(COLOURS))
