@@ -85,7 +85,8 @@ def draw(chart: Chart) -> Figure:
     if len(chart.panels) == 4:
         across = down = 2
     height = max(map(_height, chart.panels))
-    width = 6.4 if across == 1 else 1.3 + 3.2 * across
+    longest = max(len(s.label) for panel in chart.panels for s in panel.series)
+    width = (4.6 if across == 1 else 3.2 * across) + 0.6 + 0.065 * max(longest, 12)  # with the legend
     figure, grid = new_axes(width, height * down, nrows=down, ncols=across, squeeze=False)
     looks = styles.distinct(dict.fromkeys(s.label for panel in chart.panels for s in panel.series))
     panels: list[Axes] = list(grid.flat)
@@ -127,8 +128,8 @@ OPEN: dict[str, Any] = {"linestyle": "", "marker": "o", "markerfacecolor": "none
 
 
 def _lines(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> None:
-    for label, guide in (panel.guides or {}).items():
-        _guide(axes, label, guide, panel.top)
+    for number, (label, guide) in enumerate((panel.guides or {}).items()):
+        _guide(axes, label, guide, number)
     for s in panel.series:
         look = looks[s.label]
         for curve in s.curves:
@@ -170,12 +171,14 @@ def _errors(values: Sequence[Interval]) -> np.ndarray:
     return np.where(exact, np.nan, error_bars(values))
 
 
-def _guide(axes: Axes, label: str, guide: Sequence[Point], top: float | None) -> None:
-    """A theory's curve, labelled at its last point below the panel's upper limit."""
-    inside = [p for p in guide if top is None or p[1] < 0.97 * top]
+def _guide(axes: Axes, label: str, guide: Sequence[Point], number: int) -> None:
+    """A theory's curve, labelled on itself, lower with every curve, so that labels do not meet."""
     axes.plot([x for x, _ in guide], [y for _, y in guide], color="0.6", linewidth=1, zorder=1)
-    if label and inside:
-        axes.text(*inside[-1], mathtext(label), fontsize="small", color="0.4", ha="right", va="bottom")
+    if label and guide:
+        height = max(y for _, y in guide) * (0.97 - 0.09 * number)
+        at = min(guide, key=lambda point: abs(point[1] - height))
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        axes.text(*at, mathtext(label), fontsize="small", color="0.4", ha="center", va="center", bbox=box, zorder=1.5)
 
 
 def _printed(axes: Axes, points: Sequence[Point], look: Mapping[str, Any]) -> None:

@@ -95,7 +95,7 @@ def chart(found: Mapping[str, Sequence[Chain]], numbers: pd.DataFrame) -> Chart:
     costs = [c.c for c in chains if c.c is not None]
     c, c_hat = median(costs) if costs else COSTS[2], median([c.c_hat for c in chains]) if chains else 0.0
     by_gamma = {f"γ={gamma}": gamma for gamma in gammas}
-    x = "alpha, share of tried tokens that are accepted"
+    best = {f"c={cost:g}": [(float(a), float(best_gamma(float(a), cost))) for a in ALPHAS] for cost in COSTS}
 
     def curves(of: Curve, top: float) -> dict[str, list[tuple[float, float]]]:
         made = {name: [(float(a), of(float(a), gamma)) for a in ALPHAS] for name, gamma in by_gamma.items()}
@@ -104,17 +104,20 @@ def chart(found: Mapping[str, Sequence[Chain]], numbers: pd.DataFrame) -> Chart:
     def points(y: Value) -> list[Series]:
         return [Series(name, [(c.alpha, v) for c in group if (v := y(c))], joined=False) for name, group in found.items()]
 
-    note = f"c = {c:.2g}" + (", the median measured" if costs else "; no speeds are measured yet")
+    gains, growth = (
+        curves(lambda a, gamma: speed_up(a, gamma, c), 4.0),
+        curves(lambda a, gamma: operations(a, gamma, c_hat), 9.0),
+    )
+    short = {name: [p for p in line if p[1] <= 12] for name, line in best.items()}
     panels = [
-        Panel(x, "tokens a target pass", points(lambda c: c.tau), "Tokens", guides=curves(expected_tokens, 6.0), top=6.0),
-        Panel(x, "speed-up", points(lambda c: c.gain), f"Speed-up; curves: {note}",
-              guides=curves(lambda a, gamma: speed_up(a, gamma, c), 4.0), top=4.0),
-        Panel(x, "operations over plain decoding's", points(lambda c: c.operations), f"Operations; ĉ = {c_hat:.2g}",
-              guides=curves(lambda a, gamma: operations(a, gamma, c_hat), 9.0), top=9.0),
-        Panel(x, "best γ", _best(found), "Best length, by c",
-              guides={f"c={c:g}": [(float(a), float(best_gamma(float(a), c))) for a in ALPHAS] for c in COSTS}, top=12.0),
-    ]  # fmt: skip
-    return Chart(panels, ["curves: theory, points: chains measured here"], [predictions(numbers), *_measured(found)])
+        Panel("alpha", "tokens a target pass", points(lambda c: c.tau), guides=curves(expected_tokens, 6.0), top=6.0),
+        Panel("alpha", "speed-up", points(lambda c: c.gain), guides=gains, top=4.0),
+        Panel("alpha", "operations over plain decoding's", points(lambda c: c.operations), guides=growth, top=9.0),
+        Panel("alpha", "best γ", _best(found), guides=short, top=12.5),
+    ]
+    notes = [f"curves: theory, the speed-up's at c = {c:.2g}{', the median measured' if costs else ''}",
+             f"operations at ĉ = {c_hat:.2g}", "points: chains measured here"]  # fmt: skip
+    return Chart(panels, notes, [predictions(numbers), *_measured(found)])
 
 
 def _best(found: Mapping[str, Sequence[Chain]]) -> list[Series]:
