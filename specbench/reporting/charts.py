@@ -92,6 +92,7 @@ def draw(chart: Chart) -> Figure:
     panels: list[Axes] = list(grid.flat)
     for axes, panel in zip(panels, chart.panels, strict=False):
         DRAWN[panel.shape](axes, panel, looks)
+        axes.set(xlabel=mathtext(panel.x), ylabel=mathtext(panel.y))
         axes.set_title(mathtext(panel.title), fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
     for empty in panels[len(chart.panels) :]:
@@ -140,7 +141,6 @@ def _lines(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> Non
             line = look if s.joined else look | {"linestyle": ""}
             axes.errorbar(xs, [v.value for v in values], yerr=_errors(values), capsize=2, linewidth=1.2, **line)
         _printed(axes, s.printed, look)
-    axes.set(xlabel=panel.x, ylabel=panel.y)
     if panel.top is not None:
         axes.set_ylim(top=panel.top)
     else:
@@ -207,7 +207,6 @@ def _bars(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> None
     crowded = sum(map(len, panel.ticks)) > 30
     turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if crowded else {}
     axes.set_xticks(range(len(panel.ticks)), list(map(mathtext, panel.ticks)), fontsize="small", **turned)
-    axes.set(xlabel=panel.x, ylabel=panel.y)
     _limit(axes, panel)
     axes.set_xlim(min(-0.6, len(panel.ticks) / 2 - 1.5), max(len(panel.ticks) - 0.4, len(panel.ticks) / 2 + 0.5))
     _grid(axes, "y")
@@ -219,14 +218,13 @@ def _stack(axes: Axes, panel: Panel, _: Mapping[str, dict[str, Any]]) -> None:
     left = np.zeros(len(panel.ticks))
     for part, colour in zip(parts, PARTS, strict=False):
         widths = np.array([value.value for _, value in part.points])
-        axes.barh(range(len(widths)), widths, left=left, color=colour, label=part.label)
+        axes.barh(range(len(widths)), widths, left=left, color=colour, label=mathtext(part.label))
         left += widths
     values = [value for _, value in whole.points]
     places = range(len(values))
     axes.errorbar([v.value for v in values], places, xerr=error_bars(values), fmt="none", ecolor="black", capsize=2)
     axes.set_yticks(range(len(panel.ticks)), list(map(mathtext, panel.ticks)))
     axes.invert_yaxis()
-    axes.set_xlabel(panel.x)
     _grid(axes, "x")
 
 
@@ -243,9 +241,8 @@ def _cells(axes: Axes, panel: Panel, _: Mapping[str, dict[str, Any]]) -> None:
         lines = [f"{values[row, column]:.2f}"] if np.isfinite(values[row, column]) else []
         lines += [f"[{printed[row, column]:.2f}]"] if (row, column) in printed else []
         axes.text(column, row, "\n".join(lines), ha="center", va="center", fontsize="small")
-    axes.set_xticks(range(len(panel.ticks)), list(panel.ticks))
-    axes.set_yticks(range(len(panel.series)), [s.label for s in panel.series])
-    axes.set(xlabel=panel.x, ylabel=panel.y)
+    axes.set_xticks(range(len(panel.ticks)), list(map(mathtext, panel.ticks)))
+    axes.set_yticks(range(len(panel.series)), [mathtext(s.label) for s in panel.series])
 
 
 def _grid(axes: Axes, axis: Literal["both", "x", "y"] = "both") -> None:

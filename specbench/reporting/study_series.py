@@ -257,10 +257,11 @@ def _scatter(_: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
     for e in list(found.values())[:1]:
         if pass_ms := interval(plain, e.totals):
             points["target"] = e.header["target"]["parameters"] / 1e6, pass_ms
-            guides["in proportion"] = [(0.0, 0.0), (points["target"][0], pass_ms.value)]
+            guides[""] = [(0.0, 0.0), (points["target"][0], pass_ms.value)]
     series = [Series(title, [points[title]] if title in points else [], printed=_printed_pass(arm, rows))
               for title, arm in arms.items()]  # fmt: skip
-    return Chart([Panel("parameters that a pass multiplies (millions)", "milliseconds a pass", series, guides=guides)])
+    panel = Panel("parameters that a pass multiplies (millions)", "milliseconds a pass", series, guides=guides)
+    return Chart([panel], ["line: time in proportion to parameters"])
 
 
 def _per_pass(seconds: str, passes: str) -> Rate:

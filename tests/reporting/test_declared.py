@@ -236,6 +236,21 @@ def test_steps_and_grids_take_the_options_of_the_rows(tmp_path):
     assert {text.get_text() for text in axes.texts} == {f"{v:.2f}" for s in grid.series for v in values(s).values()}
 
 
+def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):
+    options = {f"a_{ids}": {"name": "a", "vocabulary": ids} for ids in (10, 20)}
+    options |= {"a": {"name": "a", "vocabulary": None}, "r": {"name": "r", "groups": 4, "active": 1, "vocabulary": None}}
+    target = {"dtype": "float32", "parameters": 100, "vocabulary": 40}
+    ids = figure("steps", x="ids", log=True, y=["tau", "speed_up"], arms={"a": ["a", "a_10", "a_20"], "r": ["r"]})
+    for replay, cell in [(True, "replay-1"), (False, "decode-1")]:
+        more = {"study": "s", "replay": replay, "cell": cell, "options": options, "target": target}
+        bench(tmp_path, dict.fromkeys(options, 1.5), **more)
+        found = chart_of(tmp_path, study(ids, arms=options))
+        assert len(found.panels) == 1 + (not replay), "a panel without rows"
+    for panel in found.panels:
+        assert [list(values(s)) for s in panel.series] == [[10.0, 20.0, 40.0], [10.0]]
+    assert drawn_axes(found)[1].get_xscale() == "log"
+
+
 def timed_chains(folder, lengths, cost=0.1, questions=20, **more):
     """Chains whose tokens are accepted with probability 0.7, drafted at `cost` target passes each."""
     header = settings(*(f"g{n}" for n in lengths), dataset="mtbench", study="s") | more
