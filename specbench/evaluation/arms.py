@@ -26,6 +26,8 @@ from specbench.records.rows import Row
 from specbench.remote.link import Link
 from specbench.remote.serving import LocalServers
 
+CURVE = ("step", "tokens", "chain_tau", "n_alpha")  # of a training's history, in a header
+CURVE_POINTS = 32
 # Its ids identify a chat format: they depend on template, system prompt and tokenizer.
 PROBE: list[Message] = [
     {"role": "user", "content": "Name a colour."},
@@ -118,15 +120,22 @@ def build(
 
 
 def _provenance(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """A header's entry on weights: where they come from, without recipe and history of their training."""
+    """A header's entry on weights: where they come from, without recipe; of a training's history the learning curve."""
     kept = {key: value for key, value in weights.items() if key not in ("recipe", "drafter")}
     if kept.get("history"):
-        kept["history"] = kept["history"][-1:]
+        kept["history"] = _learning_curve(kept["history"])
     if isinstance(kept.get("held_out"), Mapping):
         kept["held_out"] = {key: value for key, value in kept["held_out"].items() if key != "answers"}
     if isinstance(kept.get("base"), Mapping):
         kept["base"] = _provenance(kept["base"])
     return kept
+
+
+def _learning_curve(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The last entry of a history, below at most `CURVE_POINTS` earlier ones with what `CURVE` names."""
+    earlier = [{name: point[name] for name in CURVE if name in point} for point in history[:-1]]
+    stride = max(1, -(-len(earlier) // CURVE_POINTS))
+    return [*earlier[::-1][::stride][::-1], history[-1]]
 
 
 def baseline(spec: RunSpec, target: Target) -> Arm:

@@ -143,7 +143,8 @@ def _own_counts(row: Row, reference: Sequence[int] | None) -> dict[str, float | 
     return counts
 
 
-def _alpha(depth: int) -> Rate:
+def step_alpha(depth: int) -> Rate:
+    """Acceptance of draft step depth + 1, given the step before."""
     return lambda s: s["passed"][..., depth] / s["tried"][..., depth]
 
 
@@ -158,7 +159,7 @@ RATES: dict[str, Rate] = {
     "tokens_per_s": _speed,
     "speed_up": lambda s: _speed(s) / _speed(s, "base_"),
     "alpha": lambda s: s["passed"].sum(-1) / s["tried"].sum(-1),  # over all steps, as in the theory of chains
-    **{f"alpha{depth}": _alpha(depth) for depth in range(6)},
+    **{f"alpha{depth}": step_alpha(depth) for depth in range(6)},
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps after the first
     "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],
     "target_calls": lambda s: s["cycles"] / s["answers"],  # passes over trees, without the prefill
@@ -168,6 +169,8 @@ RATES: dict[str, Rate] = {
     "solved": lambda s: s["solved"] / s["scored"],  # answers that pass their question's check
     "lossless": lambda s: s["lossless"] / s["audited"],  # greedy answers equal to the baseline's, up to numerical ties
 }
+# Metrics that claims and figures name; those beside `RATES` are in `specbench.reporting.claims.rate`.
+METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up")
 
 
 def time_split(rows: Sequence[Row]) -> dict[str, float]:

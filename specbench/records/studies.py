@@ -18,16 +18,15 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
 from specbench.common.types import Name, Repetitions, Seed, Temperature, Text
-from specbench.records.metrics import BASELINE, RATES
+from specbench.records import figures
+from specbench.records.metrics import BASELINE, METRICS
 
 FOLDER = PROJECT / "conf" / "study"
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
 ON_DEMAND = 9  # as a priority: planned only where the study is named
-METRICS = (*RATES, "parameters", "draft_cost", "draft_cost_by_parameters", "expected_speed_up", "promised_speed_up")
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
-Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
 # See `specbench.evaluation.measurements`.
 Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
@@ -89,7 +88,7 @@ Test = TypedDict(
     "Test",
     {
         "metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
-        "measured": NotRequired[Quantity],
+        "measured": NotRequired[figures.Quantity],
         "of": Name,
         "at": NotRequired[At],
         "over": NotRequired[Name],
@@ -153,8 +152,8 @@ class Study(TypedDict):
     """One `conf/study/*.yaml`.
 
     cells: for each the overrides for `specbench.run` (prompts, number of questions, length, temperature, `replay`), see
-    `cell_runs`. varies: aspects in which compared arms may differ. priority: 1 is measured first, default 5; see `ON_DEMAND`.
-    ranks: the metric by which the report orders its arms. measure: quantity -> repetitions, in one cell.
+    `cell_runs`. varies: aspects in which compared arms may differ. priority: 1 is measured first, default 5, see
+    `ON_DEMAND`. ranks: the metric by which the report orders its arms. measure: quantity -> repetitions, in one cell.
     """
 
     title: Text
@@ -167,6 +166,7 @@ class Study(TypedDict):
     ranks: NotRequired[Literal[METRICS]]  # type: ignore[valid-type]
     measure: NotRequired[Mapping[Measured, Repetitions]]
     shows: NotRequired[list[Shown]]
+    figures: NotRequired[list[figures.Figure]]
     claims: NotRequired[list[Claim]]
 
 
@@ -184,11 +184,11 @@ def check(study: Study, name: str) -> Study:
     for arm in named:
         if arm not in arms and arm != BASELINE:
             raise SpecBenchError(f"study {name}: no arm is called {arm}; there are {', '.join(arms)}")
+    figures.check(study.get("figures", []), study, name)
     for number, (label, one) in enumerate(arms.items()):
         _check_options(f"study {name}: arm {label}", one)
-        if (start := one.get("start")) and (
-            "train" not in one or "train" not in dict([*arms.items()][:number]).get(start, {})
-        ):
+        before = dict([*arms.items()][:number])
+        if "start" in one and ("train" not in one or "train" not in before.get(one["start"], {})):
             raise SpecBenchError(
                 f"study {name}: arm {label} starts from {one['start']}: both must be trained, that one listed before"
             )

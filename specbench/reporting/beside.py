@@ -116,7 +116,7 @@ def _memory(e: Entry) -> float | None:
 
 def _measured(e: Entry, metric: str) -> float | None:
     """A metric of an entry; of the baseline, a pass is the target's."""
-    if metric in ("alpha0", "alpha1", "alpha2", "alpha3", "alpha4") and not _is_chain(e):
+    if metric in ("alpha0", "alpha1", "alpha2", "alpha3", "alpha4") and not is_chain(e):
         return None  # n-alpha is defined for chains
     if metric == "parameters" and e.name == BASELINE:
         return float(e.header["target"]["parameters"])
@@ -133,5 +133,6 @@ def _draft_ms(s: Any) -> Any:
     return 1000 * s["counted_draft"] / s["passes"]
 
 
-def _is_chain(e: Entry) -> bool:
+def is_chain(e: Entry) -> bool:
+    """Does it draft a chain? n-alpha is defined for no other tree."""
     return str(e.growth.get("_target_", "Chain")).endswith("Chain")

@@ -22,6 +22,7 @@ from specbench.reporting import (
     analysis_tables,
     cells,
     claims,
+    declared,
     document,
     figures,
     freshness,
@@ -74,7 +75,7 @@ class Report:
         main: entries of the main result, its target first: the study `bench`, or plain runs without such a study.
         rest: all other entries. view: those of main with one target, precision and machine; others: the remaining views.
         no_studies: do all entries belong to the main result or to plain runs?
-        evidence, verdicts, papers: of all studies, on the view's target only.
+        evidence, verdicts, papers, figures: of all studies, on the view's target only.
         problems: one line on each file that was left out. digest: see `freshness`.
 
     Raises:
@@ -103,6 +104,7 @@ class Report:
         self._judge(next(iter(by_setup))[0] if by_setup else None)
         numbers = published.load(sources.published, self.problems)
         self.papers = published.tables(numbers, self.evidence, self.problems)
+        self.figures = declared.all_of(self.evidence, numbers, self.cuda)
 
     def _judge(self, target: str | None) -> None:
         """Judge the claims of all studies on one target."""
@@ -132,6 +134,7 @@ class Report:
         """Write all files; returns the HTML's path."""
         root = self.sources.results
         drawn = figures.draw_all(self.view, self.entries, self.weights, root / "figures")
+        drawn |= figures.draw_declared(self.figures, root / "figures")
         files = {}
         for name, table in self._tables().items():
             files[f"tables/{name}.md"] = document.table(table) + "\n"

@@ -19,15 +19,15 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from matplotlib.transforms import Bbox
 
 from specbench.records.metrics import BASELINE
-from specbench.reporting import analysis_figures, names, study_figures, styles
+from specbench.reporting import analysis_figures, charts, names, study_figures, styles
 from specbench.reporting.cells import Entry
 from specbench.reporting.console import cost
+from specbench.reporting.declared import StudyFigure
 from specbench.reporting.overview import Overview, chosen, families, ranking
 from specbench.reporting.study_figures import MAX_ARMS, error_bars, left_out, new_axes, save
 from specbench.reporting.tables import known_depths
 from specbench.reporting.text import mathtext
 
-LEVIATHAN = "leviathan"  # the study of chains
 OWN, PAPER = "#0072B2", "#9cc3dd"  # colours of other trees and of the papers' trees
 MAX_STEPS = 8  # of a draft
 SPEED_UPS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6)  # with a line each
@@ -194,7 +194,6 @@ def draw_all(
     """
     timed, accepting = _fastest(view.timed(view.first)), chosen(view)
     everything = [e for e in everything if not view.entries or e.model == view.entries[0].model]
-    leviathan = Overview(e for e in everything if e.study == LEVIATHAN)
     part = left_out(sum(e.name != BASELINE for e in view.timed(view.first)))
     made = {
         "speed_up": (
@@ -210,13 +209,24 @@ def draw_all(
             "Acceptance by draft step, given that the step before was accepted; the paper's tree where there are several",
         ),
     }
-    made |= study_figures.draw(everything, leviathan.timed(leviathan.first) or view.timed(view.first), weights)
+    made |= study_figures.draw(everything, weights)
     made |= analysis_figures.draw(accepting)
-    titles = {}
-    with matplotlib.rc_context({"svg.hashsalt": "specbench", "svg.fonttype": "path"}):
-        for name, (figure, title) in made.items():
-            if figure is not None:
-                save(figure, folder / f"{name}.png", folder.parent, dpi=150, metadata={"Software": None})
-                save(figure, folder / f"{name}.svg", folder.parent, metadata={"Date": None, "Creator": None})
-                titles[name] = title
+    return write({name: (figure, title) for name, (figure, title) in made.items() if figure is not None}, folder)
+
+
+def draw_declared(declared: Sequence[StudyFigure], folder: Path) -> dict[str, str]:
+    """Write the figures of studies that have rows; returns their captions by name."""
+    titles: dict[str, str] = {}
+    for figure in declared:
+        if figure.chart is not None:
+            titles |= write({figure.name: (charts.draw(figure.chart), figure.caption)}, folder)
     return titles
+
+
+def write(made: Mapping[str, tuple[Figure, str]], folder: Path) -> dict[str, str]:
+    """Write figures as PNG and SVG, and close them; returns their titles by name."""
+    with matplotlib.rc_context({"svg.hashsalt": "specbench", "svg.fonttype": "path"}):
+        for name, (figure, _) in made.items():
+            save(figure, folder / f"{name}.png", folder.parent, dpi=150, metadata={"Software": None})
+            save(figure, folder / f"{name}.svg", folder.parent, metadata={"Date": None, "Creator": None})
+    return {name: title for name, (_, title) in made.items()}

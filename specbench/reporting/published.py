@@ -7,7 +7,7 @@ of another one, which is marked. What was not measured stays empty.
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_text, readable, validate
 from specbench.reporting import text
-from specbench.reporting.beside import Beside, matching
+from specbench.reporting.beside import Beside, assigned, matching
 from specbench.reporting.evidence import Evidence
 
 
@@ -234,3 +234,11 @@ def _notes(part: pd.DataFrame) -> tuple[str, ...]:
         first = rows.iloc[0]
         notes.append(f"all, {len(rows)} cells: {note}" if len(rows) > 3 else f"{first['row']}, {first['column']}: {note}")
     return tuple(notes)
+
+
+def placed(numbers: pd.DataFrame, evidence: Evidence) -> Iterator[tuple[Any, str]]:
+    """The published cells to which a study assigns an arm, with that arm."""
+    for shows in evidence.study.get("shows", []):
+        part = numbers[(numbers["paper"] == shows["paper"]) & (numbers["table"] == shows["table"])]
+        arms = assigned(part, shows, {e.model for e in evidence.entries})
+        yield from ((cell, arms[cell.Index]) for cell in part.itertuples() if cell.Index in arms)

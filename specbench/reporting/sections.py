@@ -45,7 +45,7 @@ def sections(report: "Report") -> list[Section]:
         Section("ranking", "Ranking", "Who accepts most on equal footing", _rankings(report)),
         Section("runs", "Other runs", "Other prompts, targets and machines", _runs(report, timed)),
         Section("claims", "Claims", "Which claims hold here", _ledger(report)),
-        Section("papers", "Papers", "The papers' tables, measured here", _papers(report)),
+        Section("papers", "Papers", "The papers' tables and figures, measured here", [*_papers(report), *_figures(report)]),
         Section("studies", "Studies", "Every drafter of every study", _studies(report)),
     ]
     return [section for section in made if section.blocks]
@@ -86,7 +86,8 @@ def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
         "(parameters): CORAL's estimate, by the parameters that passes multiply. The last column is no expectation: it "
         "is what tau and this drafting would make if a pass over a tree cost no more than one over a token."
     )
-    folds = [Details("Where a cycle's time goes", [Paragraph(times, "note"), overview.times(timed)], "tables/times.md")]
+    parts: list[Block] = [Paragraph(times, "note"), overview.times(timed), Figures(("target_pass",))]
+    folds = [Details("Where a cycle's time goes", parts, "tables/times.md")]
     if memory := tables.memory_lines(timed):
         caption = "Peak memory while decoding, MiB, each drafter in a process of its own"
         folds.append(Details("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
@@ -192,8 +193,6 @@ def _studies(report: "Report") -> list[Block]:
         blocks.append(Details(title, parts, f"tables/study-{file}{number}.md", own))
     if report.no_studies:
         return blocks
-    drawings = Figures(("target_pass", "head_share", "vocabularies", "theory", "training_memory"))
-    blocks.append(Details("Figures of the studies", [drawings], "figures.md"))
     idle = {name: study for name, study in report.studies.items() if not report.evidence[name].entries}
     if idle:
         lines = [[name, study["title"], "; ".join(study["source"]), report.state(name)] for name, study in idle.items()]
@@ -263,6 +262,25 @@ def _papers(report: "Report") -> list[Block]:
     if rest := [Link(p.title, f"tables/{p.slug}.md") for p in report.papers if not p.measured]:
         title = f"{len(rest)} published tables and figures of which nothing was measured here"
         blocks.append(Details(title, rest, "papers.md"))
+    return blocks
+
+
+def _figures(report: "Report") -> list[Block]:
+    """The figures that studies declare, and a table of those that wait for rows."""
+    if report.no_studies:
+        return []
+    drawn = [figure for figure in report.figures if figure.chart is not None]
+    blocks: list[Block] = []
+    if drawn:
+        shown: list[Block] = []
+        for figure in drawn:
+            shown += [Figures((figure.name,)), *figure.tables]
+        blocks.append(Details(f"{len(drawn)} figures of the papers, from their studies' rows", shown, "figures.md"))
+    if missing := [figure for figure in report.figures if figure.chart is None]:
+        lines = [[figure.source, figure.title, figure.missing] for figure in missing]
+        table = Table(("figure", "what it shows", "what it waits for"), lines, look="words")
+        beside: list[Block] = [table for figure in missing for table in figure.tables]
+        blocks.append(Details(f"{len(missing)} figures without rows", [table, *beside], "figures-missing.md"))
     return blocks
 
 

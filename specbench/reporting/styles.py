@@ -4,6 +4,8 @@ Those of the shipped drafters are listed here; those of other names are derived 
 """
 
 import hashlib
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from specbench.reporting.names import PAPER, SEPARATOR, WORDS
@@ -57,3 +59,26 @@ def _of_letters(name: str) -> tuple[str, str]:
     colour, marker = KNOWN[parent] if parent else (COLOURS[index], "")
     others = MARKERS.replace(marker, "")
     return colour, others[number % len(others)]
+
+
+def distinct(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Styles for `Axes.plot` of the series of one figure: other colours as long as there are any, then other markers.
+
+    A shipped drafter keeps its colour and marker if no series before it has that colour.
+    """
+    styles: dict[str, dict[str, Any]] = {}
+    names = list(names)
+    for name in names:
+        own = line(name)
+        if NAMES.get(name, name) in KNOWN and all(own["color"] != s["color"] for s in styles.values()):
+            styles[name] = own
+    used = {s["color"] for s in styles.values()}
+    pairs = [(c, MARKERS[i % len(MARKERS)]) for i, c in enumerate([c for c in COLOURS if c not in used])]
+    pairs += [(c, MARKERS[(i + turn) % len(MARKERS)]) for turn in range(1, len(MARKERS)) for i, c in enumerate(COLOURS)]
+    taken = {(s["color"], s["marker"]) for s in styles.values()}
+    free = (pair for pair in itertools.cycle(pairs) if pair not in taken)
+    for name in names:
+        if name not in styles:
+            colour, marker = next(free)
+            styles[name] = {"color": colour, "marker": marker, "linestyle": "-"}
+    return styles

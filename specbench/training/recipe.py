@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Count, Delay, Ids, Natural, Positive, Seed, Share, Steps, Text, Times, Weight
+from specbench.common.types import Count, Delay, Few, Ids, Natural, Positive, Seed, Share, Steps, Text, Times, Weight
 
 Decay = Literal["constant", "linear", "cosine"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -120,6 +120,7 @@ class TrainSettings(Schedule):
         sampled, others: of the frequent ids, and of the others, how many a batch's loss uses: those in its own text, and
             some drawn anew.
         phases: none is one phase that changes nothing.
+        validations: number of validations before the last step, evenly spaced over the steps, beside those by the clock.
 
     Raises:
         SpecBenchError: values that contradict each other or are out of range, by name.
@@ -144,6 +145,7 @@ class TrainSettings(Schedule):
     checkpoint_minutes: Delay = 10.0
     validate_minutes: Delay = 15.0
     validation_answers: Count = 8
+    validations: Few = 0
     seed: Seed = 0
 
     def __post_init__(self) -> None:
@@ -176,6 +178,11 @@ def starts(settings: TrainSettings, total: int) -> list[int]:
 def phase_at(settings: TrainSettings, step: int, total: int) -> int:
     """Number of the phase that a step (from 0) belongs to; of the end, the last one's."""
     return min(bisect.bisect_right(starts(settings, total), step), len(settings.phases)) - 1
+
+
+def evenly_spaced(total: int, count: int) -> frozenset[int]:
+    """Steps (from 1) that divide a training of `total` steps into count + 1 equal parts."""
+    return frozenset(round(total * part / (count + 1)) for part in range(1, count + 1))
 
 
 def rates(settings: TrainSettings, total: int) -> list[float]:

@@ -33,7 +33,7 @@ from specbench.training.loss_vocabulary import LossVocabulary
 from specbench.training.metrics import Metrics
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
 from specbench.training.precision import mixed
-from specbench.training.recipe import TrainSettings, describe, phase_at, rates
+from specbench.training.recipe import TrainSettings, describe, evenly_spaced, phase_at, rates
 
 METRICS_EVERY = 20  # steps between two readings of the metrics
 
@@ -170,6 +170,7 @@ class Trainer:
         self._resume()
         self.accelerator.print(describe(settings, self.total), file=sys.stderr)
         self.drafter.train()
+        milestones = evenly_spaced(self.total, settings.validations)
         now = saved = validated = time.monotonic()
         for batches in self._remaining_steps():
             self._enter(phase_at(settings, self.step, self.total))
@@ -183,7 +184,8 @@ class Trainer:
             if self.step % METRICS_EVERY == 0 or over:
                 self.metrics.read(self.step)
                 self._show_progress()
-            if self._agreed(now - validated > settings.validate_minutes * 60 and not over):
+            due = now - validated > settings.validate_minutes * 60 or self.step in milestones
+            if self._agreed(due and not over):
                 self._log()
                 now = validated = time.monotonic()  # validation is no training time
             if self._agreed(now - saved > settings.checkpoint_minutes * 60 or over):

@@ -20,7 +20,7 @@ from specbench.engine import pretrained
 from specbench.engine.model_files import contents_of
 from specbench.engine.pretrained import fingerprint_of
 from specbench.engine.target import Target
-from specbench.evaluation import run
+from specbench.evaluation import arms, run
 from specbench.evaluation.targets import Targets
 from specbench.records import identity
 from specbench.records.blocks import NAME, read_block
@@ -332,3 +332,12 @@ def test_prompts_that_cannot_be_told_apart_or_are_odd_are_refused(records, words
     with pytest.raises(SpecBenchError, match=words) as error:
         PromptSet("toy", root=str(tmp_path), limit=1).load()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("entries", [1, 3, 33, 500])
+def test_headers_keep_the_learning_curve_of_a_training(entries):
+    history = [{"step": i, "tokens": 9 * i, "chain_tau": 1.5, "n_alpha": [0.4], "loss": 2.0} for i in range(1, entries + 1)]
+    kept = arms._provenance({"history": history, "recipe": {}})["history"]
+    assert kept[-1] == history[-1] and len(kept) <= arms.CURVE_POINTS + 1
+    assert len(kept) == entries or entries > arms.CURVE_POINTS
+    assert all(point.keys() == set(arms.CURVE) for point in kept[:-1])

@@ -235,28 +235,6 @@ def test_an_arm_named_after_a_drafter_has_its_colour_and_its_trees_their_dashes(
     assert [styles.line(f"eagle2{tree}")["linestyle"] for tree in ("", " · paper", " · rate")] == ["-", "-", "--"]
 
 
-def test_draft_vocabularies_are_drawn_by_their_ids(tmp_path):
-    options = {f"a_{ids}": {"name": "a", "vocabulary": ids} for ids in (10, 20)}
-    options |= {"a": {"name": "a", "vocabulary": None}, "r": {"name": "r", "groups": 4, "active": 1, "vocabulary": None}}
-    target = {"dtype": "float32", "parameters": 100, "vocabulary": 40}
-    for replay, cell in [(True, "replay-1"), (False, "decode-1")]:
-        bench(
-            tmp_path,
-            dict.fromkeys(options, 1.5),
-            study="vocabulary",
-            replay=replay,
-            cell=cell,
-            options=options,
-            target=target,
-        )
-        figure = study_figures.draft_vocabularies(cells.find(tmp_path).entries)
-        assert len(figure.axes) == 1 + (not replay), "a panel without rows"
-    for axes in figure.axes:
-        assert [sorted(c.lines[0].get_xdata()) for c in axes.containers] == [[10, 20, 40], [10]]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "r"]
-    plt.close(figure)
-
-
 def test_no_legend_lies_over_data(tmp_path):
     bench(tmp_path, {"a": 2.0, "b": 1.0}, options={"a": {"growth": {"_target_": "x.grow.Chain", "gamma": 4}}})
     found = view(tmp_path).timed(Setting("mtbench", 0.0))
@@ -265,7 +243,6 @@ def test_no_legend_lies_over_data(tmp_path):
         figures.speed_up_bars(found),
         figures.step_alphas(found),
         figures.cost_against_tau(found),
-        study_figures.theory(found),
         study_figures.learning_curves(weights),
     ):
         figure.canvas.draw()

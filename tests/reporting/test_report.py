@@ -438,7 +438,7 @@ def test_every_figure_is_drawn_from_what_is_there(tmp_path):
     found = report(tmp_path)
     weights = {"hass": {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]}}
     drawn = bundle.figures.draw_all(found.view, found.entries, weights, tmp_path / "figures")
-    shown = "speed_up cost step_alpha head_share target_pass theory learning_curves training_memory"
+    shown = "speed_up cost step_alpha target_pass learning_curves"
     assert set(drawn) == set(shown.split())
     for name in drawn:
         for suffix in ("png", "svg"):

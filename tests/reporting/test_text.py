@@ -23,8 +23,8 @@ from specbench.records import metrics
 from specbench.records.blocks import NAME
 from specbench.records.metrics import RATES, sum_rows
 from specbench.records.rows import CellFailure, Failure, Row
-from specbench.records.statistics import contrast, interval, macro
-from specbench.reporting import bundle, cells, console, figures, study_figures, tables, text
+from specbench.records.statistics import Interval, contrast, interval, macro
+from specbench.reporting import bundle, cells, charts, console, figures, study_figures, tables, text
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.groups import groups
 from specbench.reporting.names import labelled
@@ -186,13 +186,15 @@ def test_figures_with_hostile_names_are_drawn(tmp_path):
     costs = cells.collect((tmp_path / "costs").rglob(NAME))
     assert {e.name for e in costs} == {"none", *names}
     weights = {n: {"history": [{"tokens": 9, "chain_tau": 1.5, "n_alpha": [0.4]}]} for n in names}
+    series = [charts.Series(name, [(0, Interval(1.0, 0.5, 1.5))], printed=[(0, 2.0)]) for name in names]
+    shapes = ("lines", "bars", "stack", "grid")
+    hostile = charts.Chart([charts.Panel("x", "y", series, names[0], shape, names[:1]) for shape in shapes])
     for figure in (
         figures.speed_up_bars(found.main),
         figures.step_alphas(found.main),
         figures.cost_against_tau(found.main),
-        study_figures.theory(found.entries),
-        study_figures.head_share(costs),
-        study_figures.training_memory(costs),
+        study_figures.tree_cost(costs),
+        charts.draw(hostile),
         study_figures.learning_curves(weights),
     ):
         assert figure is not None
@@ -328,7 +330,7 @@ def test_cells_without_cycles_are_shown_as_absent_and_leave_the_others_alone(tmp
     assert not re.search(r"\b(nan|inf)\b", re.sub(r"<script.*", "", found.write().read_text(), flags=re.S))
     console.show(found.main)
     assert not re.search(r"\b(nan|inf)\b", capsys.readouterr().out)
-    for draw in (study_figures.theory, figures.step_alphas, figures.speed_up_bars, figures.cost_against_tau):
+    for draw in (figures.step_alphas, figures.speed_up_bars, figures.cost_against_tau):
         plt.close(draw(found.main))
 
 

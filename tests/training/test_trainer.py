@@ -243,6 +243,15 @@ def test_phases_switch_options_vocabulary_and_parameters_at_their_steps(tmp_path
     assert {n for n, p in made.drafter.named_parameters() if p.requires_grad} == own  # what will be saved
 
 
+def test_validations_are_evenly_spaced_and_change_no_weights(tmp_path):
+    validated, plain = trainer(tmp_path / "a", validations=3), trainer(tmp_path / "b")
+    assert [entry["step"] for entry in validated.run()] == [5, 10, 15, 20]
+    assert [entry["step"] for entry in plain.run()] == [20]
+    for name, value in validated.drafter.state_dict().items():
+        assert torch.equal(value, plain.drafter.state_dict()[name])
+    trainer(tmp_path / "b", validations=9).run()  # not another recipe
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_killed_in_any_phase_ends_with_the_same_weights(tmp_path, optimizer):
     options = {"vocabulary": 5, "phases": PHASES, "optimizer": optimizer, "groups": {"outputs": 2.0}, "decay": "cosine"}

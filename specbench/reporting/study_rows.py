@@ -1,0 +1,96 @@
+"""What figures of a study read: its entries by arm and cell, their values and options, and what its sources printed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from specbench.records.statistics import Interval, Totals, interval
+from specbench.records.studies import option
+from specbench.reporting import beside, published
+from specbench.reporting.cells import Entry
+from specbench.reporting.evidence import TIMED, Evidence, rate
+
+
+class Rows:
+    """The rows of one study, and what its sources printed.
+
+    Attributes:
+        another_target: was a printed number left out because it is of another target?
+    """
+
+    def __init__(self, evidence: Evidence, numbers: pd.DataFrame):
+        self.evidence, self.study, self.numbers = evidence, evidence.study, numbers
+        self.another_target = False
+        targets = {e.model for e in evidence.entries}
+        self._printed: dict[tuple[Any, ...], list[tuple[bool, float]]] = {}
+        for cell, arm in published.placed(numbers, evidence):
+            metric = beside.MEASURED.get(cell.metric, cell.metric)
+            key = arm, metric, cell.dataset, float(cell.temperature or 0)
+            self._printed.setdefault(key, []).append((cell.target in targets, cell.number))
+
+    def find(self, arm: str, at: Mapping[str, Any], metric: str = "tau") -> Entry | None:
+        return self.evidence.find(arm, at, timed=metric in TIMED)
+
+    def printed(self, arm: str, metric: str, at: Mapping[str, Any]) -> list[float]:
+        """What a source printed of this very target."""
+        place = self.evidence.place(at)
+        found = self._printed.get((arm, metric, place["dataset"], float(place["temperature"])), [])
+        self.another_target |= any(not same for same, _ in found)
+        return [number for same, number in found if same]
+
+    def places(self) -> list[dict[str, Any]]:
+        """Data set and temperature of each cell; of a replayed and a timed one once."""
+        pairs = ((option(words, "dataset", "mtbench"), float(option(words, "sampler.temperature", "0")))
+                 for words in self.study["cells"])  # fmt: skip
+        return [{"dataset": dataset, "temperature": temperature} for dataset, temperature in dict.fromkeys(pairs)]
+
+    def values(self, aspect: str) -> list[Any]:
+        """The data sets or temperatures of the study's cells, in their order."""
+        return list(dict.fromkeys(place[aspect] for place in self.places()))
+
+    def measured(self, arm: str, quantity: str) -> list[Mapping[str, float]]:
+        """Repetitions of a measurement."""
+        return next(
+            (list(e.measured[quantity]) for e in self.evidence.entries if e.name == arm and e.measured.get(quantity)), []
+        )
+
+
+def value(e: Entry | None, metric: str, category: str | None = None) -> Interval | None:
+    """A metric of an entry with its interval. category: of its prompts alone."""
+    if e is None:
+        return None
+    return interval(rate(e, metric), e.totals if category is None else _of_category(e, category))
+
+
+def _of_category(e: Entry, category: str) -> Totals:
+    chosen = {row.question for row in e.rows if row.category == category}
+    return e.totals.among([question for question in e.totals.questions if question in chosen])
+
+
+def option_of(e: Entry, name: str) -> float | None:
+    """A numeric option of an arm, see `records.figures.Option`; None without one."""
+    drafter: Mapping[str, Any] = e.arm["drafter"]
+    if name == "ids":
+        return _ids(e)
+    if name in ("nodes", "parameters"):
+        return e.summary.nodes if name == "nodes" else float(e.parameters)
+    group, _, key = name.partition(".")
+    found = (drafter if group == "drafter" else e.growth).get(key)
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def _ids(e: Entry) -> float | None:
+    """Number of ids for which an arm multiplies the LM head."""
+    drafter: Mapping[str, Any] = e.arm["drafter"]
+    target = e.header["target"].get("vocabulary", 0)
+    groups, active = drafter.get("groups"), drafter.get("active")
+    if isinstance(groups, int) and isinstance(active, int):  # a router
+        return target * active // groups
+    return float(drafter.get("vocabulary") or target) or None
+
+
+def place_label(at: Mapping[str, Any]) -> str:
+    """`gsm8k, T=1`; empty for the default cell."""
+    dataset, temperature = at.get("dataset"), at.get("temperature")
+    return ", ".join([*([dataset] if dataset else []), *([f"T={temperature:g}"] if temperature is not None else [])])

@@ -1,0 +1,298 @@
+"""The kinds of figures that a study can declare (`specbench/records/figures.py`), one function each.
+
+Values come from the study's own entries alone; a paper's printed numbers stand beside them if they are of the same target,
+arm, data set and temperature.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specbench.records.metrics import BASELINE, DEPTHS, METRICS, PHASES, step_alpha
+from specbench.records.statistics import Interval, Rate, interval, repeated
+from specbench.reporting import beside, leviathan
+from specbench.reporting.cells import Entry
+from specbench.reporting.charts import Chart, Panel, Point, Series
+from specbench.reporting.study_rows import Rows, option_of, place_label, value
+from specbench.reporting.tables import known_depths
+
+TRAINED = {"tokens": ("training tokens seen (millions)", 1e6), "step": ("training steps", 1)}
+METRIC_LABELS = {
+    "tau": "tau, tokens a target pass",
+    "speed_up": "speed-up over plain decoding",
+    "tokens_per_s": "tokens a second",
+    "draft_ms": "milliseconds of drafting a cycle",
+}
+METRIC_LABELS |= {f"alpha{i}": f"step {i + 1} accepted, given the one before" for i in range(6)}
+MEASURED_LABELS = {  # quantity -> label, unit
+    "training.peak": ("peak memory of a training step, GiB", 2**30),
+    "training.seconds": ("seconds a training step", 1),
+    "memory.peak": ("peak memory while decoding, GiB", 2**30),
+}
+OPTION_LABELS = {
+    "ids": "ids that the head is multiplied for",
+    "nodes": "draft nodes a cycle",
+    "parameters": "parameters that a draft pass multiplies",
+    "drafter.steps": "simulated steps in training",
+    "drafter.topk": "K of the Top-K loss",
+    "drafter.active": "active groups",
+    "drafter.groups": "groups",
+}
+DRAFTING = {"head": "LM head", "network": "the drafter's layers", "rest": "growth and caches"}
+
+Groups = Mapping[str, Sequence[str]]  # series -> arms
+
+
+def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+    """Held-out curves; at their ends what was measured when decoding, of chains."""
+    label, unit = TRAINED[figure.get("x", "tokens")]
+    panels = []
+    for metric in figure.get("y", ["alpha0", "alpha1", "alpha2"]):
+        series = []
+        for title, arms in groups.items():
+            found = [e for arm in arms if (e := rows.find(arm, {}))]
+            curves = [curve for e in found for curve in _histories(e, figure.get("x", "tokens"), unit, metric)]
+            ends = [(_trained(e, figure.get("x", "tokens")) / unit, v) for e in found if beside.is_chain(e)
+                    and _trained(e, figure.get("x", "tokens")) and (v := value(e, metric))]  # fmt: skip
+            series.append(Series(title, ends, curves, joined=False))
+        step = f"step {int(metric[5:]) + 1}" if metric != "tau" else ""
+        panels.append(Panel(label, "accepted, given the step before" if step else METRIC_LABELS[metric], series, step,
+                            share=bool(step)))  # fmt: skip
+    longest = max((len(curve) for panel in panels for s in panel.series for curve in s.curves), default=0)
+    notes = ["lines and small marks: held-out answers; with intervals: decoding with the trained drafter"]
+    return Chart(panels, notes if longest > 1 else [*notes, "these rows hold no more than the end of each training"])
+
+
+def _histories(e: Entry, x: str, unit: float, metric: str) -> Iterator[list[Point]]:
+    """The learning curve of each training seed of an entry."""
+    for label, arm in e.header["arms"].items():
+        if arm.get("of", label) == e.name:
+            history: Any = arm["weights"].get("history", [])
+            points = [(point[x] / unit, _held_out(point, metric)) for point in history if x in point]
+            yield [p for p in points if math.isfinite(p[1])]
+
+
+def _held_out(point: Mapping[str, Any], metric: str) -> float:
+    if metric == "tau":
+        return float(point.get("chain_tau", math.nan))
+    alphas, depth = point.get("n_alpha", []), int(metric.removeprefix("alpha"))
+    return float(alphas[depth]) if depth < len(alphas) else math.nan
+
+
+def _trained(e: Entry, x: str) -> float:
+    """Tokens or steps of an arm's training; 0 if unknown."""
+    return float(e.weights.get("tokens_seen" if x == "tokens" else "steps", 0))
+
+
+def _by_position(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+    panels = []
+    for at in figure.get("panels", [{}]):
+        series = []
+        for title, (arm,) in groups.items():
+            e = rows.find(arm, at)
+            depths = min(known_depths(e), DEPTHS) if e else 0
+            points = [(i + 1, v) for i in range(depths) if e and (v := interval(step_alpha(i), e.totals))]
+            printed = [(i + 1, p) for i in range(DEPTHS) for p in rows.printed(arm, f"alpha{i}", at)]
+            series.append(Series(title, points, printed=printed))
+        panels.append(Panel("position in the draft", "accepted, given the one before", series, place_label(at), share=True))
+    return Chart(panels)
+
+
+def _stack(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+    if figure["parts"] == "drafting":
+        return _drafting(groups, rows)
+    per = "cycles" if figure["parts"] == "cycle" else "tokens"
+    found = {title: e for title, (arm,) in groups.items() if (e := rows.find(arm, {}, "speed_up"))}
+
+    def part(name: str) -> Rate:
+        return lambda s: 1000 * s[name] / s[per]
+
+    rates: dict[str, Rate] = {"drafting": part("draft"), "target": part("target"), "verification": part("verify")}
+    rates["everything else"] = lambda s: 1000 * (s["seconds"] - sum(s[phase] for phase in PHASES)) / s[per]
+    rates["whole"] = part("seconds")
+    label = f"milliseconds a {'cycle' if per == 'cycles' else 'token'}"
+    return Chart([_stacked(label, {t: {n: interval(r, e.totals) for n, r in rates.items()} for t, e in found.items()})])
+
+
+def _drafting(groups: Groups, rows: Rows) -> Chart:
+    """Parts of the median repetition; the whole with its interval over repetitions."""
+    stacks = {}
+    for title, (arm,) in groups.items():
+        repetitions = [values for values in rows.measured(arm, "drafting") if {"ms", *DRAFTING} <= set(values)]
+        if repetitions:
+            middle = sorted(repetitions, key=lambda values: values["ms"])[len(repetitions) // 2]
+            parts = {name: middle["ms"] * middle[part] for part, name in DRAFTING.items()}
+            stacks[title] = {name: Interval(ms, ms, ms) for name, ms in parts.items()}
+            stacks[title]["whole"] = repeated([values["ms"] for values in repetitions])
+    return Chart([_stacked("milliseconds of drafting a cycle", stacks)])
+
+
+def _stacked(label: str, stacks: Mapping[str, Mapping[str, Interval | None]]) -> Panel:
+    """stacks: bar -> part -> value; the last part is the whole."""
+    whole = {title: {n: v for n, v in parts.items() if v} for title, parts in stacks.items() if all(parts.values())}
+    names = dict.fromkeys(name for parts in whole.values() for name in parts)
+    series = [Series(name, [(i, parts[name]) for i, parts in enumerate(whole.values())]) for name in names]
+    return Panel(label, "", series, shape="stack", ticks=list(whole))
+
+
+def _bars(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+    by = figure["by"]
+    temperatures = [None] if by == "temperature" else rows.values("temperature")
+    panels = [_bar_panel(by, metric, {} if t is None else {"temperature": t}, groups, rows)
+              for metric in figure["y"] for t in temperatures]  # fmt: skip
+    several = sum(any(map(bool, panel.series)) for panel in panels) > len(figure["y"])
+    titled = [t for _ in figure["y"] for t in temperatures]
+    titles = [f"T={t:g}" if several and t is not None else "" for t in titled]
+    return Chart([replace(panel, title=title) for panel, title in zip(panels, titles, strict=True)])
+
+
+def _bar_panel(by: str, metric: str, at: Mapping[str, Any], groups: Groups, rows: Rows) -> Panel:
+    """One metric; groups of bars by `by`, of which those without any value are left out."""
+    arms = {title: arm for title, (arm,) in groups.items()}
+    ticks: list[Any] = (
+        list(arms) if by == "arm" else _categories(arms, metric, at, rows) if by == "category" else rows.values(by)
+    )
+    made: dict[str, list[tuple[Any, Interval | None, list[float]]]] = {}
+    for title, arm in arms.items():
+        for tick in ticks if by != "arm" else [title]:
+            place = {**at, by: tick} if by in ("dataset", "temperature") else at
+            e = rows.find(arm, place, metric)
+            printed = [] if by == "category" else rows.printed(arm, metric, place)
+            made.setdefault(title, []).append((tick, value(e, metric, tick if by == "category" else None), printed))
+    kept = [tick for tick in ticks if any(t == tick and (v or p) for line in made.values() for t, v, p in line)]
+    place_of = {tick: float(i) for i, tick in enumerate(kept)}
+    series = [
+        Series(
+            title, [(place_of[t], v) for t, v, _ in line if v], printed=[(place_of[t], n) for t, _, p in line for n in p]
+        )
+        for title, line in made.items()
+    ]
+    names = [tick_label(by, tick) for tick in kept]
+    one = {"": [(-0.5, 1.0), (len(kept) - 0.5, 1.0)]} if metric == "speed_up" else None
+    label = {"dataset": "data set", "category": "category of the prompts"}.get(by, "")
+    absent = [tick_label(by, tick) for tick in ticks if tick not in kept]
+    return Panel(label, METRIC_LABELS.get(metric, metric), series, shape="bars", ticks=names, guides=one, absent=absent)
+
+
+def tick_label(by: str, tick: Any) -> str:
+    """The name of a group of bars."""
+    return f"T={tick:g}" if by == "temperature" else str(tick)
+
+
+def _categories(arms: Mapping[str, str], metric: str, at: Mapping[str, Any], rows: Rows) -> list[str]:
+    """Categories of the prompts, in the order of the rows."""
+    found = (e for arm in arms.values() if (e := rows.find(arm, at, metric)))
+    return list(dict.fromkeys(row.category for e in found for row in e.rows))
+
+
+def option_label(name: str) -> str:
+    return OPTION_LABELS.get(name, name.rpartition(".")[2])
+
+
+def _steps(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+    label = option_label(figure["x"])
+    panels = []
+    for metric in figure["y"]:
+        for at in figure.get("panels", [{}]) if metric in METRICS else [{}]:
+            series = []
+            for title, arms in groups.items():
+                points, printed = [], []
+                for arm in arms:
+                    e = rows.find(arm, at, metric)
+                    x = option_of(e, figure["x"]) if e else None
+                    if x is None:
+                        continue
+                    points += [(x, v) for v in [_any_value(e, arm, metric, rows)] if v]
+                    printed += [(x, p) for p in rows.printed(arm, metric, at)]
+                series.append(Series(title, sorted(points, key=lambda p: p[0]), printed=printed))
+            y = MEASURED_LABELS.get(metric, (METRIC_LABELS.get(metric, metric), 1))[0]
+            panels.append(Panel(label, y, series, place_label(at), log=figure.get("log", False)))
+    return Chart(panels)
+
+
+def _any_value(e: Entry | None, arm: str, metric: str, rows: Rows) -> Interval | None:
+    """A metric of rows, or the median of a measurement's repetitions."""
+    if metric in METRICS:
+        return value(e, metric)
+    quantity, _, name = metric.partition(".")
+    unit = MEASURED_LABELS.get(metric, ("", 1))[1]
+    values = [repetition[name] / unit for repetition in rows.measured(arm, quantity) if name in repetition]
+    return repeated(values) if values else None
+
+
+def _heat(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+    panels = []
+    for metric in figure["value"]:
+        for title, arms in groups.items():
+            cells: dict[tuple[float, float], tuple[Interval | None, list[float]]] = {}
+            for arm in arms:
+                e = rows.find(arm, {}, metric)
+                x, y = (option_of(e, figure[axis]) if e else None for axis in ("x", "y"))
+                if x is not None and y is not None:
+                    cells[y, x] = value(e, metric), rows.printed(arm, metric, {})
+            columns = sorted({x for _, x in cells})
+            series = [
+                Series(
+                    f"{row:g}",
+                    [(columns.index(x), v) for (y, x), (v, _) in cells.items() if y == row and v],
+                    printed=[(columns.index(x), p) for (y, x), (_, printed) in cells.items() if y == row for p in printed],
+                )
+                for row in sorted({y for y, _ in cells})
+            ]  # fmt: skip
+            name = METRIC_LABELS.get(metric, metric).partition(",")[0]
+            labels = [option_label(figure[axis]) for axis in ("x", "y")]
+            ticks = [f"{x:g}" for x in columns]
+            panels.append(Panel(labels[0], labels[1], series, f"{title}: {name}", "grid", ticks))
+    return Chart(panels)
+
+
+def _scatter(_: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+    """Milliseconds of a pass over parameters: drafters, the target, and the line that the target's share gives."""
+    found = {title: e for title, (arm,) in groups.items() if (e := rows.find(arm, {}, "draft_ms"))}
+    arms = {title: arm for title, (arm,) in groups.items()} | {"target": BASELINE}
+    draft, plain = _per_pass("counted_draft", "passes"), _per_pass("base_target", "base_cycles")
+    points = {title: (e.parameters / 1e6, v) for title, e in found.items() if (v := interval(draft, e.totals))}
+    guides = {}
+    for e in list(found.values())[:1]:
+        if pass_ms := interval(plain, e.totals):
+            points["target"] = e.header["target"]["parameters"] / 1e6, pass_ms
+            guides[""] = [(0.0, 0.0), (points["target"][0], pass_ms.value)]
+    series = [Series(title, [points[title]] if title in points else [], printed=_printed_pass(arm, rows))
+              for title, arm in arms.items()]  # fmt: skip
+    panel = Panel("parameters that a pass multiplies (millions)", "milliseconds a pass", series, guides=guides)
+    return Chart([panel], ["line: time in proportion to parameters"])
+
+
+def _per_pass(seconds: str, passes: str) -> Rate:
+    return lambda s: 1000 * s[seconds] / s[passes]
+
+
+def _printed_pass(arm: str, rows: Rows) -> list[Point]:
+    """Parameters, in millions, and milliseconds that a source printed of the same pass."""
+    at = {"dataset": ""}
+    return list(zip(rows.printed(arm, "parameters", at), rows.printed(arm, "latency_ms", at), strict=False))
+
+
+def _best_gamma(_: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+    """Chains by cell, beside the theory; with the slides' numerical predictions."""
+    found: dict[str, list[leviathan.Chain]] = {}
+    for title, arms in groups.items():
+        for at in rows.places():
+            chains = [c for arm in arms if (c := leviathan.chain(rows.find(arm, at), rows.find(arm, at, "speed_up")))]
+            label = place_label(at) if len(groups) == 1 else f"{title}: {place_label(at)}"
+            if chains:
+                found[label] = chains
+    return leviathan.chart(found, rows.numbers)
+
+
+KINDS: Mapping[str, Callable[[Mapping[str, Any], Groups, Rows], Chart]] = {
+    "progress": _progress,
+    "by_position": _by_position,
+    "stack": _stack,
+    "bars": _bars,
+    "steps": _steps,
+    "heat": _heat,
+    "scatter": _scatter,
+    "best_gamma": _best_gamma,
+}
