@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from specbench.records.statistics import Interval, Totals, interval
-from specbench.records.studies import option
+from specbench.records.studies import cell_runs, option
 from specbench.reporting import beside, published
 from specbench.reporting.cells import Entry
 from specbench.reporting.evidence import TIMED, Evidence, rate
@@ -42,7 +42,7 @@ class Rows:
     def places(self) -> list[dict[str, Any]]:
         """Data set and temperature of each cell; of a replayed and a timed one once."""
         pairs = ((option(words, "dataset", "mtbench"), float(option(words, "sampler.temperature", "0")))
-                 for words in self.study["cells"])  # fmt: skip
+                 for words in cell_runs(self.study))  # fmt: skip
         return [{"dataset": dataset, "temperature": temperature} for dataset, temperature in dict.fromkeys(pairs)]
 
     def values(self, aspect: str) -> list[Any]:

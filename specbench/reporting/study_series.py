@@ -271,7 +271,7 @@ def _per_pass(seconds: str, passes: str) -> Rate:
 def _printed_pass(arm: str, rows: Rows) -> list[Point]:
     """Parameters, in millions, and milliseconds that a source printed of the same pass."""
     at = {"dataset": ""}
-    return list(zip(rows.printed(arm, "parameters", at), rows.printed(arm, "latency_ms", at), strict=False))
+    return list(zip(rows.printed(arm, "parameters", at), rows.printed(arm, "pass_ms", at), strict=False))
 
 
 def _best_gamma(_: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:

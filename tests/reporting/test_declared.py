@@ -143,7 +143,7 @@ def test_acceptance_by_position_is_of_the_named_cells_and_beside_what_was_printe
     numbers = paper(tmp_path / "p", ("EAGLE", "0", "mtbench", "0", "0-alpha", "0.8"),
                     ("EAGLE", "2", "mtbench", "0", "2-alpha", "0.7"), ("EAGLE", "1", "mtbench", "1", "1-alpha", "0.6"),
                     target="m")  # fmt: skip
-    shows = [{"paper": "x", "table": "Table 1", "rows": {"EAGLE": "a"}}]
+    shows = [{"paper": "x", "table": "Table 1", "arms": {"EAGLE": "a"}}]
     places = [["dataset=mtbench"], ["dataset=mtbench", "sampler.temperature=1"]]
     spec = study(figure("by_position", panels=[{}, {"temperature": 1}]), cells=places, shows=shows)
     found = chart_of(tmp_path, spec, numbers)
@@ -161,7 +161,7 @@ def test_acceptance_by_position_is_of_the_named_cells_and_beside_what_was_printe
 
 def test_numbers_of_another_target_are_not_drawn(tmp_path):
     bench(tmp_path / "s", {"a": 2.0, "b": 1.5}, study="s")
-    shows = [{"paper": "x", "table": "Table 1", "rows": {"EAGLE": "a"}}]
+    shows = [{"paper": "x", "table": "Table 1", "arms": {"EAGLE": "a"}}]
     numbers = paper(tmp_path / "p", ("EAGLE", "tau", "mtbench", "0", "tau", "4.1"))
     found = chart_of(tmp_path, study(figure("bars", by="arm", y=["tau"]), shows=shows), numbers)
     assert not any(s.printed for s in found.panels[0].series)
@@ -296,9 +296,9 @@ def test_the_formulas_give_the_printed_predictions():
 
 def test_a_pass_stands_at_its_parameters_and_milliseconds(tmp_path):
     timed_chains(tmp_path, (2, 4))
-    shows = [{"paper": "x", "table": "Table 1", "rows": {"L": "g2"}}]
+    shows = [{"paper": "x", "table": "Table 1", "arms": {"L": "g2"}}]
     numbers = paper(
-        tmp_path / "p", ("L", "size", "", "", "parameters", "350"), ("L", "ms", "", "", "latency_ms", "1.36"), target="m"
+        tmp_path / "p", ("L", "size", "", "", "pass_parameters", "350"), ("L", "ms", "", "", "pass_ms", "1.36"), target="m"
     )
     found = chart_of(tmp_path, study(figure("scatter"), arms=("g2", "g4"), shows=shows), numbers)
     points = {s.label: s.points[0] for s in found.panels[0].series}
