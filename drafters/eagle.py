@@ -27,7 +27,9 @@ EAGLE-1 decodes with a static tree, EAGLE-2 with a dynamic one: the same weights
 
 `inputs` selects what a pair holds, for the comparison of EAGLE's Figure 10: `shifted` (above), `unshifted` (f_i; t_i),
 `feature` (f_i alone) or `token` (t_{i+1} alone). In the middle two the draft does not depend on the token sampled from f_i:
-all children of a node expand alike.
+all children of a node expand alike. The paper gives fc to an input of two streams only: `fc: False` feeds the one stream of
+`feature` or `token` to the layer as it is. A draft model that reads tokens alone has no use for predicted states: its arm
+here is trained without regression.
 
 Deviations and choices: the position of a pair is that of its state (official code); the concatenation puts the
 embedding first (official code); noise is U(-noise, noise) as in the paper, whatever the sequence length, unless
@@ -67,6 +69,7 @@ class Eagle(TrainedDrafter):
         regression, classification: weights of the two loss terms.
         noise: half-width of the uniform noise on input states while training; noise_law: see `base.noisy`.
         inputs: `shifted`, or an ablation: `unshifted`, `feature`, `token`.
+        fc: False: a single stream (`feature`, `token`) enters the layer as it is.
         bias: the fully connected layer carries one (official code); vLLM serves heads without it only.
         balanced_start: scale the initial fc so that embeddings and states contribute alike.
     """
@@ -84,20 +87,25 @@ class Eagle(TrainedDrafter):
         noise: Weight = 0.1,
         noise_law: Noise = "uniform",
         inputs: Inputs = "shifted",
+        fc: bool = True,
         bias: bool = True,
         balanced_start: bool = False,
         vocabulary: Ids | None = None,
     ):
         super().__init__(name, growth, weights, vocabulary)
-        self.inputs, self.bias, self.balanced_start = inputs, bias, balanced_start
+        self.inputs, self.uses_fc, self.bias, self.balanced_start = inputs, fc, bias, balanced_start
         self.regression, self.classification = regression, classification
         self.noise, self.noise_law = noise, noise_law
 
     def build(self, target: Target) -> None:
         config = llama_config(target, layers=1)
         self.share_ends(target)
-        parts = 2 if "shifted" in self.inputs else 1
-        self.fc = nn.Linear(parts * target.hidden_size, target.hidden_size, bias=self.bias)
+        parts, width = 2 if "shifted" in self.inputs else 1, target.hidden_size
+        if parts == 2 and not self.uses_fc:
+            raise SpecBenchError(f"drafter.fc=false: drafter.inputs={self.inputs} has two streams; choose feature or token")
+        self.fc = nn.Linear(parts * width, width, bias=self.bias)
+        if not self.uses_fc:
+            self.fc = nn.Identity()  # type: ignore[assignment]
         self.layer = LlamaDecoderLayer(config, layer_idx=0)
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.rotary = LlamaRotaryEmbedding(config)
@@ -107,7 +115,7 @@ class Eagle(TrainedDrafter):
             tokens, states = _own_text(target)
             rms = [x.float().pow(2).mean().sqrt() for x in (states, self.embedding(tokens))]
             with torch.no_grad():  # the embedding's half, by how much larger states are
-                self.fc.weight[:, : target.hidden_size] *= float(rms[0] / rms[1])
+                self.fc.weight[:, :width] *= float(rms[0] / rms[1])
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
