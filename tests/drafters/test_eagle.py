@@ -37,5 +37,7 @@ def test_tokens_alone_are_trained_without_regression():
     target = tiny()
     made, batch = make("eagle2_token", target), batch_of(target, rows=2, length=8)
     metrics = made.loss(batch)
-    assert float(metrics["loss"].detach()) == pytest.approx(made.classification * float(metrics["classification"]), rel=1e-5)
+    assert float(metrics["loss"].detach()) == pytest.approx(
+        made.classification * float(metrics["classification"]), rel=1e-5
+    )
     assert float(metrics["regression"]) > 0
