@@ -1,4 +1,4 @@
-"""The objective of most drafters here: EAGLE's, against the target's states and probabilities, with HASS's Top-K or another.
+"""The objective of most drafters here: EAGLE's, against the target's states and probabilities, with HASS's Top-K or more.
 
     loss = regression * SmoothL1(f, f_hat) + classification * CE(p, p_hat) + topk_weight * TopK
 
