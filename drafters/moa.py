@@ -30,11 +30,12 @@ newest keys are as old as the drafted depth: the q-th query of a window is at de
 `confine` is the authors' curriculum, not in the paper: SA is confined to the tokens that CA does not see, with a
 probability that falls from 1 to 0 over this share of the training (half of it, and on, in their released configuration).
 
-Deviations and choices: a window's own states are hidden from its first query, too (the official code lets it attend to its
-own keys and still scores it); the paper's T is U(5, 15), see above; prompt tokens are treated like all others; true keys
-and values reach the last layers in training and decoding (the released code copies but never passes them); KL as
-cross-entropy, which has the same gradient; widths are the paper's in proportion to the target's, keys and values in its
-groups of heads.
+Deviations and choices: with TLI the regression is half before the last layers, half after (official code). Keys and values
+of LSA and SA are as wide as the target's heads make them, twice Table 6 (2048 and 1024 instead of 1024 and 512 on
+Llama-3-8B). A window's own states are hidden from its first query, too (the official code lets it attend to its own keys
+and still scores it); the paper's T is U(5, 15), see above; prompt tokens are treated like all others; true keys and values
+reach the last layers in training and decoding (the released code copies but never passes them); KL as cross-entropy, which
+has the same gradient; widths are the paper's in proportion to the target's, keys and values in its groups of heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
