@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters import losses
-from drafters.losses import Ranking
+from drafters.losses import BY_AUTOGRAD, Ranking, weighted_ids, with_slope
 from specbench.engine.interface import Batch
 from specbench.engine.sampling import top
 
@@ -112,12 +111,12 @@ class _OverVocabulary(torch.autograd.Function):
             entropies.append(-(p * log_q).sum(-1))
             terms.append(classification * entropies[-1])
             share: Any = classification
-            summed = bool(topk_weight) and ranking not in losses.BY_AUTOGRAD
+            summed = bool(topk_weight) and ranking not in BY_AUTOGRAD
             if topk_weight and not summed:
-                value, more = losses.with_slope(ranking, p, product, topk)
+                value, more = with_slope(ranking, p, product, topk)
                 terms[-1] = terms[-1] + topk_weight * value
             if summed:
-                mass, ids = losses.weighted_ids(ranking, p, log_q, topk, top_p)
+                mass, ids = weighted_ids(ranking, p, log_q, topk, top_p)
                 terms[-1] = terms[-1] - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1)
                 share = classification + topk_weight * mass.sum(-1, keepdim=True)
             if ctx.needs_input_grad[0]:
