@@ -23,7 +23,10 @@ head has keys and values of its own (equation 2; the paper does not say whether 
 the output would hold only those few dimensions of a state, with the token alone in the residual. 0.2 is the noise's
 standard deviation; regression targets stay clean. Positions before the first whole window attend to everything before them.
 Losses are means over scored positions instead of sums over windows. Predicted states are detached: loss and gradient of all
-late steps come from one pass over them, so memory does not grow with s. The late window is s (paper: s = 4 and 3, k = 5).
+late steps come from one pass over them, so memory does not grow with s. The late window is s (paper: s = 4 and 3, k = 5),
+and a late step's loss is the mean over its positions times (s - i + 1) / s, so that its size does not depend on s. The
+recipe of the shipped weights (conf/recipe/small_beagle.yaml) has an early window of 1, the paper's own next-token baseline,
+where the paper takes 5 and finds 3 best, and gives the late stage 70% of the steps, where the paper gives it half.
 """
 
 from collections.abc import Callable, Iterator

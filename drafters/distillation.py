@@ -1,9 +1,9 @@
-"""The objective of most drafters here: EAGLE's, against the target's states and probabilities, with HASS's Top-K.
+"""The objective of most drafters here: EAGLE's, against the target's states and probabilities, with HASS's Top-K or more.
 
     loss = regression * SmoothL1(f, f_hat) + classification * CE(p, p_hat) + topk_weight * TopK
 
     p = softmax(head(f)), p_hat = softmax(head(f_hat)), CE = - sum over x of p(x) log p_hat(x),
-    TopK = the same sum over the K likeliest x of p alone, not renormalised
+    TopK = the same sum over the K likeliest x of p alone, not renormalised; or another loss of `drafters.losses`
 
 With `batch.vocabulary` both softmaxes run over those ids alone (in no paper: it saves most of a small machine's training
 time, and the last steps should run without it).
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.losses import BY_AUTOGRAD, Ranking, weighted_ids, with_slope
 from specbench.engine.interface import Batch
 from specbench.engine.sampling import top
 
@@ -61,6 +62,8 @@ class DistillationLoss:
         classification: float,
         topk: int = 0,
         topk_weight: float = 0.0,
+        ranking: Ranking = "top_k",
+        top_p: float = 1.0,
         weights: Tensor | None = None,
         logged: Tensor | None = None,
     ) -> dict[str, Tensor]:
@@ -68,12 +71,13 @@ class DistillationLoss:
 
         Args:
             predicted: [B, T, D] f_hat of the batch's states.
+            ranking, top_p: what stands for TopK, see `drafters.losses`.
             weights: [B, T] of positions in the loss, then a sum; None: the loss is the mean over scored positions.
             logged: [B, T] bool: positions over which the other values are means; None: all scored ones.
         """
         guess = predicted[self.scored]  # [M, D]
         smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float(), reduction="none").mean(-1)  # [M]
-        terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self, classification, topk, topk_weight)
+        terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self, classification, topk, topk_weight, ranking, top_p)
         each = regression * smooth_l1 + terms
         loss = each.mean() if weights is None else (weights[self.scored] * each).sum()
         shown = torch.stack([smooth_l1.detach(), cross_entropy, agrees.float()])  # [3, M]
@@ -88,7 +92,14 @@ class _OverVocabulary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, guess: Tensor, teacher: DistillationLoss, classification: float, topk: int, topk_weight: float
+        ctx: Any,
+        guess: Tensor,
+        teacher: DistillationLoss,
+        classification: float,
+        topk: int,
+        topk_weight: float,
+        ranking: Ranking,
+        top_p: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """guess [M, D] -> [M] each: classification * CE + topk_weight * TopK, CE alone, does the argmax agree?"""
         terms, entropies, hits, gradients = [], [], [], []
@@ -100,14 +111,20 @@ class _OverVocabulary(torch.autograd.Function):
             entropies.append(-(p * log_q).sum(-1))
             terms.append(classification * entropies[-1])
             share: Any = classification
-            if topk_weight:
-                mass, ids = p.topk(topk, dim=-1)
+            summed = bool(topk_weight) and ranking not in BY_AUTOGRAD
+            if topk_weight and not summed:
+                value, more = with_slope(ranking, p, product, topk)
+                terms[-1] = terms[-1] + topk_weight * value
+            if summed:
+                mass, ids = weighted_ids(ranking, p, log_q, topk, top_p)
                 terms[-1] = terms[-1] - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1)
                 share = classification + topk_weight * mass.sum(-1, keepdim=True)
             if ctx.needs_input_grad[0]:
                 slope = log_q.exp_().mul_(share).sub_(p, alpha=classification)  # of the terms, by logit
-                if topk_weight:
+                if summed:
                     slope.scatter_add_(-1, ids, -topk_weight * mass)
+                elif topk_weight:
+                    slope.add_(more, alpha=topk_weight)
                 gradients.append((slope.to(product.dtype) @ teacher.rows).float())
         if gradients:
             ctx.save_for_backward(torch.cat(gradients))
@@ -117,6 +134,6 @@ class _OverVocabulary(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, terms: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, terms: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors  # float32, so that a loss scale is applied before anything can underflow
-        return (terms[:, None] * gradient).to(ctx.dtype), None, None, None, None
+        return (terms[:, None] * gradient).to(ctx.dtype), None, None, None, None, None, None

@@ -27,7 +27,12 @@ EAGLE-1 decodes with a static tree, EAGLE-2 with a dynamic one: the same weights
 
 `inputs` selects what a pair holds, for the comparison of EAGLE's Figure 10: `shifted` (above), `unshifted` (f_i; t_i),
 `feature` (f_i alone) or `token` (t_{i+1} alone). In the middle two the draft does not depend on the token sampled from f_i:
-all children of a node expand alike.
+all children of a node expand alike. The paper gives fc to an input of two streams only: `fc: False` feeds the one stream of
+`feature` or `token` to the layer as it is. A draft model that reads tokens alone has no use for predicted states: its arm
+here is trained without regression.
+
+`layers` and `intermediate_size` make the draft model deeper and wider (MoA, Table 5). Layers behind the first have their
+input norms, as in the official code.
 
 Deviations and choices: the position of a pair is that of its state (official code); the concatenation puts the
 embedding first (official code); noise is U(-noise, noise) as in the paper, whatever the sequence length, unless
@@ -48,7 +53,7 @@ from drafters.base import Noise, TrainedDrafter, argmax_at, level_inputs, llama_
 from drafters.distillation import DistillationLoss
 from drafters.layers import prefix_causal_mask
 from specbench.common.errors import SpecBenchError
-from specbench.common.types import Ids, Name, Text, Weight
+from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
@@ -67,6 +72,8 @@ class Eagle(TrainedDrafter):
         regression, classification: weights of the two loss terms.
         noise: half-width of the uniform noise on input states while training; noise_law: see `base.noisy`.
         inputs: `shifted`, or an ablation: `unshifted`, `feature`, `token`.
+        fc: False: a single stream (`feature`, `token`) enters the layer as it is.
+        layers: decoder layers. intermediate_size: width of their MLPs, None: the target's.
         bias: the fully connected layer carries one (official code); vLLM serves heads without it only.
         balanced_start: scale the initial fc so that embeddings and states contribute alike.
     """
@@ -84,30 +91,43 @@ class Eagle(TrainedDrafter):
         noise: Weight = 0.1,
         noise_law: Noise = "uniform",
         inputs: Inputs = "shifted",
+        fc: bool = True,
+        layers: Layers = 1,
+        intermediate_size: Units | None = None,
         bias: bool = True,
         balanced_start: bool = False,
         vocabulary: Ids | None = None,
     ):
         super().__init__(name, growth, weights, vocabulary)
-        self.inputs, self.bias, self.balanced_start = inputs, bias, balanced_start
+        self.inputs, self.uses_fc, self.bias, self.balanced_start = inputs, fc, bias, balanced_start
+        self.layers, self.intermediate_size = layers, intermediate_size
         self.regression, self.classification = regression, classification
         self.noise, self.noise_law = noise, noise_law
 
     def build(self, target: Target) -> None:
-        config = llama_config(target, layers=1)
+        config = self._config(target)
         self.share_ends(target)
-        parts = 2 if "shifted" in self.inputs else 1
-        self.fc = nn.Linear(parts * target.hidden_size, target.hidden_size, bias=self.bias)
+        parts, width = 2 if "shifted" in self.inputs else 1, target.hidden_size
+        if parts == 2 and not self.uses_fc:
+            raise SpecBenchError(f"drafter.fc=false: drafter.inputs={self.inputs} has two streams; choose feature or token")
+        self.fc = nn.Linear(parts * width, width, bias=self.bias)
+        if not self.uses_fc:
+            self.fc = nn.Identity()  # type: ignore[assignment]
         self.layer = LlamaDecoderLayer(config, layer_idx=0)
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
+        self.deeper = nn.ModuleList([LlamaDecoderLayer(config, layer_idx=i) for i in range(1, self.layers)])
         self.rotary = LlamaRotaryEmbedding(config)
-        self.cache = KVCache(1, 0)
+        self.cache = KVCache(self.layers, 0)
         untrained = self.weights is None and self.checkpoint is None and target.device.type != "meta"
         if self.balanced_start and parts == 2 and untrained:
             tokens, states = _own_text(target)
             rms = [x.float().pow(2).mean().sqrt() for x in (states, self.embedding(tokens))]
             with torch.no_grad():  # the embedding's half, by how much larger states are
-                self.fc.weight[:, : target.hidden_size] *= float(rms[0] / rms[1])
+                self.fc.weight[:, :width] *= float(rms[0] / rms[1])
+
+    def _config(self, target: Target) -> Any:  # a LlamaConfig
+        own = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
+        return llama_config(target, layers=self.layers, **own)
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
@@ -152,6 +172,8 @@ class Eagle(TrainedDrafter):
     def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:
         if (inputs := options.get("inputs", "shifted")) != "shifted":
             return f"drafter.inputs={inputs}: {server} serves (state, next token) pairs only"
+        if (layers := options.get("layers", 1)) != 1:
+            return f"drafter.layers={layers}: an exported head has one layer; leave it out"
         if server == "vllm" and options.get("bias", True):
             return (
                 "vLLM's EAGLE has no fc.bias and would drop it silently; train without one (+drafter.bias=false) or use "
@@ -166,7 +188,7 @@ class Eagle(TrainedDrafter):
         tensors = {n.replace("layer.", "layers.0.", 1): t for n, t in trained(self).items()}
         if server == "sglang":
             tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
-        config = to_serving_config(llama_config(target, layers=1))
+        config = to_serving_config(self._config(target))
         kind = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[server]
         return tensors, config | {"architectures": [kind], "tie_word_embeddings": False}
 
@@ -178,7 +200,9 @@ class Eagle(TrainedDrafter):
         parts = {"feature": [states], "token": [embedded]}.get(self.inputs, [embedded, states])
         x = self.fc(torch.cat(parts, -1))
         rotary = self.rotary(x, positions)
-        return self.layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
+        for layer in (self.layer, *self.deeper):
+            x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
+        return x
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 

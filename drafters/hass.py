@@ -6,8 +6,9 @@ are those of step 1 in every step. The loss is
 
     L = sum_j beta^(j-1) [ SmoothL1 + 0.1 CE + w TopK_j ],   TopK = - sum over the target's K best x of p(x) log p_hat(x)
 
-with full-softmax probabilities, not renormalised over the K. n, K, w and beta are independent: `topk_weight=0` is alignment
-only, `steps=1` Top-K only, both together EAGLE's own training, at its own cost; the phases of a training may change them.
+with full-softmax probabilities, not renormalised over the K. `ranking` puts another loss in the place of Top-K, as
+in the source's loss ablation: see `drafters.losses`. n, K, w and beta are independent: `topk_weight=0` is alignment only,
+`steps=1` Top-K only, both together EAGLE's own training, at its own cost; the phases of a training may change them.
 
 Deviations and choices: hidden keys get -inf (the official training code multiplies logits by 0 or 1, which leaves hidden
 keys in the normaliser); one backward pass over all steps instead of one a step (the same gradient, since inputs are
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from drafters.distillation import DistillationLoss
 from drafters.eagle import Eagle, following
-from specbench.common.types import Depth, Ids, Name, Text, Weight
+from drafters.losses import Ranking
+from specbench.common.types import Depth, Ids, Name, Share, Text, Weight
 from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy
 
@@ -33,10 +35,11 @@ class Hass(Eagle):
     Args:
         steps: n of the alignment, 1 for none. beta: weight of step j is beta^(j-1).
         topk: K of the Top-K distillation. topk_weight: w, 0 for none.
+        ranking: the loss in its place; top_p: P of `top_p`, the only one that reads it.
         eagle: options of `Eagle`.
     """
 
-    phased: tuple[str, ...] = (*Eagle.phased, "steps", "beta", "topk", "topk_weight")
+    phased: tuple[str, ...] = (*Eagle.phased, "steps", "beta", "topk", "topk_weight", "ranking", "top_p")
 
     def __init__(
         self,
@@ -47,10 +50,13 @@ class Hass(Eagle):
         beta: Weight = 0.5,
         topk: Ids = 5,
         topk_weight: Weight = 0.5,
+        ranking: Ranking = "top_k",
+        top_p: Share = 0.9,
         **eagle: Any,
     ):
         super().__init__(name, growth, weights, **eagle)
         self.steps, self.beta, self.topk, self.topk_weight = steps, beta, topk, topk_weight
+        self.ranking, self.top_p = ranking, top_p
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The sum over steps; other values logged are step 1's, comparable with EAGLE's."""
@@ -60,7 +66,7 @@ class Hass(Eagle):
         logged: dict[str, Tensor] = {}
         for predicted in self.aligned(self.noisy(batch), batch, self.steps):
             terms = self.regression_weight, self.classification, self.topk, self.topk_weight
-            metrics = teacher.loss(predicted, *terms)
+            metrics = teacher.loss(predicted, *terms, self.ranking, self.top_p)
             add_terms(predicted, metrics)
             total, weight = total + weight * metrics["loss"], weight * self.beta
             logged = logged or metrics

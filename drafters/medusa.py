@@ -11,12 +11,13 @@ Training (Medusa, section 2.2.1): L = sum_k lambda^k CE(t_{t+k+1}, p^(k)), hard 
 (section 2.3.3) is chosen greedily from each head's accuracy by rank; measuring that is the last step of training.
 
 Deviations and choices: W2 is the target's frozen LM head (official legacy trainer), since five heads of their own would
-outweigh the default target; `head_per_level` gives each head its own, initialised from the target's (paper); between the
-two, `head_rank=r` (ours) gives each the target's head and a trained correction of rank r, W2^(k) = W2 + B^(k) A^(k), with B
-zero at first: r = 12 on the default target is 6 MB for five heads. W1 and its bias start at zero (the official code leaves
-the bias random), so that training starts at the target's own prediction. A position counts if all tokens drafted from it,
-up to the label, are an answer's (the official code requires it of the label alone, so that a head may predict across a
-short question). With a confined vocabulary, positions whose label lies outside it do not count.
+outweigh the default target; `head_per_level` gives each head its own, initialised from the target's (paper, and so in
+conf/recipe/paper_medusa.yaml; its weights are drafted with under the same option); between the two, `head_rank=r` (ours)
+gives each the target's head and a trained correction of rank r, W2^(k) = W2 + B^(k) A^(k), with B zero at first: r = 12 on
+the default target is 6 MB for five heads. W1 and its bias start at zero (the official code leaves the bias random), so that
+training starts at the target's own prediction. A position counts if all tokens drafted from it, up to the label, are an
+answer's (the official code requires it of the label alone, so that a head may predict across a short question). With a
+confined vocabulary, positions whose label lies outside it do not count.
 """
 
 import re

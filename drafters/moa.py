@@ -10,7 +10,9 @@ No shift: position i reads tokens up to i and predicts f_i, hence t_{i+1}. LSA r
 Target Layer Inference (`tli` > 0): h_hat_i is the input of the target's last `tli` layers, which run, frozen, with the
 target's own keys and values of verified tokens and those of the drafted tokens; the final norm follows.
 
-Without LSA (`lsa: False`; section 4.3, Table 5) g_j is the target's last state o_j, the input of the LM head.
+Without LSA (`lsa: False`; section 4.3, Table 5) g_j is the target's last state o_j, the input of the LM head; with
+`inputs: mean` it is the linear map of the mean over layers of [k; v], LSA's own input. So we read Table 5's row "-LSA"
+without o_1..o_t, of which the paper does not say what it attends to.
 
 Training (section 3): L = SmoothL1(f, h_hat) + 0.1 KL(p || p_hat); with TLI the regression is half before the last layers,
 half after. A query attends to the states of tokens before its window only (T-step-bounded mask), since while drafting the
@@ -28,11 +30,12 @@ newest keys are as old as the drafted depth: the q-th query of a window is at de
 `confine` is the authors' curriculum, not in the paper: SA is confined to the tokens that CA does not see, with a
 probability that falls from 1 to 0 over this share of the training (half of it, and on, in their released configuration).
 
-Deviations and choices: a window's own states are hidden from its first query, too (the official code lets it attend to its
-own keys and still scores it); the paper's T is U(5, 15), see above; prompt tokens are treated like all others; true keys
-and values reach the last layers in training and decoding (the released code copies but never passes them); KL as
-cross-entropy, which has the same gradient; widths are the paper's in proportion to the target's, keys and values in its
-groups of heads.
+Deviations and choices: with TLI the regression is half before the last layers, half after (official code). Keys and values
+of LSA and SA are as wide as the target's heads make them, twice Table 6 (2048 and 1024 instead of 1024 and 512 on
+Llama-3-8B). A window's own states are hidden from its first query, too (the official code lets it attend to its own keys
+and still scores it); the paper's T is U(5, 15), see above; prompt tokens are treated like all others; true keys and values
+reach the last layers in training and decoding (the released code copies but never passes them); KL as cross-entropy, which
+has the same gradient; widths are the paper's in proportion to the target's, keys and values in its groups of heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +70,8 @@ class MoA(CrossAttention, TrainedDrafter):
     """Layer self-attention, self-attention, cross-attention, and optionally the target's last layers.
 
     Args:
-        tli: target layers run on top. lsa: False: CA reads the target's last states.
+        tli: target layers run on top. lsa: False: CA reads the target's last states (`inputs: last`), or the mean over
+            layers of keys and values (`mean`).
         mlp_ratios: width of each part's MLP over its layer's width; missing ones are the paper's.
         regression, classification: weights of the two loss terms.
         periods: shortest and longest window; None: 1 and the depth of the trees. window: a fixed length instead.
@@ -86,6 +90,7 @@ class MoA(CrossAttention, TrainedDrafter):
         weights: Text | None = None,
         tli: Few = 0,
         lsa: bool = True,
+        inputs: Literal["last", "mean"] = "last",
         mlp_ratios: Mapping[Literal["lsa", "sa", "ca"], Ratio] | None = None,
         regression: Weight = 1.0,
         classification: Weight = 0.1,
@@ -97,6 +102,7 @@ class MoA(CrossAttention, TrainedDrafter):
     ):
         super().__init__(name, growth, weights, vocabulary)
         self.tli, self.use_lsa, self.runs_layers = tli, lsa, tli > 0
+        self.over_layers = lsa or inputs == "mean"
         self.mlp_ratios = MLP_RATIOS | dict(mlp_ratios or {})
         self.regression, self.classification = regression, classification
         self.periods, self.window = periods or (1, growth.depth), window
@@ -113,8 +119,8 @@ class MoA(CrossAttention, TrainedDrafter):
         self.target, self.layers = target, target.layers
         self.share_ends(target)
         below = target.layers - self.tli
-        read = range(0 if self.use_lsa else below, target.layers)
-        self.taps = Taps(kv=tuple(read), hidden=(below - 1,) if self.tli else (), last=not self.use_lsa)
+        read = range(0 if self.over_layers else below, target.layers)
+        self.taps = Taps(kv=tuple(read), hidden=(below - 1,) if self.tli else (), last=not self.over_layers)
         width = target.hidden_size
 
         def shaped(part: str, width: int, **sizes: Any) -> Any:
@@ -122,11 +128,12 @@ class MoA(CrossAttention, TrainedDrafter):
             return llama_config(target, layers=1, **(sizes | self.shapes.get(part, {})))
 
         sa, ca = shaped("sa", width), shaped("ca", width)
-        if self.use_lsa:
+        if self.over_layers:
             own = llama_config(target, layers=1)
             count = 2 * own.num_key_value_heads  # keys and values of one layer
             across = {"num_attention_heads": count, "num_key_value_heads": count, "attention_bias": False}
-            self.lsa = LayerSelfAttention(shaped("lsa", count * own.head_dim, **across))
+            if self.use_lsa:
+                self.lsa = LayerSelfAttention(shaped("lsa", count * own.head_dim, **across))
             self.mix = nn.Linear(count * own.head_dim, width, bias=True)
         self.sa, self.rotary = LlamaDecoderLayer(sa, layer_idx=0), LlamaRotaryEmbedding(sa)
         self.norm = LlamaRMSNorm(width, ca.rms_norm_eps)  # of queries, keys and values alike
@@ -136,7 +143,7 @@ class MoA(CrossAttention, TrainedDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        if self.use_lsa and not self.tli:  # whose layers read the target's own keys and values
+        if self.over_layers and not self.tli:  # whose layers read the target's own keys and values
             self.taps = replace(self.taps, condensed=fingerprint(trained(self).items()))
 
     # Published weights ---------------------------------------------------------------------------------------------------
@@ -155,7 +162,7 @@ class MoA(CrossAttention, TrainedDrafter):
 
     def seen(self, last: Tensor, kv: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
         """g of every verified token. last [B, T, D]; kv: layer -> 2 x [B, H, T, Dh] -> [B, T, D]"""
-        if not self.use_lsa:
+        if not self.over_layers:
             return last
         batch, heads, length, dim = kv[0][0].shape
         x = kv[0][0].new_empty(batch, length, self.layers, heads, 2, dim)
@@ -167,7 +174,7 @@ class MoA(CrossAttention, TrainedDrafter):
 
     def across_layers(self, x: Tensor) -> Tensor:
         """g of N tokens from their keys and values in all layers. [N, L, 2 H Dh] -> [N, D]"""
-        return self.mix(self.lsa(x))
+        return self.mix(self.lsa(x) if self.use_lsa else x.mean(1))
 
     def keys_values(self, seen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return super().keys_values(self.norm(seen), positions)

@@ -6,7 +6,7 @@ followed by `observe(states of root + accepted path, bonus)`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ class Drafter:
         vocabulary: number of the target's most frequent ids that it drafts from; None: all ids. listed: those ids.
         weights: folder of its weights, relative to the project; None if it has none.
         takes_checkpoint: weights in their authors' layout may be set as `checkpoint` before `bind`.
+        counted: it is fitted by `count`, not by gradient steps.
         phased: options of its objective that may change between phases of a training.
         provenance: where its weights come from. contents: SHA-256 of the files read for them, by name.
         generation: arguments with which Transformers' `generate` drafts alike; empty if it cannot.
@@ -70,6 +71,7 @@ class Drafter:
     listed: DraftVocabulary | None = None
     weights: str | None = None
     takes_checkpoint: bool = False
+    counted: bool = False
     phased: tuple[str, ...] = ()
 
     def __init__(self, name: str):
@@ -106,6 +108,10 @@ class Drafter:
         A target on another machine can do this on its side and send less.
         """
         raise NotImplementedError(f"{type(self).__name__} compresses no states")
+
+    def count(self, texts: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Fit to texts of token ids, [T] int64 each; returns the tables of integers that its weights file holds."""
+        raise NotImplementedError(f"{type(self).__name__} counts nothing")
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
         """Grow other trees from now on. Raises `SpecBenchError` if this drafter has no tree policy."""

@@ -45,9 +45,12 @@ def trained(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(
-    module: nn.Module, folder: Path, provenance: Mapping[str, Any], beside: Callable[[str], None] = lambda sha256: None
+    made: nn.Module | Mapping[str, Tensor],
+    folder: Path,
+    provenance: Mapping[str, Any],
+    beside: Callable[[str], None] = lambda sha256: None,
 ) -> None:
-    """Write a drafter's own tensors in bfloat16, and where they come from. The weights are put in place last.
+    """Write a drafter's own tensors in bfloat16, or tables as they are, and where they come from, the weights last.
 
     So a folder with new weights is complete, and a process that is killed before leaves none, or earlier ones that
     `matching` refuses.
@@ -55,7 +58,10 @@ def save(
     Args:
         beside: writes what else belongs to the weights, whose SHA-256 it is given.
     """
-    tensors = {n: p.to("cpu", torch.bfloat16).contiguous() for n, p in trained(module).items()}
+    tensors = dict(made) if isinstance(made, Mapping) else trained(made)
+    tensors = {
+        n: t.to("cpu", torch.bfloat16 if t.is_floating_point() else t.dtype).contiguous() for n, t in tensors.items()
+    }
     with atomic_path(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary)
         sha256 = sha256_of(temporary)
@@ -87,15 +93,20 @@ def contents_of(folder: Path) -> dict[str, str]:
     return hashing.of_files([folder / WEIGHTS, folder / PROVENANCE])
 
 
+def read(folder: Path, fingerprint: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Provenance and tensors of a folder. Raises `SpecBenchError` for files that are missing, damaged, another target's."""
+    provenance, tensors = matching(folder), read_tensors(folder / WEIGHTS, "fetch or train them again")
+    made = f"drafter weights in {folder} were trained for target"
+    require_target(made, provenance, fingerprint, "train a drafter for it or choose drafter.weights")
+    return provenance, tensors
+
+
 def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
     """Fill a drafter's own tensors; returns the provenance.
 
     Raises `SpecBenchError` for files that are missing or damaged, another target's, or do not fit the network.
     """
-    path, provenance = folder / WEIGHTS, matching(folder)
-    tensors = read_tensors(path, "fetch or train them again")
-    made = f"drafter weights in {folder} were trained for target"
-    require_target(made, provenance, fingerprint, "train a drafter for it or choose drafter.weights")
+    path, (provenance, tensors) = folder / WEIGHTS, read(folder, fingerprint)
 
     def refuse(reason: str) -> SpecBenchError:
         return SpecBenchError(f"drafter weights in {path} do not fit this network ({reason}); check the drafter's options")

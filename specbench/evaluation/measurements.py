@@ -93,7 +93,10 @@ def _local(measure: Callable[[Workload, Arm], dict[str, float]]) -> Callable[[Wo
 
 QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "memory": Quantity(_memory),
-    "training": Quantity(lambda _, arm: isolated.call(isolated.training, arm.spec), lambda arm: arm.spec.trained),
+    "training": Quantity(
+        lambda _, arm: isolated.call(isolated.training, arm.spec),
+        lambda arm: arm.spec.trained and not arm.bound.drafter.counted,
+    ),
     "drafting": Quantity(_decoding(costs.drafting), lambda arm: not _is_baseline(arm)),
     "overhead": Quantity(_local(_decoding(costs.overhead))),
     "target_pass": Quantity(_local(lambda load, _: target_cost.target_pass(load.target, load.prompts[0])), _is_baseline),

@@ -11,7 +11,7 @@ A finished corpus of answers can be packed into one compressed file of ids, from
 import hashlib
 import json
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -165,6 +165,14 @@ class Writer:
             if len(tokens) >= limit:
                 break
         return Text(index, tokens[:limit], [s for s in spans if s[0] < s[1]])
+
+    def training_ids(self) -> Iterator[torch.Tensor]:
+        """The training texts as ids [T], as many as `tokens` asks for."""
+        read = 0
+        for text in self.texts():
+            if text.index >= self.settings.validation and read < self.token_limit:
+                read += len(text.tokens)
+                yield torch.tensor(text.tokens)
 
     def missing(self) -> int:
         """Training tokens still to be written; where `tokens` is None, an estimate."""

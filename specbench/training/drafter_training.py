@@ -1,15 +1,18 @@
 """Train one drafter on its corpus, from a job to weights with their provenance."""
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specbench.common import hashing
 from specbench.common.budget import Budget
+from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.engine import weights
 from specbench.records.schema import WEIGHTS
@@ -31,10 +34,11 @@ class Trained:
     drafter: Any
     answers: list[Answer]
     provenance: dict[str, Any]
+    tables: dict[str, Tensor] | None = None  # of a drafter that counts
 
     def save(self, out: Path, beside: Callable[[str], None]) -> None:
         """Write weights and provenance into a folder, see `weights.save`."""
-        weights.save(self.drafter, out, self.provenance, beside)
+        weights.save(self.tables or self.drafter, out, self.provenance, beside)
 
 
 def train(workspace: Workspace, budget: Budget) -> Trained:
@@ -49,6 +53,8 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     torch.manual_seed(settings.seed)
     drafter = job.make_drafter(weights=job.start)
     drafter.bind(target)
+    if drafter.counted:
+        return _count(workspace, drafter)
     online = job.online or not job.corpus.states or drafter.taps.reads_layers  # shards hold last states only
     processes.print(plan(job, workspace.shards, drafter, online), flush=True)
     if job.build:
@@ -88,28 +94,61 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     acceptance = (
         measured[-1] if measured else chain_acceptance(target, drafter, answers)
     )  # a finished run validates nothing
-    provenance = _provenance(workspace, trainer, acceptance) | {"history": history, "calibration": calibration}
-    return Trained(drafter, answers, provenance)
+    measured_by = {
+        "parameters": trainer.size,
+        "tokens_seen": trainer.tokens,
+        "steps": trainer.step,
+        "precision": trainer.accelerator.mixed_precision,
+        "hours": round(trainer.seconds / 3600, 3),
+        "history": history,
+        "calibration": calibration,
+    }
+    data = {"unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)}
+    return Trained(drafter, answers, _provenance(workspace, data, measured_by, acceptance))
+
+
+def _count(workspace: Workspace, drafter: Any) -> Trained:
+    """Fit a drafter by counting the training text, without gradient steps: in seconds, so whatever the budget."""
+    job = workspace.job
+    if job.start is not None:
+        raise SpecBenchError(f"train.start={job.start}: drafter={drafter.name} is counted from nothing; leave it out")
+    if job.build:
+        workspace.write_text()
+    workspace.build_held_out()
+    begin = time.monotonic()
+    texts = list(workspace.text.training_ids())
+    if not texts:
+        raise SpecBenchError(f"{workspace.text.folder} holds no training text to count; write it first (train.build=true)")
+    tables, tokens = drafter.count(texts), sum(map(len, texts))
+    hours = round((time.monotonic() - begin) / 3600, 6)
+    answers = held_out(workspace.shards.folder, job.settings.validation_answers)
+    acceptance = chain_acceptance(workspace.target, drafter, answers)
+    counted = {
+        "parameters": sum(table.numel() for table in tables.values()),
+        "tokens_seen": tokens,
+        "steps": 1,
+        "hours": hours,
+        "history": [{"step": 1, "tokens": tokens, "seconds": round(3600 * hours, 1), **_rounded(acceptance)}],
+    }
+    return Trained(drafter, answers, _provenance(workspace, {"unique_tokens": tokens}, counted, acceptance), tables)
 
 
 def _rounded(counts: AcceptanceCounts) -> dict[str, Any]:
     return {"chain_tau": round(counts.tau, 4), "n_alpha": [round(a, 4) for a in counts.alphas]}
 
 
-def _provenance(workspace: Workspace, trainer: Trainer, acceptance: AcceptanceCounts) -> dict[str, Any]:
+def _provenance(
+    workspace: Workspace, data: Mapping[str, Any], measured: Mapping[str, Any], acceptance: AcceptanceCounts
+) -> dict[str, Any]:
     """What was trained on what, by which recipe, how long, where, and how good it became."""
     job, recipe = workspace.job, workspace.recipe
     return {
         "drafter": job.drafter,
         "target": job.model.name,
         "target_fingerprint": workspace.target.fingerprint(),
-        "parameters": trainer.size,
-        "data": {**recipe["corpus"], "unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)},
+        "data": {**recipe["corpus"], **data},
         "recipe": {k: v for k, v in recipe.items() if k not in NOT_RECIPE},
-        "tokens_seen": trainer.tokens,
-        "steps": trainer.step,
-        "precision": trainer.accelerator.mixed_precision,
-        "hours": round(trainer.seconds / 3600, 3),
+        **measured,
         **workspace.provenance,
         "held_out": {**_rounded(acceptance), "answers": acceptance.answers},  # (tokens emitted, cycles) of each
     }

@@ -1,5 +1,8 @@
 """EAGLE's objective as it is computed, against its definition written out."""
 
+import itertools
+import typing
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters import distillation
 from drafters.distillation import DistillationLoss
+from drafters.losses import Ranking
 from specbench.engine.interface import Batch
 
 B, T, D, V = 3, 11, 16, 97
@@ -52,6 +56,46 @@ def test_it_is_the_definition_with_its_gradient(vocabulary, topk_weight, rows, m
     (ours,) = torch.autograd.grad(scale * found["loss"], predicted)
     (theirs,) = torch.autograd.grad(scale * expected["loss"], predicted)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def written_out(ranking, p, z, k, top_p):
+    """Each loss of one position, id by id. p, z: [V]"""
+    log_q, likely = z.log_softmax(-1), p.argsort(descending=True).tolist()
+    own, omega, s = z.argsort(descending=True).tolist()[:k], likely[:k], torch.sigmoid
+    if ranking == "top_p":
+        count = next(n for n in range(1, len(p) + 1) if sum(p[x] for x in likely[:n]) >= top_p)
+        return -sum(p[x] * log_q[x] for x in likely[:count])
+    if ranking in ("top_k", "both"):
+        return -sum(p[x] * log_q[x] for x in omega + own * (ranking == "both"))
+    if ranking == "normed":
+        return -sum(p[x] / p[omega].sum() * (log_q[x] - log_q[omega].logsumexp(-1)) for x in omega)
+    if ranking == "recall":
+        above = {x: sum(s(z[y] - z[x]) for y in range(len(z)) if y != x) for x in omega}
+        return 1 - sum(s(k - above[x]) for x in omega) / k
+    total = 0
+    for ids in (omega, own):
+        pairs = list(itertools.combinations(ids, 2))
+        d, d_hat = (torch.stack([x[a] - x[b] for a, b in pairs]).log_softmax(-1) for x in (p.log(), z))
+        total = total + (d.exp() * (d - d_hat)).sum()
+    return total
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+@pytest.mark.parametrize("ranking", typing.get_args(Ranking))
+def test_every_ranking_loss_is_its_definition_with_its_gradient(ranking, rows, monkeypatch):
+    monkeypatch.setattr(distillation, "MIN_ROWS", rows)
+    monkeypatch.setattr(distillation, "CPU_LOGITS", 1)
+    batch, head, predicted = setting()
+    with torch.no_grad():
+        predicted.mul_(0.2).add_(batch.states)  # near what it is to be, as in training
+    teacher = DistillationLoss(batch, head)
+    extra = teacher.loss(predicted, 0.4, 0.3, 3, 0.7, ranking, 0.8)["loss"] - teacher.loss(predicted, 0.4, 0.3)["loss"]
+    p, z = (batch.states[batch.scored] @ head.weight.T).softmax(-1), predicted[batch.scored] @ head.weight.T
+    expected = 0.7 * torch.stack([written_out(ranking, *pair, 3, 0.8) for pair in zip(p, z, strict=True)]).mean()
+    torch.testing.assert_close(extra, expected, atol=2e-5, rtol=1e-4)
+    (ours,), (theirs,) = (torch.autograd.grad(value, predicted) for value in (extra, expected))
+    assert float(theirs.abs().max()) > 1e-3
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-3)
 
 
 def test_one_teacher_serves_several_predictions(monkeypatch):

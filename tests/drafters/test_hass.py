@@ -8,7 +8,7 @@ from conftest import make, tiny
 from drafting import batch_of
 
 from drafters import coral
-from drafters.eagle import step_mask
+from drafters.eagle import following, step_mask
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
@@ -114,7 +114,7 @@ def test_a_first_phase_costs_what_eagle_costs(drafter, monkeypatch):
     batch, made, passes = batch_of(target, rows=2), make(drafter, target, "+drafter.noise=0"), []
     made.configure(steps=1, topk_weight=0)
     if drafter == "coral":
-        made.configure(step_regression=1.0)
+        made.configure(step_regression=1.0, csra_weight=0.0)
         monkeypatch.setattr(coral, "csra", None)
     network = made.network
     monkeypatch.setattr(made, "network", lambda *parts: (passes.append(parts[3:]), network(*parts))[1])
@@ -124,6 +124,19 @@ def test_a_first_phase_costs_what_eagle_costs(drafter, monkeypatch):
     assert {n: float(x.detach()) for n, x in found.items()} == pytest.approx(
         {n: float(x.detach()) for n, x in eagle.items()}
     )
+
+
+def test_a_single_step_is_contrasted_with_the_targets_states_alone():
+    target = tiny()
+    batch, made = batch_of(target, rows=2), make("coral", target, "+drafter.noise=0", "+drafter.steps=1")
+    found = made.loss(batch)
+    truth = following(batch)
+    (predicted,) = made.aligned(batch.states[:, :-1], batch, 1)
+    scored = truth.scored
+    expected = coral.csra(
+        predicted[scored], [truth.states[scored]], made.temperature
+    )  # fewer than `samples`: all positions
+    assert float(found["csra"]) == pytest.approx(float(expected.detach()), rel=1e-4) and float(expected.detach()) > 0
 
 
 def test_a_later_phase_brings_the_contrast_back():

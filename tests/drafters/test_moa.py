@@ -18,7 +18,15 @@ from specbench.training.features import Answer
 from specbench.training.replay import replay
 
 WITHOUT = "+drafter.lsa=false"
-VARIANTS = ([], ["drafter.tli=1"], ["drafter.tli=2"], [WITHOUT], [WITHOUT, "drafter.tli=1"])
+MEAN = "+drafter.inputs=mean"
+VARIANTS = (
+    [],
+    ["drafter.tli=1"],
+    ["drafter.tli=2"],
+    [WITHOUT],
+    [WITHOUT, "drafter.tli=1"],
+    [WITHOUT, MEAN, "drafter.tli=1"],
+)
 
 
 def starts(batch, window=4, offset=2):
@@ -294,6 +302,17 @@ def test_without_layer_attention_the_last_states_are_read():
         assert made.seen(batch.states, {}) is batch.states
     batch.kv = batch.hidden = {}
     made = make("moa", target, WITHOUT)
+    made.loss(batch)["loss"].backward()
+
+
+def test_without_layer_attention_the_mean_over_layers_can_be_read_instead():
+    target, batch = tiny(), batch_of(tiny(), rows=1, length=9)
+    made = make("moa", target, WITHOUT, MEAN)
+    assert made.taps.kv == (0, 1, 2) and not made.taps.last and made.taps.condensed
+    assert {n.split(".")[0] for n, _ in made.named_parameters()} >= {"mix"} and not hasattr(made, "lsa")
+    rows = torch.stack([torch.stack(batch.kv[i], 0) for i in range(3)])  # [L, 2, 1, H, T, Dh]
+    mean = rows.mean(0)[:, 0].permute(2, 1, 0, 3).flatten(1)  # [T, 2 H Dh], [k; v] head by head
+    torch.testing.assert_close(made.seen(batch.states, batch.kv)[0], made.mix(mean), atol=1e-5, rtol=1e-4)
     made.loss(batch)["loss"].backward()
 
 

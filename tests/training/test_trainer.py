@@ -490,6 +490,8 @@ def test_the_papers_numbers():
     beagle = settings_of("train=paper", "drafter=beagle")
     assert rates(beagle, 8_000)[2_000:] == [1.0] * 6_000 and (beagle.clip, beagle.clip_by) == (0.5, "norm")
     medusa = settings_of("train=paper", "drafter=medusa")
+    drafters = {d: composed("train", "train=paper", f"drafter={d}").drafter for d in ("medusa", "moa")}
+    assert drafters["medusa"].head_per_level and drafters["moa"].periods == [5, 15]
     assert rates(medusa, 1_000)[99] == 1.0 and rates(medusa, 1_000)[550] == pytest.approx(0.5)
 
 
