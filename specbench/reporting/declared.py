@@ -10,8 +10,8 @@ from specbench.records import figures
 from specbench.records.metrics import BASELINE, METRICS
 from specbench.records.studies import unmet
 from specbench.reporting.charts import Chart, Panel
-from specbench.reporting.evidence import Evidence
 from specbench.reporting.document import Table
+from specbench.reporting.evidence import Evidence
 from specbench.reporting.study_rows import Rows
 from specbench.reporting.study_series import KINDS
 

@@ -15,8 +15,8 @@ from specbench.records.metrics import RATES
 from specbench.records.statistics import Interval, interval
 from specbench.reporting.cells import Entry
 from specbench.reporting.charts import Chart, Panel, Series
-from specbench.reporting.evidence import rate
 from specbench.reporting.document import Table
+from specbench.reporting.evidence import rate
 from specbench.reporting.tables import ABSENT
 
 ALPHAS = np.linspace(0.01, 0.99, 99)
