@@ -26,7 +26,7 @@ from specbench.records.metrics import METRICS
 
 Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
 # What an arm sets: an option of its drafter or tree; ids: for which its LM head is multiplied; nodes: drafted a cycle.
-Option = Annotated[str, StringConstraints(pattern=r"^((drafter|tree)\.\w+|ids|nodes|parameters)$")]
+Option = Annotated[str, StringConstraints(pattern=r"^((drafter|tree|verify)\.\w+|ids|nodes|parameters)$")]
 Metric = Literal[METRICS]  # type: ignore[valid-type]
 
 

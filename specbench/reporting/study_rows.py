@@ -76,7 +76,8 @@ def option_of(e: Entry, name: str) -> float | None:
     if name in ("nodes", "parameters"):
         return e.summary.nodes if name == "nodes" else float(e.parameters)
     group, _, key = name.partition(".")
-    found = (drafter if group == "drafter" else e.growth).get(key)
+    groups: dict[str, Mapping[str, Any]] = {"drafter": drafter, "tree": e.growth, "verify": e.arm.get("verify") or {}}
+    found = groups[group].get(key)
     return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
