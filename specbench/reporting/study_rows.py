@@ -76,7 +76,8 @@ def option_of(e: Entry, name: str) -> float | None:
     if name in ("nodes", "parameters"):
         return e.summary.nodes if name == "nodes" else float(e.parameters)
     group, _, key = name.partition(".")
-    groups: dict[str, Mapping[str, Any]] = {"drafter": drafter, "tree": e.growth, "verify": e.arm.get("verify") or {}}
+    verify: Any = e.arm.get("verify") or {}
+    groups: dict[str, Mapping[str, Any]] = {"drafter": drafter, "tree": e.growth, "verify": verify}
     found = groups[group].get(key)
     return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
