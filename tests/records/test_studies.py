@@ -9,11 +9,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from specbench import study
+from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
 from specbench.config import train_spec, validation
 from specbench.config.cli import composed
 from specbench.config.run_spec import from_config
-from specbench.evaluation import study_runs
+from specbench.evaluation import study_runs, study_training
 from specbench.evaluation.study_training import Member, training_of, weights_folder
 from specbench.records import studies
 from specbench.reporting import published
@@ -239,6 +240,28 @@ def test_a_training_that_goes_on_is_named_by_where_it_starts():
     assert f"train.start={start}" in overrides, "with the same seed"
     other = {**one, "arms": {**one["arms"], "k5": {**one["arms"]["k5"], "train": ["train=short", "train.batch=4"]}}}
     assert training_of(Member("late_2", 1, "late_2@1", one["arms"]["late_2"]), other, [])[0] != name
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed", "unfinished"])
+def test_where_a_training_starts_is_trained_first_even_if_only_the_other_is_named(monkeypatch, outcome):
+    arms = {
+        "a": {"run": ["drafter=eagle2"], "train": ["train=short"]},
+        "b": {"run": ["drafter=hass"], "start": "a", "train": ["train=short"]},
+    }
+    one, there, asked = {"arms": arms}, set(), []
+
+    def train(name, overrides, folder, budget):
+        asked.append(name.split("-")[0])
+        there.update([folder] if outcome == "done" else [])
+        return outcome != "failed"
+
+    monkeypatch.setattr(study_training, "_train", train)
+    monkeypatch.setattr(study_training, "lacking", lambda folder: None if folder in there else "weights")
+    members = study_runs.members(one, None, ["b"])
+    done = study_training.train_missing("s", list(members), one, [], Budget(None))
+    found = {"done": set(), "failed": set(done.failed), "unfinished": set(done.unfinished)}
+    assert found[outcome] == (set() if outcome == "done" else {"a@0", "b@0"})
+    assert asked == (["eagle2", "hass"] if outcome == "done" else ["eagle2"]), "nothing goes on from absent weights"
 
 
 # What is planned -------------------------------------------------------------------------------------------------------
