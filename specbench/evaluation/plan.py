@@ -12,6 +12,7 @@ from specbench.common import environment, hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.evaluation import study_runs
+from specbench.evaluation.study_training import weights_folder
 from specbench.records import blocks, identity, studies
 from specbench.records.blocks import BlockIndex
 from specbench.records.metrics import BASELINE
@@ -118,11 +119,14 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     planned = int(option(words, "data.limit", "80"))
     target = option(words, "model.name", option(words, "model", scope.model))
     known = _blocks(scope.results / name / target / folder_name(words), kind)
-    labels = [BASELINE, *(member.label for member in study_runs.members(study, None, here))]
+    members = list(study_runs.members(study, None, here))
+    labels = [BASELINE, *(member.label for member in members)]
+    users = [f"model={scope.model}", *scope.overrides]
+    trained = {m.label: folder.name for m in members if (folder := weights_folder(m, study, users)) is not None}
     if float(option(words, "sampler.temperature", "0")) > 0 and known:  # without arms that cannot sample
         labels = [label for label in labels if label == BASELINE or label in known[-1].arms]
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
-    done = min(planned, _done(known, labels, turns))
+    done = min(planned, _done(known, labels, turns, trained))
     return Task(
         study=name,
         cell=number,
@@ -151,12 +155,15 @@ def _blocks(folder: Path, kind: Kind) -> list[BlockIndex]:
     ]  # fmt: skip
 
 
-def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int) -> int:
-    """How many questions every arm, as its newest block describes it, has decoded with all turns."""
+def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int, trained: Mapping[str, str]) -> int:
+    """How many questions every arm, as its newest block describes it, has decoded with all turns.
+
+    trained: by label, the name of the training that makes its weights.
+    """
     rows: dict[str, set[tuple[str, int]]] = {label: set() for label in labels}
     for label in labels:
         newest = next((k for k in reversed(known) if label in k.arms), None)
-        if newest is None or _stale(newest.header["arms"][label]):
+        if newest is None or _stale(newest.header["arms"][label], trained.get(label, "")):
             return 0
         recipe = newest.arms[label][0]
         by_tree: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
@@ -168,8 +175,10 @@ def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int) -> int
     return sum(all((text, turn) in common for turn in range(turns)) for text in {text for text, _ in common})
 
 
-def _stale(arm: Any) -> bool:
-    """Did the arm's weights change since the block was written?"""
+def _stale(arm: Any, training: str) -> bool:
+    """Has the arm other weights now than when the block was written? training: that would make them."""
+    if training not in str(arm["drafter"]):
+        return True
     path = PROJECT / str(arm["drafter"].get("weights")) / WEIGHTS
     known = (arm.get("contents") or {}).get(WEIGHTS)
     return known is not None and path.is_file() and hashing.of_file(path) != known

@@ -19,6 +19,7 @@ from specbench.records.schema import WEIGHTS
 from specbench.records.studies import Study
 from specbench.tuning.train_stages import lacking
 
+DEFAULT_MODEL = "model=smollm2-135m"  # of conf/train.yaml; named or not, the training is the same
 GRACE = 90  # seconds beyond its time limit after which a training is terminated in the middle of a step
 
 
@@ -56,7 +57,7 @@ def training_of(member: Member, study: Study, users: Sequence[str]) -> tuple[str
     drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]
     files = [storage.PROJECT / o.partition("=")[2] / WEIGHTS for o in overrides if o.startswith("train.start=")]
     started = [hashing.of_file(path) for path in files if path.is_file()]
-    named_by = sorted(o for o in overrides if not o.startswith("threads="))  # studies may write them in another order
+    named_by = sorted({*overrides} - {DEFAULT_MODEL} - {o for o in model if o.startswith("threads=")})  # in any order
     if (start := start_of(member, study)) is not None and (before := training_of(start, study, users)):
         started.append(before[0])
         overrides.append(f"train.start={studies_folder() / before[0]}")

@@ -280,6 +280,16 @@ def test_the_plan_counts_whole_questions_of_all_arms_as_they_are_now(home, tmp_p
     assert labels == [{"none", "eagle2", "chain"}, {"lookup"}], "rows that were there were decoded again"
 
 
+def test_rows_of_another_training_than_the_planned_one_do_not_count(home, tmp_path):
+    """As after a study's recipe has changed."""
+    assert replayed(home, tmp_path, "counted", "data.limit=4").returncode == 0
+    (path,) = blocks.below(tmp_path)
+    (block,) = blocks.scan_all(path.parent, "none")
+    labels = ["none", "eagle2", "chain"]
+    assert plan._done([block], labels, 2, {}) == 4
+    assert plan._done([block], labels, 2, {"chain": "eagle2-0123456789ab"}) == 0
+
+
 def test_evidence_works_through_the_plan_and_names_what_is_broken(home, tmp_path, capfd):
     folder = home / "conf"
     (folder / "study").mkdir(parents=True, exist_ok=True)

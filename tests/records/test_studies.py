@@ -229,6 +229,12 @@ def test_studies_share_the_trainings_of_one_recipe():
     assert folder_of("beagle_figure3", "beagle_longer") == folder_of("beagle_figure5", "k5_longer")
     assert folder_of("beagle_figure3", "eagle2") == folder_of("eagle_figure10", "shifted")
     assert folder_of("beagle_figure6", "batch_2") == folder_of("beagle_figure3", "beagle")
+    assert composed("train", []).model.name == study_training.DEFAULT_MODEL.removeprefix("model=")
+    arms = STUDIES["beagle_figure3"]["arms"]
+    named = weights_folder(
+        Member("eagle2", 0, "", arms["eagle2"]), STUDIES["beagle_figure3"], ["model=smollm2-135m", "threads=1"]
+    )
+    assert named == folder_of("beagle_figure3", "eagle2")
     reordered = ["++drafter.window=5", "drafter=beagle", "tree=chain"]
     assert folder_of("beagle_figure3", "beagle", run=reordered) == folder_of("beagle_figure3", "beagle")
 
