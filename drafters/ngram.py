@@ -9,7 +9,7 @@ c(t, x) is kept for the most frequent `followers` of a token t; m(t) counts the 
 it, and so is what follows a token that the text lacks. q is positive and sums to 1, so that Algorithm S is exact at any
 temperature, as with a neural draft model. A lookup counts as no draft pass.
 
-    model.safetensors    counts [V] | kept [V] uint8 followers of each id | followers [n], times [n], id by id; int32
+    model.safetensors    counts [V] | kept [V] followers of each id | followers [n], times [n], id by id; all int32
 
 Deviations and choices: the source says neither on what its models were counted nor how they were smoothed; here on the
 corpus that the trained drafters see, with one added count. `followers` keeps the file small (16: 1.8 MB on five million
@@ -92,7 +92,7 @@ class NGram(Drafter):
             begins = total.cumsum(0) - total
             few = torch.arange(len(pairs)) - begins[pairs // self.size] < self.followers
             tables |= {"kept": total.clamp(max=self.followers), "followers": pairs[few] % self.size, "times": times[few]}
-        tables = {name: table.to(torch.uint8 if name == "kept" else torch.int32) for name, table in tables.items()}
+        tables = {name: table.to(torch.int32) for name, table in tables.items()}
         self._fill(tables)
         return tables
 
