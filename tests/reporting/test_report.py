@@ -380,7 +380,7 @@ def test_nothing_is_hidden_on_a_wide_screen_and_a_phone_scrolls_tables_alone(tmp
     (tmp_path / "studies" / "moa.yaml").write_text(
         "title: MoA\nsource: ['MoA, Table 2']\ncells: [[dataset=mtbench]]\nvaries: [dataset]\n"
         "arms: {moa: {run: [drafter=moa]}, eagle2: {run: [drafter=eagle2]}}\n"
-        "shows: [{paper: moa, table: Table 2, rows: {Ours (TLI=0): moa, EAGLE-2: eagle2}}]\n"
+        'shows: [{paper: moa, table: Table 2, arms: {"moa; tli=0": moa, "eagle2; epochs=30": eagle2}}]\n'
         "claims: [{says: MoA accepts more than EAGLE-2, source: 'MoA, Table 2', published: more,\n"
         "          tests: [{metric: tau, of: moa, over: eagle2, is: more},\n"
         "                  {metric: speed_up, of: moa, than: 1, is: less}]}]\n"
