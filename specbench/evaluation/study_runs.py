@@ -17,7 +17,7 @@ from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records.metrics import BASELINE
-from specbench.records.studies import Study, cell_needs, cell_runs, unmet
+from specbench.records.studies import Study, arms_here, cell_needs, cell_runs, unmet
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -65,14 +65,12 @@ class StudyCell:
 def choose_arms(study: Study, names: Sequence[str] | None, name: str, cuda: bool) -> tuple[Study, list[str]]:
     """The study, and the arms to decode. names: the name of a drafter that is no arm becomes an arm; None: all arms.
 
-    cuda: is the target on a GPU? Without names, arms whose needs are not met are left out, with a line on each.
+    cuda: is the target on a GPU? Without names, arms whose needs are not met are left out.
     """
     if names is None:
-        missing = {label: unmet(arm.get("needs", {}), None, cuda) for label, arm in study["arms"].items()}
-        for label, lacking in missing.items():
-            if lacking:
-                warn(f"arm {label} is left out: it needs {', '.join(lacking)}; arms=[{label}] decodes it anyway")
-        return study, [label for label, lacking in missing.items() if not lacking]
+        here = arms_here(study, cuda)
+        _leave_out("arms", list(study["arms"]), here)
+        return study, here
     known = dict(study["arms"])
     for arm in names:
         if arm not in known and arm != BASELINE:
@@ -81,6 +79,16 @@ def choose_arms(study: Study, names: Sequence[str] | None, name: str, cuda: bool
                 raise SpecBenchError(f"arms: study {name} has no arm {visible(arm)}, and there is no such drafter{near}")
             known[arm] = {"run": [f"drafter={arm}"]}
     return {**study, "arms": known}, [arm for arm in names if arm != BASELINE]
+
+
+def _leave_out(what: str, names: Sequence[str], here: Collection[str]) -> None:
+    """Say which arms or cells this machine cannot run. Raises `SpecBenchError` if it can run none."""
+    if left := [name for name in names if name not in here]:
+        line = f"{what} left out, which need a GPU or what this project lacks: {', '.join(left)}"
+        line += f"; {what}=[{','.join(left)}] decodes them anyway"
+        if not here:
+            raise SpecBenchError(line)
+        warn(line)
 
 
 def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> Iterator[Member]:
@@ -103,12 +111,13 @@ def cell_overrides(
     cells: None: all whose needs are met. cuda: is the target on a GPU?
     """
     runs = cell_runs(study)
-    for number in range(len(runs)) if cells is None else cells:
+    if cells is None:
+        cells = [number for number in range(len(runs)) if not unmet(cell_needs(study, number), None, cuda)]
+        _leave_out("cells", [*map(str, range(len(runs)))], [*map(str, cells)])
+    for number in cells:
         if number >= len(runs):
             raise SpecBenchError(f"cells: this study has no cell {number}; there are 0 to {len(runs) - 1}")
-        if cells is None and (missing := unmet(cell_needs(study, number), None, cuda)):
-            warn(f"cell {number} is left out: it needs {', '.join(missing)}; cells=[{number}] decodes it anyway")
-        elif datasets is None:
+        if datasets is None:
             yield number, runs[number]
         else:
             rest = [o for o in runs[number] if not o.startswith("dataset=")]

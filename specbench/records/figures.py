@@ -5,7 +5,7 @@
     - {kind: steps, …, x: drafter.steps, y: [tau]}                                      a metric by a numeric option
     - {kind: bars, …, by: temperature, y: [speed_up]}                                   grouped bars
     - {kind: stack, …, parts: drafting}                                                 what a cycle's time consists of
-    - {kind: heat, …, x: drafter.active, y: drafter.groups, value: [tau]}               a grid of two options
+    - {kind: heatmap, …, x: drafter.active, y: drafter.groups, value: [tau]}            a grid of two options
     - {kind: scatter, …}                                                                a pass's time by its parameters
     - {kind: best_gamma, …}                                                             chains beside Leviathan's theory
 
@@ -91,10 +91,10 @@ class BestGamma(_Figure):
     kind: Literal["best_gamma"]
 
 
-class Heat(_Figure):
+class Heatmap(_Figure):
     """A grid of two numeric options; a panel a series and metric."""
 
-    kind: Literal["heat"]
+    kind: Literal["heatmap"]
     x: Option
     y: Option
     value: Annotated[list[Metric], MinLen(1)]
@@ -107,7 +107,7 @@ class Scatter(_Figure):
 
 
 Figure = Annotated[
-    Progress | ByPosition | Stack | Bars | Steps | BestGamma | Heat | Scatter,
+    Progress | ByPosition | Stack | Bars | Steps | BestGamma | Heatmap | Scatter,
     Discriminator("kind"),
 ]
 
@@ -131,9 +131,9 @@ def check(figures: Sequence[Mapping[str, Any]], study: Mapping[str, Any], name: 
         several = [title for title, group in series(figure, study["arms"]).items() if len(group) > 1]
         if several and figure["kind"] in ("by_position", "stack", "bars", "scatter"):
             raise SpecBenchError(f"{where}: series {several[0]!r} has several arms, of which {figure['kind']} draws one")
-        if figure["kind"] in ("steps", "heat"):
+        if figure["kind"] in ("steps", "heatmap"):
             runs = [override for arm in arms for override in study["arms"][arm]["run"]]
-            for axis in ("x", "y") if figure["kind"] == "heat" else ("x",):
+            for axis in ("x", "y") if figure["kind"] == "heatmap" else ("x",):
                 _check_option(f"{where}: {axis}={figure[axis]}", figure[axis], runs)
 
 

@@ -27,7 +27,7 @@ class Pairs(NamedTuple):
         return self.quantile * self.error
 
 
-def compare(rate: Rate, arms: Sequence[Totals], log: bool = False, zero: bool = False) -> Pairs:
+def all_pairs(rate: Rate, arms: Sequence[Totals], log: bool = False, zero: bool = False) -> Pairs:
     """Compare a rate of all arms on the questions that they share (max-t over paired bootstrap samples).
 
     Studentised: each sample's leads are divided by their own standard errors, so that few questions with skewed seconds do

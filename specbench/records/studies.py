@@ -180,20 +180,21 @@ def check(study: Study, name: str) -> Study:
     for claim in study.get("claims", []):
         if not claim["tests"] and "project" not in {**study.get("needs", {}), **claim.get("needs", {})}:
             raise SpecBenchError(f"study {name}: {claim['says']!r} has no test; say in needs.project what it waits for")
-        named += [test[side] for test in claim["tests"] for side in ("of", "over") if side in test]
+        named += compared_arms(claim)
     for arm in named:
         if arm not in arms and arm != BASELINE:
             raise SpecBenchError(f"study {name}: no arm is called {arm}; there are {', '.join(arms)}")
     figures.check(study.get("figures", []), study, name)
-    for number, (label, one) in enumerate(arms.items()):
+    trained: set[str] = set()
+    for label, one in arms.items():
         _check_options(f"study {name}: arm {label}", one)
-        before = dict([*arms.items()][:number])
-        if "start" in one and ("train" not in one or "train" not in before.get(one["start"], {})):
+        if "start" in one and ("train" not in one or one["start"] not in trained):
             raise SpecBenchError(
                 f"study {name}: arm {label} starts from {one['start']}: both must be trained, that one listed before"
             )
         if one.get("weights") and "train" not in arms[one["weights"]]:
             raise SpecBenchError(f"study {name}: arm {label} takes the weights of {one['weights']}, which is not trained")
+        trained |= {label} if "train" in one else set()
         if not any(o.startswith("drafter=") for o in one["run"]):
             raise SpecBenchError(f"study {name}: arm {label} names no drafter; begin its `run` with drafter=NAME")
     return study
@@ -265,11 +266,15 @@ def arms_here(study: Study, cuda: bool) -> list[str]:
     return [name for name, arm in study["arms"].items() if not unmet(arm.get("needs", {}), None, cuda)]
 
 
+def compared_arms(claim: Mapping[str, Any]) -> list[str]:
+    """The arms that a claim's tests name."""
+    return [test[side] for test in claim["tests"] for side in ("of", "over") if side in test]
+
+
 def claim_needs(study: Study, claim: Claim) -> dict[str, Any]:
     """What a claim's verdict needs: what the study, the claim and the arms of its tests do."""
-    named = {test[side] for test in claim["tests"] for side in ("of", "over") if side in test}
     needs: dict[str, Any] = dict(study.get("needs", {}))
-    for name in named:
+    for name in compared_arms(claim):
         needs |= study["arms"][name].get("needs", {}) if name in study["arms"] else {}
     return needs | claim.get("needs", {})
 

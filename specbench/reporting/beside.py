@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from specbench.records.metrics import BASELINE, RATES
+from specbench.records.metrics import RATES
 from specbench.records.statistics import interval
 from specbench.records.studies import Shown, cell_runs, option
 from specbench.reporting.cells import Entry
-from specbench.reporting.evidence import EXACT, TIMED, Evidence, rate
+from specbench.reporting.evidence import TIMED, Evidence, rate
 
 # Metrics of the papers' tables -> metrics of `evidence.rate`; others are not measured here.
 MEASURED = {name: name for name in ("tau", "speed_up", "tokens_per_s", "alpha", "target_calls")}
-MEASURED |= {f"{i}-alpha": f"alpha{i}" for i in range(5)}
+N_ALPHAS = tuple(f"alpha{i}" for i in range(5))
+MEASURED |= {f"{i}-alpha": name for i, name in enumerate(N_ALPHAS)}
 MEASURED |= {"pass_parameters": "parameters", "parameter_ratio": "draft_cost_by_parameters"}
 MEASURED |= {"pass_ms": "pass_ms", "latency_ratio": "draft_cost"}
 MEASURED |= {"pass_at_1": "solved", "accuracy": "solved"}
@@ -30,11 +31,10 @@ def matching(part: pd.DataFrame, key: str) -> pd.DataFrame:
     chosen = part["drafter"] == drafter if drafter else pd.Series(True, part.index)
     for name in named:
         column, _, value = name.partition("=")
-        chosen &= (
-            part[column] == value
-            if column in COLUMNS
-            else ("; " + part["variant"] + ";").str.contains(f"; {name};", regex=False)
-        )
+        if column in COLUMNS:
+            chosen &= part[column] == value
+        else:
+            chosen &= ("; " + part["variant"] + ";").str.contains(f"; {name};", regex=False)
     return part[chosen]
 
 
@@ -80,11 +80,9 @@ class Beside:
             part = self.part
             row = (part["row"] == cell.row) & (part["metric"] == cell.metric) & (part["temperature"] == cell.temperature)
             return self._mean(arm, cell, [name for name in dict.fromkeys(part[row]["dataset"]) if name not in (MEAN, "")])
-        if cell.dataset == "" and MEASURED.get(cell.metric) not in (None, "pass_ms", "draft_cost", *EXACT):
-            cells = cell_runs(
-                self.evidence.study
-            )  # papers name none for means: those of the study, which follows the source
-            return self._mean(arm, cell, [*dict.fromkeys(option(words, "dataset", "mtbench") for words in cells)])
+        if cell.dataset == "" and MEASURED.get(cell.metric) in RATES:  # a mean whose sets the table does not name
+            runs = cell_runs(self.evidence.study)  # which follow the source
+            return self._mean(arm, cell, [*dict.fromkeys(option(words, "dataset", "mtbench") for words in runs)])
         return self._value(arm, cell, cell.dataset)
 
     def _mean(self, arm: str, cell: Any, datasets: list[str]) -> tuple[float | None, str]:
@@ -101,7 +99,7 @@ class Beside:
         metric = MEASURED.get(cell.metric)
         if metric is None and cell.metric != MEMORY:
             return None, ""
-        e = self.evidence.find(arm, at, timed=metric in (None, "pass_ms", *TIMED))
+        e = self.evidence.find(arm, at, timed=metric in (None, *TIMED))
         value = None if e is None else _memory(e) if metric is None else _measured(e, metric)
         if e is None or value is None:
             return None, ""
@@ -115,22 +113,10 @@ def _memory(e: Entry) -> float | None:
 
 
 def _measured(e: Entry, metric: str) -> float | None:
-    """A metric of an entry; of the baseline, a pass is the target's."""
-    if metric in ("alpha0", "alpha1", "alpha2", "alpha3", "alpha4") and not is_chain(e):
-        return None  # n-alpha is defined for chains
-    if metric == "parameters" and e.name == BASELINE:
-        return float(e.header["target"]["parameters"])
-    if metric == "pass_ms":
-        found = interval(
-            lambda s: 1000 * s["base_target"] / s["base_cycles"] if e.name == BASELINE else _draft_ms(s), e.totals
-        )
-    else:
-        found = interval(RATES.get(metric) or rate(e, metric), e.totals)
+    if metric in N_ALPHAS and not is_chain(e):
+        return None
+    found = interval(rate(e, metric), e.totals)
     return None if found is None else found.value
-
-
-def _draft_ms(s: Any) -> Any:
-    return 1000 * s["counted_draft"] / s["passes"]
 
 
 def is_chain(e: Entry) -> bool:

@@ -36,7 +36,7 @@ from specbench.records.statistics import (
     repeated,
     with_seeds,
 )
-from specbench.records.studies import Study, claim_needs, is_difference, unmet
+from specbench.records.studies import Study, claim_needs, compared_arms, is_difference, unmet
 from specbench.reporting import claim_text
 from specbench.reporting.cells import Entry
 from specbench.reporting.evidence import EXACT, TIMED, Evidence, rate, seeds_of
@@ -214,8 +214,7 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
     for claim in study.get("claims", []):
         results = [(test, compare(test, known)) for test in claim["tests"]]
         effects = tuple(found.effect for _, found in results)
-        named = {test[side] for test in claim["tests"] for side in ("of", "over") if side in test}
-        missing = unmet(claim_needs(study, claim), header, cuda, named)
+        missing = unmet(claim_needs(study, claim), header, cuda, compared_arms(claim))
         judged = {judge(test, found) for test, found in results}
         order = (NOT_RUN, NOT_REPRODUCED, PRELIMINARY, INCONCLUSIVE, REPRODUCED)
         verdict = NOT_TESTABLE if missing else next(v for v in order if v in judged)

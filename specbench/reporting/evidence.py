@@ -8,12 +8,12 @@ import numpy as np
 
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES, sum_rows
-from specbench.records.statistics import Rate, Totals
+from specbench.records.statistics import Rate, Sums, Totals
 from specbench.records.studies import Study, cell_runs, option, replayed
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.verdict import QUESTIONS
 
-TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "expected_speed_up", "lossless", "solved")
+TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "pass_ms", "expected_speed_up", "lossless", "solved")
 EXACT = ("parameters", "draft_cost_by_parameters")  # independent of the questions
 
 
@@ -32,15 +32,26 @@ def config_differences(a: Entry, b: Entry, varies: Iterable[str] = ()) -> list[s
     return differences
 
 
+def target_pass_ms(s: Sums) -> np.ndarray:
+    """Milliseconds of a target pass for one token, from the baseline's rows of the same prompts."""
+    return 1000 * s["base_target"] / s["base_cycles"]
+
+
+def _draft_pass_ms(s: Sums) -> np.ndarray:
+    return 1000 * s["counted_draft"] / s["passes"]
+
+
 def rate(e: Entry, metric: str) -> Rate:
-    """A metric of an entry, as a function of its sums."""
+    """A metric of an entry, as a function of its sums; of the baseline, a pass is the target's."""
     target = e.header["target"]["parameters"]
     if metric == "parameters":
-        return lambda s: np.full_like(s["cycles"], e.parameters)
+        return lambda s: np.full_like(s["cycles"], target if e.name == BASELINE else e.parameters)
+    if metric == "pass_ms":
+        return target_pass_ms if e.name == BASELINE else _draft_pass_ms
     if metric == "draft_cost_by_parameters":
         return lambda s: np.full_like(s["cycles"], e.parameters / target)
     if metric == "draft_cost":  # seconds of a draft pass over seconds of a target pass for one token
-        return lambda s: s["counted_draft"] / s["passes"] / (s["base_target"] / s["base_cycles"])
+        return lambda s: _draft_pass_ms(s) / target_pass_ms(s)
     if metric == "expected_speed_up":  # of a chain, whose length is the maximum of passes a cycle
         return lambda s: _expected(RATES["alpha"](s), rate(e, "draft_cost")(s), e.arm["passes"])
     if metric == "promised_speed_up":  # of fitted trees only

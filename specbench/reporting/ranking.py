@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specbench.records.metrics import BASELINE, RATES
-from specbench.records.simultaneous import compare
+from specbench.records.simultaneous import all_pairs
 from specbench.records.statistics import Rate, estimate_contrast, interval, pooled, repeated, with_seeds
 from specbench.reporting import tables
 from specbench.reporting.cells import Entry
@@ -25,7 +25,7 @@ MEASURED = (  # heading, quantity, value, units of it in one shown
 
 def places(entries: Sequence[Entry], rate: Rate) -> list[tuple[int, int]]:
     """For each entry the best and the worst place that it may have."""
-    pairs = compare(rate, [e.totals for e in entries])
+    pairs = all_pairs(rate, [e.totals for e in entries])
     bound = np.hypot(pairs.bound, pairs.quantile / NORMAL * _seed_reaches(entries, rate))
     better = pairs.lead > np.maximum(bound, 0)
     return [(1 + int(better[:, i].sum()), len(entries) - int(better[i].sum())) for i in range(len(entries))]

@@ -14,6 +14,7 @@ from specbench.records.statistics import Interval, Rate, interval, repeated
 from specbench.reporting import beside, leviathan
 from specbench.reporting.cells import Entry
 from specbench.reporting.charts import Chart, Panel, Point, Series
+from specbench.reporting.evidence import target_pass_ms
 from specbench.reporting.study_rows import Rows, option_of, place_label, value
 from specbench.reporting.tables import known_depths
 
@@ -221,7 +222,7 @@ def _any_value(e: Entry | None, arm: str, metric: str, rows: Rows) -> Interval |
     return repeated(values) if values else None
 
 
-def _heat(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
+def _heatmap(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
     panels = []
     for metric in figure["value"]:
         for title, arms in groups.items():
@@ -251,21 +252,16 @@ def _scatter(_: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
     """Milliseconds of a pass over parameters: drafters, the target, and the line that the target's share gives."""
     found = {title: e for title, (arm,) in groups.items() if (e := rows.find(arm, {}, "draft_ms"))}
     arms = {title: arm for title, (arm,) in groups.items()} | {"target": BASELINE}
-    draft, plain = _per_pass("counted_draft", "passes"), _per_pass("base_target", "base_cycles")
-    points = {title: (e.parameters / 1e6, v) for title, e in found.items() if (v := interval(draft, e.totals))}
+    points = {title: (e.parameters / 1e6, v) for title, e in found.items() if (v := value(e, "pass_ms"))}
     guides = {}
     for e in list(found.values())[:1]:
-        if pass_ms := interval(plain, e.totals):
+        if pass_ms := interval(target_pass_ms, e.totals):
             points["target"] = e.header["target"]["parameters"] / 1e6, pass_ms
             guides[""] = [(0.0, 0.0), (points["target"][0], pass_ms.value)]
     series = [Series(title, [points[title]] if title in points else [], printed=_printed_pass(arm, rows))
               for title, arm in arms.items()]  # fmt: skip
     panel = Panel("parameters that a pass multiplies (millions)", "milliseconds a pass", series, guides=guides)
     return Chart([panel], ["line: time in proportion to parameters"])
-
-
-def _per_pass(seconds: str, passes: str) -> Rate:
-    return lambda s: 1000 * s[seconds] / s[passes]
 
 
 def _printed_pass(arm: str, rows: Rows) -> list[Point]:
@@ -292,7 +288,7 @@ KINDS: Mapping[str, Callable[[Mapping[str, Any], Groups, Rows], Chart]] = {
     "stack": _stack,
     "bars": _bars,
     "steps": _steps,
-    "heat": _heat,
+    "heatmap": _heatmap,
     "scatter": _scatter,
     "best_gamma": _best_gamma,
 }

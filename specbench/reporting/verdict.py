@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbench.records.metrics import BASELINE, RATES
-from specbench.records.simultaneous import compare
+from specbench.records.simultaneous import all_pairs
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import shown
 
@@ -75,7 +75,7 @@ def too_little(entries: Sequence[Entry]) -> str:
 
 def _beaten(drafters: Sequence[Entry]) -> list[bool]:
     """Is each drafter, and finally plain decoding, significantly slower than another one?"""
-    pairs = compare(RATES["speed_up"], [e.totals for e in drafters], log=True, zero=True)
+    pairs = all_pairs(RATES["speed_up"], [e.totals for e in drafters], log=True, zero=True)
     beaten = np.logical_and(pairs.lead > pairs.bound, pairs.lead > 0)
     return [bool(column.any()) for column in beaten.T]
 

@@ -49,7 +49,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
         SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe.
     """
     job, target, processes = workspace.job, workspace.target, workspace.processes
-    settings, writing = job.settings, workspace.text.settings
+    settings = job.settings
     torch.manual_seed(settings.seed)
     drafter = job.make_drafter(weights=job.start)
     drafter.bind(target)
@@ -59,17 +59,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     processes.print(plan(job, workspace.shards, drafter, online), flush=True)
     if job.build:
         workspace.build_corpus()
-    corpus = Corpus(
-        workspace.shards.folder,
-        job.batch,
-        job.answers_only,
-        settings.seed,
-        target if online else None,
-        drafter.taps,
-        writing.tokens,
-        job.row_tokens,
-        writing.reading,
-    )
+    corpus = _corpus(workspace, drafter, online)
     answers = held_out(workspace.shards.folder, settings.validation_answers)
     measured: list[AcceptanceCounts] = []
 
@@ -91,9 +81,8 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     history = trainer.run(budget)
     # By all processes: a target in parts runs in all of them or in none.
     calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION_ANSWERS]])
-    acceptance = (
-        measured[-1] if measured else chain_acceptance(target, drafter, answers)
-    )  # a finished run validates nothing
+    if not measured:  # a finished run validates nothing
+        validate()
     measured_by = {
         "parameters": trainer.size,
         "tokens_seen": trainer.tokens,
@@ -104,7 +93,23 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
         "calibration": calibration,
     }
     data = {"unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)}
-    return Trained(drafter, answers, _provenance(workspace, data, measured_by, acceptance))
+    return Trained(drafter, answers, _provenance(workspace, data, measured_by, measured[-1]))
+
+
+def _corpus(workspace: Workspace, drafter: Any, online: bool) -> Corpus:
+    """The training corpus, whose states the target computes in the loop if `online`."""
+    job, writing = workspace.job, workspace.text.settings
+    return Corpus(
+        workspace.shards.folder,
+        job.batch,
+        job.answers_only,
+        job.settings.seed,
+        workspace.target if online else None,
+        drafter.taps,
+        writing.tokens,
+        job.row_tokens,
+        writing.reading,
+    )
 
 
 def _count(workspace: Workspace, drafter: Any) -> Trained:

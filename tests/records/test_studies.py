@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from contextlib import nullcontext
 
 import pytest
 from conftest import ROOT, tiny
@@ -316,13 +317,16 @@ def test_cells_and_arms_whose_needs_are_not_met_are_left_out_unless_named(cuda, 
         "arms": {"a": {"run": ["drafter=suffix"]}, "b": {"run": ["drafter=eagle2"], **gpu}},
     }
     assert [number for number, _ in study_runs.cell_overrides(one, cells, None, cuda)] == numbers
-    assert ("cell 1 is left out: it needs a GPU; cells=[1] decodes it anyway" in capsys.readouterr().err) == (
-        not cuda and cells is None
-    )
+    line = "cells left out, which need a GPU or what this project lacks: 1, 2; cells=[1,2] decodes them anyway"
+    assert (line in capsys.readouterr().err) == (not cuda and cells is None)
     _, chosen = study_runs.choose_arms(one, None, "s", cuda)
     assert chosen == (["a", "b"] if cuda else ["a"])
     assert study_runs.choose_arms(one, ["b"], "s", cuda)[1] == ["b"]
     assert studies.measuring_cell({**one, "cells": one["cells"][::-1]}) == 2
+    for nothing in ({**one, "cells": one["cells"][1:]}, {**one, "arms": {"b": one["arms"]["b"]}}):
+        with nullcontext() if cuda else pytest.raises(SpecBenchError, match=r"left out, .*=\[.+\] decodes them anyway"):
+            study_runs.choose_arms(nothing, None, "s", cuda)
+            list(study_runs.cell_overrides(nothing, None, None, cuda))
 
 
 def test_an_arm_starts_from_one_that_is_trained_before_it():

@@ -76,7 +76,7 @@ def drawn_axes(chart):
         (figure("progress", arms=["c"]), "study s: figure 't': no arm is called c; there are a, b"),
         (figure("scatter") | {"source": ["Y"]}, "figure 't' has the source 'Y', which the study does not name; it names X"),
         (figure("steps", x="drafter.stepz", y=["tau"]), "x=drafter.stepz, which none of its arms sets; they set drafter, "),
-        (figure("heat", x="drafter.steps", y="tree.k", value=["tau"]), "y=tree.k, which none of its arms sets"),
+        (figure("heatmap", x="drafter.steps", y="tree.k", value=["tau"]), "y=tree.k, which none of its arms sets"),
         (
             figure("stack", parts="cycle", arms={"both": ["a", "b"]}),
             "series 'both' has several arms, of which stack draws one",
@@ -227,7 +227,7 @@ def test_steps_and_grids_take_the_options_of_the_rows(tmp_path):
     assert values(tau.series[0]) == {s: pooled(entry(tmp_path, f"g4s{s}"), "tau") for s in (1, 2, 3)}
     assert list(values(tau.series[0])) == [1.0, 2.0, 3.0] and values(peak.series[0]) == {2.0: 3.0}
     assert list(drawn_axes(found)[0].containers[1].lines[0].get_xdata()) == [1.0, 2.0]
-    heat = figure("heat", x="drafter.steps", y="drafter.groups", value=["tau"], arms={"a": list(options)})
+    heat = figure("heatmap", x="drafter.steps", y="drafter.groups", value=["tau"], arms={"a": list(options)})
     (grid,) = chart_of(tmp_path, study(heat, arms=options)).panels
     assert [s.label for s in grid.series] == ["4", "8"] and list(grid.ticks) == ["1", "2", "3"]
     assert values(grid.series[1]) == {i: pooled(entry(tmp_path, f"g8s{i + 1}"), "tau") for i in range(3)}
