@@ -68,10 +68,16 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
         raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
     members = list(study_runs.members(study, options["seeds"], chosen))
     folder = Path(options["results"]) / name
+    numbers = study_runs.choose_cells(study, options["cells"], cuda)
+    lines = [study_runs.left_out("arms", list(study["arms"]), chosen)] if options["arms"] is None else []
+    if options["cells"] is None:
+        lines.append(study_runs.left_out("cells", range(len(studies.cell_runs(study))), numbers))
     cells = [
         study_runs.prepare(number, words, members, overrides, study, folder)
-        for number, words in study_runs.cell_overrides(study, options["cells"], options["datasets"], cuda)
+        for number, words in study_runs.cell_overrides(study, numbers, options["datasets"])
     ]
+    for line in filter(None, lines):  # behind whatever is wrong with a cell or an arm
+        warn(line)
     return StudyRun(name, study, overrides, members, cells)
 
 

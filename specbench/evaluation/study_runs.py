@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbench.common.errors import SpecBenchError, visible, warn
+from specbench.common.errors import SpecBenchError, visible
 from specbench.config import run_spec, validation
 from specbench.config.cli import CONF, composed
 from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
@@ -68,9 +68,7 @@ def choose_arms(study: Study, names: Sequence[str] | None, name: str, cuda: bool
     cuda: is the target on a GPU? Without names, arms whose needs are not met are left out.
     """
     if names is None:
-        here = arms_here(study, cuda)
-        _leave_out("arms", list(study["arms"]), here)
-        return study, here
+        return study, arms_here(study, cuda)
     known = dict(study["arms"])
     for arm in names:
         if arm not in known and arm != BASELINE:
@@ -81,14 +79,24 @@ def choose_arms(study: Study, names: Sequence[str] | None, name: str, cuda: bool
     return {**study, "arms": known}, [arm for arm in names if arm != BASELINE]
 
 
-def _leave_out(what: str, names: Sequence[str], here: Collection[str]) -> None:
-    """Say which arms or cells this machine cannot run. Raises `SpecBenchError` if it can run none."""
-    if left := [name for name in names if name not in here]:
-        line = f"{what} left out, which need a GPU or what this project lacks: {', '.join(left)}"
-        line += f"; {what}=[{','.join(left)}] decodes them anyway"
-        if not here:
-            raise SpecBenchError(line)
-        warn(line)
+def choose_cells(study: Study, numbers: Sequence[int] | None, cuda: bool) -> Sequence[int]:
+    """The numbers of the cells to decode; None: all whose needs are met. cuda: is the target on a GPU?"""
+    there = range(len(cell_runs(study)))
+    if numbers is None:
+        return [number for number in there if not unmet(cell_needs(study, number), None, cuda)]
+    if wrong := [number for number in numbers if number not in there]:
+        raise SpecBenchError(f"cells: this study has no cell {wrong[0]}; there are 0 to {len(there) - 1}")
+    return numbers
+
+
+def left_out(what: str, names: Sequence[object], here: Collection[object]) -> str:
+    """A line on the arms or cells that this machine cannot run, or nothing. Raises `SpecBenchError` if it can run none."""
+    left = [str(name) for name in names if name not in here]
+    line = f"{what} left out, which need a GPU or what this project lacks: {', '.join(left)}"
+    line += f"; {what}=[{','.join(left)}] decodes them anyway"
+    if not here:
+        raise SpecBenchError(line)
+    return line if left else ""
 
 
 def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> Iterator[Member]:
@@ -104,19 +112,11 @@ def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> 
 
 
 def cell_overrides(
-    study: Study, cells: Sequence[int] | None, datasets: Sequence[str] | None, cuda: bool
+    study: Study, numbers: Sequence[int], datasets: Sequence[str] | None
 ) -> Iterator[tuple[int, list[str]]]:
-    """Numbers and overrides of the chosen cells; with `datasets`, each cell once for each of these.
-
-    cells: None: all whose needs are met. cuda: is the target on a GPU?
-    """
+    """Numbers and overrides of these cells; with `datasets`, each cell once for each of these."""
     runs = cell_runs(study)
-    if cells is None:
-        cells = [number for number in range(len(runs)) if not unmet(cell_needs(study, number), None, cuda)]
-        _leave_out("cells", [*map(str, range(len(runs)))], [*map(str, cells)])
-    for number in cells:
-        if number >= len(runs):
-            raise SpecBenchError(f"cells: this study has no cell {number}; there are 0 to {len(runs) - 1}")
+    for number in numbers:
         if datasets is None:
             yield number, runs[number]
         else:

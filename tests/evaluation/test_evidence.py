@@ -259,7 +259,8 @@ def test_a_damaged_block_is_named_and_the_others_are_untouched(home, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(studies.load()))
 def test_the_plan_finds_a_cells_folder_where_the_study_writes_it(name):
-    for number, overrides in study_runs.cell_overrides(studies.load()[name], None, None, cuda=True):
+    study = studies.load()[name]
+    for number, overrides in study_runs.cell_overrides(study, range(len(studies.cell_runs(study))), None):
         spec = study_runs.base_of(overrides, Path("results"))
         assert plan.folder_name(overrides) == spec.cell_folder.name, number
 

@@ -310,23 +310,26 @@ def test_every_claim_has_cells_of_enough_questions_on_a_machine_that_can_test_it
 
 
 @pytest.mark.parametrize(("cuda", "cells", "numbers"), [(False, None, [0]), (True, None, [0, 1, 2]), (False, [2], [2])])
-def test_cells_and_arms_whose_needs_are_not_met_are_left_out_unless_named(cuda, cells, numbers, capsys):
+def test_cells_and_arms_whose_needs_are_not_met_are_left_out_unless_named(cuda, cells, numbers):
     gpu = {"needs": {"device": "cuda"}}
     one = {
         "cells": [["dataset=mtbench"], {"run": ["dataset=gsm8k"], **gpu}, {"run": ["dataset=alpaca"], **gpu}],
         "arms": {"a": {"run": ["drafter=suffix"]}, "b": {"run": ["drafter=eagle2"], **gpu}},
     }
-    assert [number for number, _ in study_runs.cell_overrides(one, cells, None, cuda)] == numbers
-    line = "cells left out, which need a GPU or what this project lacks: 1, 2; cells=[1,2] decodes them anyway"
-    assert (line in capsys.readouterr().err) == (not cuda and cells is None)
+    chosen = study_runs.choose_cells(one, cells, cuda)
+    assert chosen == numbers
     _, chosen = study_runs.choose_arms(one, None, "s", cuda)
     assert chosen == (["a", "b"] if cuda else ["a"])
     assert study_runs.choose_arms(one, ["b"], "s", cuda)[1] == ["b"]
     assert studies.measuring_cell({**one, "cells": one["cells"][::-1]}) == 2
-    for nothing in ({**one, "cells": one["cells"][1:]}, {**one, "arms": {"b": one["arms"]["b"]}}):
-        with nullcontext() if cuda else pytest.raises(SpecBenchError, match=r"left out, .*=\[.+\] decodes them anyway"):
-            study_runs.choose_arms(nothing, None, "s", cuda)
-            list(study_runs.cell_overrides(nothing, None, None, cuda))
+
+
+def test_what_is_left_out_is_one_line_and_nothing_left_is_an_error():
+    line = "cells left out, which need a GPU or what this project lacks: 1, 2; cells=[1,2] decodes them anyway"
+    assert study_runs.left_out("cells", range(3), [0]) == line
+    assert study_runs.left_out("cells", range(3), [0, 1, 2]) == ""
+    with pytest.raises(SpecBenchError, match=r"left out, .*: a; arms=\[a\] decodes them anyway"):
+        study_runs.left_out("arms", ["a"], [])
 
 
 def test_an_arm_starts_from_one_that_is_trained_before_it():
