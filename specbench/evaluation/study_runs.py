@@ -111,9 +111,7 @@ def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> 
             yield Member(name, seed, f"{name}@{seed}", spec)
 
 
-def cell_overrides(
-    study: Study, numbers: Sequence[int], datasets: Sequence[str] | None
-) -> Iterator[tuple[int, list[str]]]:
+def cell_overrides(study: Study, numbers: Sequence[int], datasets: Sequence[str] | None) -> Iterator[tuple[int, list[str]]]:
     """Numbers and overrides of these cells; with `datasets`, each cell once for each of these."""
     runs = cell_runs(study)
     for number in numbers:

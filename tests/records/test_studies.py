@@ -2,7 +2,6 @@
 
 import re
 from collections import defaultdict
-from contextlib import nullcontext
 
 import pytest
 from conftest import ROOT, tiny
