@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbench.common.errors import SpecBenchError, visible
+from specbench.common.errors import SpecBenchError, visible, warn
 from specbench.config import run_spec, validation
 from specbench.config.cli import CONF, composed
 from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
