@@ -36,8 +36,9 @@ torch.set_num_threads(1)  # tiny tensors are not worth waking another thread; `t
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-# `served` drafts nothing: it is another engine, see `test_served`.
-DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml") if p.stem != "served")
+# Other engines, which draft nothing here: see `test_served` and `test_peers`.
+ENGINES = ("llama_cpp", "openvino", "served")
+DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml") if p.stem not in ENGINES)
 DRAFTING = [d for d in DRAFTERS if d != "none"]
 
 SIZES = {

@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,14 @@ def hardware(device: "torch.device") -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of all software that can change a number."""
     return {"python": platform.python_version()} | {p: version(p) for p in ("torch", "transformers", "accelerate")}
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @functools.cache

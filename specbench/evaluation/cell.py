@@ -69,14 +69,14 @@ def run(
 
     Args:
         spec: what the arms have in common. cell_arms: the baseline first.
-        repetitions: by measured quantity; None: of peak memory, as the run says.
+        repetitions: by measured quantity; None: `measurements.usual`.
         live: makes the table that a terminal shows while decoding.
         total_work: work of this cell and all later ones, in units of this cell's; only announced.
     """
     budget = budget or Budget()
     header = arms.header(spec, target, chat, cell_arms, questions, study)
     if repetitions is None:
-        repetitions = {"memory": 0 if spec.replay else spec.memory}
+        repetitions = measurements.usual(spec)
     digests = [question.digest for question in questions]
     bench = _bench(spec, target, chat, cell_arms)
     with _exclusive(spec, bench):
@@ -84,14 +84,13 @@ def run(
         ledger = _ledger(spec, header)
         bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
         prompts = [_first_prompt(chat, question) for question in questions[:PROMPTS]]
-        workload = Workload(target, prompts, min(TOKENS, spec.decode.max_new_tokens))
-        local = [arm for arm in cell_arms if not isinstance(arm.bound.drafter, ServedEngine)]
-        unmeasured = measurements.measure(repetitions, ledger, workload, local, budget)
+        workload = Workload(target, prompts, min(TOKENS, spec.decode.max_new_tokens), cell_arms[0].bound)
+        unmeasured = measurements.measure(repetitions, ledger, workload, cell_arms, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
         if not left:
             seconds = time.monotonic() - begin
             print(f"{spec.cell_folder}: complete ({seconds:.0f} s; rerun=all measures again)", file=sys.stderr)
-            _trace(spec, target, chat, local, questions)
+            _trace(spec, target, chat, cell_arms, questions)
     pace = ledger.pace()
     remaining = None if pace is None else pace * bench.missing(questions, ledger)
     failed = len(ledger.failed())
@@ -137,8 +136,9 @@ def _first_prompt(chat: Chat, question: Question) -> list[int]:
     return chat.encode([{"role": "user", "content": question.turns[0]}])
 
 
-def _trace(spec: RunSpec, target: Target, chat: Chat, local: Sequence[Arm], questions: Sequence[Question]) -> None:
+def _trace(spec: RunSpec, target: Target, chat: Chat, cell_arms: Sequence[Arm], questions: Sequence[Question]) -> None:
     """Decode the first turns of `spec.trace` questions once more, untimed, and write their trees, one file an arm."""
+    local = [arm for arm in cell_arms if not isinstance(arm.bound.drafter, ServedEngine)]
     for arm in (arm for arm in local if arm.label != BASELINE and spec.trace):
         path = blocks.trace_path(spec.cell_folder, arm.label)
         if path.exists():

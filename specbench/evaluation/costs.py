@@ -2,6 +2,8 @@
 
     overhead              time of the loop outside the forwards of target and drafter
     against_transformers  the same greedy answers by Transformers' own `generate`, in turn
+    against_peer          the same by another engine, beside plain decoding
+    floor                 time in which the machine reads what a plain pass reads
     drafting              shares of drafting time: LM head, the drafter's own layers, growth and caches
     training              seconds, tokens a second and peak memory of a training step
 
@@ -12,7 +14,7 @@ and belongs into a process of its own (`specbench.evaluation.isolated`). Knows n
 import gc
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from specbench.common.timing import Clock, PeakMemory
 from specbench.engine.backends.packed_linear import unpacked
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Batch, Step
+from specbench.engine.peer import Peer
 from specbench.engine.pretrained import quiet
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
@@ -30,7 +33,9 @@ from specbench.evaluation.runner import BoundDrafter
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 256, 8192  # of a training batch; ids that its classification loss runs over
 STEPS = 5  # training steps, of which the median counts
+READS, READ_BYTES = 11, 1 << 28  # of which the median counts; the most bytes of one, more than caches hold
 Prompts = Sequence[list[int]]
+Generate = Callable[[list[int], int], list[int]]  # a prompt, number of tokens -> an answer's ids
 Timed = tuple[Any, str, str]  # owner of a function, its name, the part that its seconds belong to
 
 
@@ -60,13 +65,26 @@ def against_transformers(target: Target, bound: BoundDrafter, prompts: Prompts, 
     Returns:
         ours, theirs: tokens a second, prefill included. ratio: of the two. identical: share of answers with the same ids.
     """
-    clock, arguments = Clock(target.device), assistance(bound)
+    arguments = assistance(bound)
+    return _in_turn(target, bound, prompts, tokens, lambda: _generating(target, arguments, bound.drafter.passes))
+
+
+def against_peer(target: Target, plain: BoundDrafter, peer: Peer, prompts: Prompts, tokens: int) -> dict[str, float]:
+    """The same of plain decoding here and of another engine, which decodes plainly or by its own prompt lookup."""
+    return _in_turn(target, plain, prompts, tokens, lambda: nullcontext(peer.greedy))
+
+
+def _in_turn(
+    target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int, other: Callable[[], AbstractContextManager[Generate]]
+) -> dict[str, float]:
+    """See `against_transformers`. other: opens what generates there; opening is not timed."""
+    clock = Clock(target.device)
     emitted, same, ours, theirs = 0, 0, 0.0, 0.0
     for number, prompt in enumerate([prompts[0], *prompts]):
         begin = clock()
         answer = _answer(target, bound, prompt, tokens)
         middle = clock()
-        with _generating(target, arguments, bound.drafter.passes) as generate:
+        with other() as generate:
             prepared = clock()
             generated = generate(prompt, len(answer))
             end = clock()
@@ -82,9 +100,7 @@ def _answer(target: Target, bound: BoundDrafter, prompt: list[int], tokens: int)
 
 
 @contextmanager
-def _generating(
-    target: Target, arguments: Mapping[str, Any], gamma: int
-) -> Iterator[Callable[[list[int], int], list[int]]]:
+def _generating(target: Target, arguments: Mapping[str, Any], gamma: int) -> Iterator[Generate]:
     """Transformers' greedy generation after a prompt, of a number of tokens. arguments: see `assistance`.
 
     The models' own generation configurations are replaced meanwhile, since `generate` takes from them every setting that
@@ -112,6 +128,34 @@ def _generating(
     finally:
         for model, config in zip(models, configs, strict=True):
             model.generation_config = config
+
+
+@torch.inference_mode()
+def floor(target: Target, prompts: Prompts, tokens: int) -> dict[str, float]:
+    """The least time of a plain pass: reading, once, the weights of layers and head, and the cache in mid-answer.
+
+    Reading is timed by the maximum of as many bytes, with as many threads; of a mixture of experts all count.
+
+    Returns:
+        bytes: of a pass. gb_per_s: 10^9 bytes read a second. ms: a token. tokens_per_s.
+    """
+    weights = sum(p.nbytes for p in target.decoder.layers.parameters()) + target.head.weight.nbytes
+    size = weights + _cache_bytes(target, sum(map(len, prompts)) // len(prompts) + tokens // 2)
+    sample = torch.ones(min(size, READ_BYTES) // 4, device=target.device)
+    clock, seconds = Clock(target.device), []
+    for _ in range(READS):
+        begin = clock()
+        sample.amax()
+        seconds.append(clock() - begin)
+    rate = sample.nbytes / statistics.median(seconds)
+    return {"bytes": size, "gb_per_s": rate / 1e9, "ms": 1000 * size / rate, "tokens_per_s": rate / size}
+
+
+def _cache_bytes(target: Target, rows: int) -> int:
+    """Bytes of keys and values of so many rows."""
+    target.reset(rows)
+    target.prefill(torch.zeros(rows, dtype=torch.long, device=target.device))
+    return sum(part.nbytes for layer in range(target.layers) for part in target.cache.rows(layer, 0, rows))
 
 
 def drafting(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:

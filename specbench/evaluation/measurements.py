@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from specbench.common.budget import Budget, Pace
 from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.progress import progress
-from specbench.engine.drafter import Drafter
+from specbench.config.run_spec import RunSpec
+from specbench.engine.drafter import Drafter, ServedEngine
+from specbench.engine.peer import Peer
 from specbench.engine.target import Target
 from specbench.evaluation import arms, costs, isolated
 from specbench.evaluation.arms import Arm
+from specbench.evaluation.runner import BoundDrafter
 from specbench.records.blocks import Ledger
 from specbench.records.metrics import BASELINE
 from specbench.records.rows import Measurement
@@ -28,23 +31,39 @@ PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and the most tok
 
 @dataclass(frozen=True)
 class Workload:
-    """What a measurement decodes: prompts as ids, and how many tokens of each answer."""
+    """What a measurement decodes: prompts as ids, and how many tokens of each answer. plain: the baseline."""
 
     target: Target
     prompts: list[list[int]]
     tokens: int
+    plain: BoundDrafter
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """measure: one repetition of one arm. applies: is it measured of this arm?"""
+    """measure: one repetition of one arm. applies: is it measured of this arm? By default of all that decode here."""
 
     measure: Callable[[Workload, Arm], dict[str, float]]
-    applies: Callable[[Arm], bool] = lambda arm: True
+    applies: Callable[[Arm], bool] = lambda arm: not _is_engine(arm)
 
 
 def _is_baseline(arm: Arm) -> bool:
     return arm.label == BASELINE
+
+
+def _is_engine(arm: Arm) -> bool:
+    return isinstance(arm.bound.drafter, ServedEngine)
+
+
+def _is_compared(arm: Arm) -> bool:
+    """Is there a `generate` of another library or engine that decodes alike?"""
+    return _is_baseline(arm) or isinstance(arm.bound.drafter, Peer) or bool(costs.assistance(arm.bound))
+
+
+def _generate(load: Workload, arm: Arm) -> dict[str, float]:
+    if isinstance(arm.bound.drafter, Peer):
+        return costs.against_peer(load.target, load.plain, arm.bound.drafter, load.prompts, load.tokens)
+    return costs.against_transformers(load.target, arm.bound, load.prompts, load.tokens)
 
 
 def _memory(load: Workload, arm: Arm) -> dict[str, float]:
@@ -71,13 +90,18 @@ def _clients(load: Workload, arm: Arm) -> dict[str, float]:
 
 def _decoding(cost: Callable[..., dict[str, float]]) -> Callable[[Workload, Arm], dict[str, float]]:
     """A cost that is measured by decoding the prompts in this process."""
+    return _eager(lambda load, arm: cost(load.target, arm.bound, load.prompts, load.tokens))
 
-    def measure(load: Workload, arm: Arm) -> dict[str, float]:
+
+def _eager(measure: Callable[[Workload, Arm], dict[str, float]]) -> Callable[[Workload, Arm], dict[str, float]]:
+    """A cost of which a compiled pass would hide the parts."""
+
+    def measure_eager(load: Workload, arm: Arm) -> dict[str, float]:
         if arm.spec.backend == "compile":
             raise SpecBenchError("the parts of a compiled pass cannot be timed; measure with backend=eager")
-        return cost(load.target, arm.bound, load.prompts, load.tokens)
+        return measure(load, arm)
 
-    return measure
+    return measure_eager
 
 
 def _local(measure: Callable[[Workload, Arm], dict[str, float]]) -> Callable[[Workload, Arm], dict[str, float]]:
@@ -95,16 +119,20 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "memory": Quantity(_memory),
     "training": Quantity(
         lambda _, arm: isolated.call(isolated.training, arm.spec),
-        lambda arm: arm.spec.trained and not arm.bound.drafter.counted,
+        lambda arm: not _is_engine(arm) and arm.spec.trained and not arm.bound.drafter.counted,
     ),
-    "drafting": Quantity(_decoding(costs.drafting), lambda arm: not _is_baseline(arm)),
+    "drafting": Quantity(_decoding(costs.drafting), lambda arm: not (_is_baseline(arm) or _is_engine(arm))),
     "overhead": Quantity(_local(_decoding(costs.overhead))),
     "target_pass": Quantity(_local(lambda load, _: target_cost.target_pass(load.target, load.prompts[0])), _is_baseline),
     "clients": Quantity(_clients),
-    "generate": Quantity(
-        _local(_decoding(costs.against_transformers)), lambda arm: _is_baseline(arm) or bool(costs.assistance(arm.bound))
-    ),
+    "generate": Quantity(_local(_eager(_generate)), _is_compared),
+    "floor": Quantity(_local(lambda load, _: costs.floor(load.target, load.prompts, load.tokens)), _is_baseline),
 }
+
+
+def usual(spec: RunSpec) -> dict[str, int]:
+    """Repetitions of what is measured beside timed rows: peak memory, as the run says, and a local target's floor."""
+    return {"memory": 0 if spec.replay else spec.memory, "floor": int(spec.link.local and not spec.replay)}
 
 
 def measure(

@@ -66,10 +66,12 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
     study, chosen = study_runs.choose_arms(studies.check(options["study"], name), options["arms"], name, cuda)
     if missing := studies.unmet(study.get("needs", {}), None, cuda):
         raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
+    if options["arms"] is not None:
+        study_runs.require_packages(study, chosen)
     members = list(study_runs.members(study, options["seeds"], chosen))
     folder = Path(options["results"]) / name
     numbers = study_runs.choose_cells(study, options["cells"], cuda)
-    lines = [study_runs.left_out("arms", list(study["arms"]), chosen)] if options["arms"] is None else []
+    lines = study_runs.arms_left_out(study, chosen) if options["arms"] is None else []
     if options["cells"] is None:
         lines.append(study_runs.left_out("cells", range(len(studies.cell_runs(study))), numbers))
     cells = [

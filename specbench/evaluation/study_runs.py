@@ -13,11 +13,11 @@ from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
 from specbench.data.prompts import Question
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.evaluation import arms, fitting
+from specbench.evaluation import arms, fitting, measurements
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records.metrics import BASELINE
-from specbench.records.studies import Study, arms_here, cell_needs, cell_runs, unmet
+from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, unmet
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -97,6 +97,24 @@ def left_out(what: str, names: Sequence[object], here: Collection[object]) -> st
     if not here:
         raise SpecBenchError(line)
     return line if left else ""
+
+
+def arms_left_out(study: Study, here: Collection[str]) -> list[str]:
+    """A line on the arms that this machine cannot run, and one on each package that others lack. here: all others."""
+    absent = absent_packages(study, [arm for arm in study["arms"] if arm not in here])
+    lines = [_install(package, arms) for package, arms in absent.items()]
+    unfit = [arm for arm in study["arms"] if not any(arm in arms for arms in absent.values())]
+    return [left_out("arms", unfit, here), *lines]
+
+
+def require_packages(study: Study, arms: Sequence[str]) -> None:
+    """Raises `SpecBenchError` if a package that one of these arms needs is not installed."""
+    for package, needing in absent_packages(study, arms).items():
+        raise SpecBenchError(_install(package, needing))
+
+
+def _install(package: str, arms: Sequence[str]) -> str:
+    return f"arms left out without the package {package}: {', '.join(arms)}; pip install -e '.[peers]' installs it"
 
 
 def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> Iterator[Member]:
@@ -187,8 +205,8 @@ def bind(planned: PlannedArm, target: Target) -> Arm | None:
 
 
 def repetitions(study: Study, base: RunSpec, users: Sequence[str]) -> dict[str, int]:
-    """Repetitions by quantity; peak memory is measured beside timed rows unless study or command line say otherwise."""
-    counts: dict[str, int] = {"memory": 0 if base.replay else base.memory}
+    """Repetitions by quantity: the usual ones unless study or command line say otherwise."""
+    counts = measurements.usual(base)
     counts |= {str(quantity): count for quantity, count in study.get("measure", {}).items()}
     return counts | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
 

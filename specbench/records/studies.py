@@ -14,6 +14,7 @@ from annotated_types import Gt, Interval, MinLen
 from pydantic import AfterValidator, StringConstraints, with_config
 from typing_extensions import NotRequired, TypedDict
 
+from specbench.common.environment import installed
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
@@ -28,7 +29,7 @@ ON_DEMAND = 9  # as a priority: planned only where the study is named
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
 # See `specbench.evaluation.measurements`.
-Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate"]
+Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
 
 
@@ -53,7 +54,8 @@ class Needs(TypedDict, total=False):
 
     vocabulary: minimum of the target's ids. billions: minimum of its parameters. trained: minimum of training tokens of
     every trained arm. alike: all trained arms saw equally many tokens (within 5%, averaged over seeds). pretrained: an arm
-    that needs weights trained elsewhere. project: something that this project lacks.
+    that needs weights trained elsewhere. package: of the Python package index, to run it. project: something that this
+    project lacks.
     """
 
     device: Literal["cuda"]
@@ -62,6 +64,7 @@ class Needs(TypedDict, total=False):
     trained: Annotated[float, Gt(0)]
     alike: Literal[True]
     pretrained: Name
+    package: Text
     project: Text
 
 
@@ -263,7 +266,18 @@ def _unmet_by_training(needs: Mapping[str, Any], header: Mapping[str, Any], arms
 
 def arms_here(study: Study, cuda: bool) -> list[str]:
     """The arms whose needs are met. cuda: is there a GPU?"""
-    return [name for name, arm in study["arms"].items() if not unmet(arm.get("needs", {}), None, cuda)]
+    absent = {name for names in absent_packages(study, study["arms"]).values() for name in names}
+    return [n for n, arm in study["arms"].items() if n not in absent and not unmet(arm.get("needs", {}), None, cuda)]
+
+
+def absent_packages(study: Study, names: Iterable[str]) -> dict[str, list[str]]:
+    """Packages that are not installed -> those of the named arms that need them."""
+    absent: dict[str, list[str]] = {}
+    for name in names:
+        package = study["arms"][name].get("needs", {}).get("package")
+        if package is not None and not installed(package):
+            absent.setdefault(package, []).append(name)
+    return absent
 
 
 def compared_arms(claim: Mapping[str, Any]) -> list[str]:

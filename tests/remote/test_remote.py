@@ -171,7 +171,7 @@ def test_costs_over_a_link_are_measured_or_refused(server, folder):
             arm = SimpleNamespace(
                 bound=BoundDrafter(drafter, make(drafter, there), Lossless()), spec=SimpleNamespace(backend="eager")
             )
-            load = measurements.Workload(there, [PROMPT], 8)
+            load = measurements.Workload(there, [PROMPT], 8, arm.bound)
             assert measurements.QUANTITIES["drafting"].measure(load, arm)["ms"] > 0
             assert isolated._cached_bytes(there, arm.bound.drafter) >= 0
             for name in ("overhead", "target_pass", "generate"):
