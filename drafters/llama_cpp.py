@@ -1,5 +1,6 @@
 """llama.cpp beside this engine, by llama-cpp-python, whose prompt lookup it has. https://github.com/abetlen/llama-cpp-python"""
 
+import atexit
 import itertools
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ class LlamaCpp(Peer):
         self.model = llama_cpp.Llama(
             str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False, **options
         )
+        atexit.register(self.model.close)  # which fails once the interpreter has taken its module down
 
     def answer(self, prompt: list[int], text: str, limits: Limits, sampler: Sampler, seed: int | None) -> Answer:
         answer = Answer()

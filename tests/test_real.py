@@ -11,6 +11,7 @@ from conftest import ROOT, SHIPPED, composed, configuration
 from hydra.utils import instantiate
 from scipy.stats import chisquare
 
+from specbench.common.environment import installed
 from specbench.common.storage import sha256_of
 from specbench.data.download import file_from_wheel
 from specbench.data.prompts import read_jsonl
@@ -57,6 +58,21 @@ def answers(real):
     """The baseline's greedy answers."""
     target, prompts = real
     return [ids(events(target, bound("none", target), prompt, TOKENS)) for prompt in prompts]
+
+
+PEERS = {"openvino": "openvino-genai", "llama_cpp": "llama-cpp-python"}
+
+
+@pytest.mark.parametrize("lookup", [0, 5])
+@pytest.mark.parametrize("name", [name for name, package in PEERS.items() if installed(package)])
+def test_other_engines_answer_alike_with_the_targets_own_values(real, answers, name, lookup):
+    target, prompts = real
+    peer = instantiate(configuration(name, f"drafter.lookup={lookup}").drafter)
+    peer.bind(target)
+    assert peer.found["exact"]
+    limits = Limits(TOKENS, target.stop_ids)
+    assert [peer.answer(prompt, "", limits, Sampler(), None).ids for prompt in prompts] == answers
+    assert [len(peer.greedy(prompt, 2 * TOKENS)) for prompt in prompts] == [2 * TOKENS] * 2, "nothing stops it"
 
 
 @pytest.mark.parametrize("drafter", SHIPPED)

@@ -78,10 +78,14 @@ class Peer(ServedEngine):
             self.find_model()
         assert self.wheel is not None
         if target.device.type != "cpu":
-            raise SpecBenchError(f"drafter={self.name} runs on the CPU, the target on {target.device}; set model.device=cpu")
+            raise SpecBenchError(
+                f"drafter={self.name} runs on the CPU, the target on {target.device}; set model.device=cpu"
+            )
         theirs = torch.from_numpy(np.array(gguf_files.first_embedding(file_from_wheel(self.wheel)))).bfloat16()
         if not torch.equal(theirs, target.embedding.weight[0].bfloat16()):
-            raise SpecBenchError(f"drafter={self.name}: the wheel's file is another model than the target; leave model.path out")
+            raise SpecBenchError(
+                f"drafter={self.name}: the wheel's file is another model than the target; leave model.path out"
+            )
         self.open(self.path, torch.get_num_threads(), target.max_context)
 
     def open(self, path: Path, threads: int, context: int) -> None:

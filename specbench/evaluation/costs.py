@@ -75,7 +75,11 @@ def against_peer(target: Target, plain: BoundDrafter, peer: Peer, prompts: Promp
 
 
 def _in_turn(
-    target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int, other: Callable[[], AbstractContextManager[Generate]]
+    target: Target,
+    bound: BoundDrafter,
+    prompts: Prompts,
+    tokens: int,
+    other: Callable[[], AbstractContextManager[Generate]],
 ) -> dict[str, float]:
     """See `against_transformers`. other: opens what generates there; opening is not timed."""
     clock = Clock(target.device)

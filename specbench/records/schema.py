@@ -155,6 +155,19 @@ class Fit(TypedDict):
 
 
 @with_config(OPEN)
+class ServedModel(TypedDict, total=False):
+    """What another engine reports of its model; all but `id` of one in this process, see `specbench.engine.peer`."""
+
+    id: str
+    engine: str
+    version: str
+    precision: str
+    arithmetic: str
+    exact: bool
+    lookup: Natural
+
+
+@with_config(OPEN)
 class Arm(TypedDict):
     """One drafter of a cell, with its tree and weights. of: the study's arm of which this is one training seed."""
 
@@ -169,6 +182,7 @@ class Arm(TypedDict):
     fitted: NotRequired[Fit]
     tree: NotRequired[dict[str, Any] | None]
     contents: NotRequired[dict[str, str]]  # SHA-256 of its files
+    served: NotRequired[ServedModel]
 
 
 @with_config(OPEN)

@@ -17,7 +17,7 @@ from rich.cells import cell_len, set_cell_size
 from specbench.common.errors import visible
 from specbench.records.blocks import Ledger
 from specbench.records.metrics import BASELINE, PHASES
-from specbench.reporting import names, verdict
+from specbench.reporting import engines, names, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Verdict
 from specbench.reporting.groups import Asked, groups, measured
@@ -126,7 +126,9 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
     if e.replayed:
         return ", ".join(parts) + "; replayed: acceptance only"
     name = f" ({e.machine})" if machine else ""
-    return ", ".join(parts) + f"; machine {'busy' if any(x.busy for x in group) else 'quiet'}{name}"
+    least = engines.floor(group) if machine else None
+    read = f"; reading the model takes {least['ms']:.1f} ms a token" if least else ""
+    return ", ".join(parts) + f"; machine {'busy' if any(x.busy for x in group) else 'quiet'}{name}{read}"
 
 
 # Columns --------------------------------------------------------------------------------------------------------------

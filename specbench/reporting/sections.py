@@ -14,6 +14,7 @@ from specbench.reporting import (
     analysis_tables,
     claims,
     console,
+    engines,
     links,
     overview,
     published,
@@ -171,6 +172,7 @@ def _beside(group: Sequence[Entry]) -> list[Block]:
         "Problems solved": analysis_tables.solved(group),
         "Over the link": links.table(group),
         "Several clients of one server, tokens/s": links.clients(group),
+        "Other engines, the same prompts in turn": engines.table(group),
     }
     made: list[Block] = [Table(columns, lines, title) for title, (columns, lines) in beside.items() if lines]
     return [*made, *(Paragraph(note, "note") for note in tables.notes(group))]

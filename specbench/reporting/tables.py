@@ -140,12 +140,20 @@ def _served_note(arm: Mapping[str, Any], rows: Sequence[Row], baseline: Sequence
     different = [(row.served.at, row.question) for row in rows if row.served and row.served.at is not None]
     where = ", the earliest difference at token {} of question {}".format(*min(different)) if different else ""
     counted = "; tokens counted anew from its text" if any(row.served and row.served.counted for row in rows) else ""
-    version = f", {drafter['engine']}" if drafter.get("engine") else ""
     return (
-        f"{drafter['name']}: answers of {engine.get('id')} at {drafter.get('endpoint')}{version}, timed by another "
-        "engine's clock and compared with no drafter here. "
+        f"{drafter['name']}: answers of {engine.get('id')} {_where(drafter, engine)} and compared with no drafter here. "
         f"First token after {_pace(rows)}; plain decoding here: {_pace(base)}. {equal_answers(rows)}{where}{counted}."
     )
+
+
+def _where(drafter: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+    """Which engine answered and by whose clock: one in this process, see `specbench.engine.peer`, or at an endpoint."""
+    if "engine" in engine:
+        other = "" if engine.get("exact") else ", another target"
+        weights = f"{engine.get('precision')}{other}"
+        return f"by {engine['engine']} {engine.get('version')} ({weights}), timed in this process"
+    version = f", {drafter['engine']}" if drafter.get("engine") else ""
+    return f"at {drafter.get('endpoint')}{version}, timed by another engine's clock"
 
 
 def _pace(rows: Sequence[Row]) -> str:
