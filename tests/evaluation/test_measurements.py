@@ -301,6 +301,7 @@ def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
         **{("overhead", arm): 1 for arm in ("none", "eagle2", "chain")},
         ("target_pass", "none"): 2,
         ("generate", "none"): 1,
+        ("floor", "none"): 1,
     }
     assert measured(second) == measured(replayed) == {}
 
@@ -312,13 +313,14 @@ def test_a_killed_study_goes_on_with_what_was_not_measured(home, tmp_path):
     (home / "conf" / "study").mkdir(parents=True, exist_ok=True)
     (home / "conf" / "study" / "killed.yaml").write_text(text.replace("HOME", str(home)))
     own = f"--config-dir={home / 'conf'}", "study=killed", f"results={tmp_path}", "memory=1"
-    question, wanted = 1 + 2 * 2 + 1, 2 + 3 + 1  # with header and end
+    question, wanted = 1 + 2 * 2 + 1, 2 + 1 + 3 + 1  # with header and end
     path, before = kill_after_rows(start(home, "study", *own), tmp_path, question + 2)
     assert 3 <= sum(measured(path).values()) < wanted
     study(home, text, "killed", f"results={tmp_path}", "memory=1")
     assert path.read_bytes() == before
     assert measured(*below(tmp_path)) == {  # each once: what was there was not measured again
         ("memory", "none"): 1,
+        ("floor", "none"): 1,
         ("memory", "eagle2"): 1,
         ("drafting", "eagle2"): 3,
         ("training", "eagle2"): 1,

@@ -1,4 +1,4 @@
-"""Other engines in this process: their files, what they are asked, how they stand beside plain decoding; missing packages."""
+"""Other engines in this process: their files, what they are asked, beside plain decoding; missing packages."""
 
 import sys
 from types import ModuleType, SimpleNamespace
