@@ -1,6 +1,7 @@
 """The machine, its free memory, software versions and the commit."""
 
 import functools
+import importlib.util
 import os
 import platform
 import subprocess
@@ -82,7 +83,10 @@ def hardware(device: "torch.device") -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of all software that can change a number."""
-    return {"python": platform.python_version()} | {p: version(p) for p in ("torch", "transformers", "accelerate")}
+    known = {p: version(p) for p in ("torch", "transformers", "accelerate")}
+    if importlib.util.find_spec("openvino") is not None:
+        known["openvino"] = version("openvino")
+    return {"python": platform.python_version()} | known
 
 
 def installed(package: str) -> str | None:

@@ -18,6 +18,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbench.common.errors import SpecBenchError
 
+STEP = 256  # rows
+
 
 class CacheLayer(CacheLayerMixin):
     """One layer of a cache, as unforked models ask for it.
@@ -52,15 +54,16 @@ class CacheLayer(CacheLayerMixin):
 class KVCache(Cache):
     """Keys and values of `layers` layers, `capacity` rows each, for B sequences of equal length.
 
-    Storage is allocated at the first append, with that pass's batch size, heads, head dimension, dtype and device.
+    Storage is allocated at the first append, with that pass's batch size, heads, head dimension, dtype and device. It grows
+    with the sequence: a pass that attends to all of it, masked, should not pay for rows that are never used.
 
     Args:
         devices: of each layer, for a model spread over several; None: all on one.
         only: layers that ever store something; None: all.
 
     Attributes:
-        length: rows kept, the same in every layer.
-        storage: device -> keys, values [L on that device, B, H, S, Dh].
+        length: rows kept, the same in every layer. step: rows by which storage grows.
+        storage: device -> keys, values [L on that device, B, H, C, Dh], C rows of which the kept ones are defined.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class KVCache(Cache):
         self.capacity = capacity
         self.length = 0
         self.pending = 0
+        self.step = STEP
         self.devices = devices
         self.stored: dict[torch.device | None, int] = {}  # layers that store something, by device
         self.index: dict[int, int] = {}  # of those: which of their device's it is
@@ -86,22 +90,28 @@ class KVCache(Cache):
     def visible(self, new: int) -> int:
         return self.length + new
 
-    def _allocate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A device's storage, shaped after one layer's [B, H, N, Dh] keys and values."""
-        layers = self.stored[None if self.devices is None else key.device]
-        keys, values = (x.new_empty(layers, *x.shape[:2], self.capacity, x.shape[-1]) for x in (key, value))
-        return keys, values
-
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All rows of one layer, 2 x [B, H, S, Dh]; defined only up to `length`."""
+        """All rows of one layer, 2 x [B, H, C, Dh]; defined only up to `length`."""
         device = next(iter(self.storage)) if self.devices is None else self.devices[layer]
         keys, values = self.storage[device]
         return keys[self.index[layer]], values[self.index[layer]]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new rows [B, H, N, Dh] after the kept ones; returns views of kept + new rows."""
-        if key.device not in self.storage:
-            self.storage[key.device] = self._allocate(key, value)
+        end = self._reserve(key, value, self.stored[None if self.devices is None else key.device])
+        keys, values = self.layer(layer)
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
+
+    def append_all(self, keys: Tensor, values: Tensor) -> None:
+        """Write the new rows of all layers [L, B, H, N, Dh], which lie on one device."""
+        end = self._reserve(keys[0], values[0], len(keys))
+        for stored, new in zip(self.storage[keys.device], (keys, values), strict=True):
+            stored[..., self.length : end, :] = new
+
+    def _reserve(self, key: Tensor, value: Tensor, layers: int) -> int:
+        """Make room on a device for a pass's new rows, like one layer's [B, H, N, Dh]; returns where they end."""
         self.pending = key.shape[-2]
         end = self.length + self.pending
         if end > self.capacity:
@@ -109,10 +119,15 @@ class KVCache(Cache):
                 f"the cache holds {self.capacity} rows but position {end - 1} is needed; "
                 "shorten the prompt, lower max_new_tokens or raise model.max_context"
             )
-        keys, values = self.layer(layer)
-        keys[:, :, self.length : end] = key
-        values[:, :, self.length : end] = value
-        return keys[:, :, :end], values[:, :, :end]
+        stored = self.storage.get(key.device)
+        if stored is None or end > stored[0].shape[-2]:
+            rows = min(self.capacity, -(-end // self.step) * self.step)
+            # zeros: rows that a mask hides have weight 0, but 0 * NaN is NaN
+            grown = [x.new_zeros(layers, *x.shape[:2], rows, x.shape[-1]) for x in (key, value)]
+            for new, old in zip(grown, stored or (), strict=False):
+                new[..., : self.length, :] = old[..., : self.length, :]
+            self.storage[key.device] = grown[0], grown[1]
+        return end
 
     def keep(self, nodes: Tensor | None = None) -> None:
         """Keep rows of the last pass, in the given order, and drop the others. nodes: [A] of its N; None: all."""
@@ -127,11 +142,12 @@ class KVCache(Cache):
         self.pending = 0
 
     def begin(self, capacity: int) -> None:
-        """Start a new sequence of at most `capacity` rows; storage that is large enough is reused."""
+        """Start a new sequence of at most `capacity` rows; storage of a short one is reused."""
         # Outside inference mode torch forbids writing to tensors that were made in it.
         frozen = any(keys.is_inference() for keys, _ in self.storage.values()) and not torch.is_inference_mode_enabled()
-        if capacity > self.capacity or frozen:
-            self.capacity, self.storage = max(capacity, self.capacity), {}
+        if frozen or any(keys.shape[-2] > self.step for keys, _ in self.storage.values()):
+            self.storage = {}
+        self.capacity = max(capacity, self.capacity)
         self.truncate(0)
 
     def truncate(self, length: int) -> None:

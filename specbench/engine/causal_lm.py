@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from specbench.common.errors import SpecBenchError
-from specbench.engine.backends.fused_llama import Append, FusedLlama, fused_forward
+from specbench.engine.backends import forwards
+from specbench.engine.backends.fused_llama import Append, FusedLlama
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Sublayers
 from specbench.engine.language_model import LanguageModel
@@ -55,12 +56,16 @@ class CausalLM(LanguageModel):
         self.window: int | None = window if window and self.kinds != {"full_attention"} else None
         self.fused: FusedLlama | None = None
 
+    @property
+    def kernels(self) -> str:
+        return super().kernels if self.fused is None else self.fused.name
+
     def optimize_for_inference(self) -> None:
         """Make passes over few tokens fast, for decoding, by fused forward and packed products where these are faster.
 
         Call it once weights and device are final; not for training. Results stay the same but for rounding.
         """
-        self.fused = self.fused or fused_forward(self)
+        self.fused = self.fused or forwards.fastest(self)
         self.packing.optimize([self.head] if self.fused else [self.decoder, self.head])
 
     def new_cache(self, capacity: int, only: Collection[int] | None = None) -> KVCache:
@@ -78,7 +83,7 @@ class CausalLM(LanguageModel):
             cache: rows are appended to it, not yet kept; None: nothing is stored.
         """
         if self.fused is not None and not torch.is_grad_enabled():
-            return self.fused(tokens, positions, mask, None if cache is None else cache.append)
+            return self.fused(tokens, positions, mask, cache)
         out = self.decoder(
             input_ids=tokens,
             position_ids=positions,
@@ -112,7 +117,7 @@ class CausalLM(LanguageModel):
     ) -> Tensor:
         """As `run`, through the kept sublayers alone. cache: one that stores at least the kept attention's rows."""
         if self.fused is not None and not torch.is_grad_enabled():
-            return self.fused(tokens, positions, mask, None if cache is None else cache.append, kept)
+            return self.fused(tokens, positions, mask, cache, kept)
         with _skipping(self.decoder.layers, kept):
             return self.run(tokens, positions, mask, cache)
 

@@ -47,6 +47,11 @@ class LanguageModel:
         self.stop_ids = stop_ids(getattr(model, "generation_config", None), self.config)
 
     @property
+    def kernels(self) -> str:
+        """What computes its layers: `plain`, Transformers' own forward; see `backends.forwards` for others."""
+        return "plain"
+
+    @property
     def device(self) -> torch.device:
         return self.head.weight.device
 

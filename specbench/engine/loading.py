@@ -41,8 +41,8 @@ class ModelSpec:
         name: also the folder of its results and weights.
         path, hub, revision, wheel: where it comes from; see `model_folder`.
         device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
-        forward: `lean` decodes by the fused forward, where it knows the model, and packed products; `plain` by
-            Transformers' own.
+        forward: `lean` decodes by the fastest forward that reproduces the model's own (`backends.forwards`) and packed
+            products; `plain` by Transformers' own.
         max_context: rows of the cache, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
         template: a Jinja chat template for tokenizers without one (the papers' prompt formats).

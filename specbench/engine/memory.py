@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from specbench.common.errors import SpecBenchError, refusing
+from specbench.engine.backends import forwards, fused_llama
 from specbench.engine.backends.packed_linear import packable
 from specbench.engine.pretrained import random_model
 from specbench.engine.target import SPARE, Target
@@ -115,7 +116,7 @@ def estimate(
         cache=cached_numbers(shape) * rows * dtype.itemsize,
         passes=_passes(shape, rows, dtype),
         drafters=drafters,
-        copies=_packed(shape) * dtype.itemsize if fused and here and packable(torch.empty(0, dtype=dtype)) else 0,
+        copies=_copied(shape, dtype) if fused and here and packable(torch.empty(0, dtype=dtype)) else 0,
     )
 
 
@@ -144,7 +145,10 @@ def _passes(shape: Shape, rows: int, dtype: torch.dtype) -> int:
     return int(states + masks + SPARE * shape.vocab_size * (dtype.itemsize + 3 * FLOAT))
 
 
-def _packed(shape: Shape) -> int:
-    """Numbers of which `optimize_for_inference` may make copies, the head's also where it is tied to the embedding."""
-    linears = {id(m): m for part in (shape.decoder, shape.head) for m in part.modules() if type(m) is nn.Linear}
-    return sum(m.weight.numel() for m in linears.values())
+def _copied(shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes of the copies that `optimize_for_inference` may make, of the head also where it is tied to the embedding."""
+    decoder = {id(m): m for m in shape.decoder.modules() if type(m) is nn.Linear}
+    numbers = sum(m.weight.numel() for m in decoder.values())
+    if dtype == torch.float32 and forwards.has_openvino() and fused_llama.like_llama(shape.decoder):
+        numbers = int(numbers * forwards.OPENVINO_COPIES)
+    return (numbers + shape.head.weight.numel()) * dtype.itemsize

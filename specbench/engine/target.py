@@ -81,7 +81,7 @@ class Target(CausalLM):
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         self.taps = (taps or Taps()).resolve(self.layers)
         if self._compiled is not None:  # one size for all prompts, or each would be compiled anew
-            capacity = max(capacity, self.max_context + SPARE)
+            capacity = self.cache.step = max(capacity, self.max_context + SPARE)
         self.cache.begin(capacity)
 
     def verifier(self, config: VerifyConfig) -> Verifier:

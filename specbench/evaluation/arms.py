@@ -159,6 +159,7 @@ def header(
             "chat": identity.digest(chat.encode(PROBE)),
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
+            "kernels": target.kernels,
             "parameters": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),
             "bytes": _bytes(target.model),
             "vocabulary": target.vocab_size,

@@ -14,7 +14,7 @@ from specbench.common.hashing import of
 # To be raised when code emits, accepts or counts differently: rows with a lower number are ignored.
 DECODING = 1
 # To be raised when the engine becomes faster or slower: speeds with a lower number are not compared; counts remain valid.
-TIMING = 1
+TIMING = 2
 
 TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names
@@ -101,4 +101,4 @@ def machine_key(header: Mapping[str, Any]) -> str:
     hardware, config = header["hardware"], header["config"]
     machine = [hardware["device"], hardware.get("instructions"), hardware["cores"]]
     engine = [config.get("threads") or hardware.get("threads"), config.get("backend"), config["model"].get("forward")]
-    return digest([*machine, *engine, header.get("timing")])
+    return digest([*machine, *engine, header["target"].get("kernels"), header.get("timing")])

@@ -168,7 +168,7 @@ def made_for(target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
         "timing": identity.TIMING,
         "target": target.fingerprint(),
         "dtype": str(target.dtype),
-        "lean": target.fused is not None,
+        "kernels": target.kernels,
         **options,
     }
 

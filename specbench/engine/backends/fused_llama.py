@@ -7,6 +7,7 @@ their own.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from specbench.engine.backends.packed_linear import Packing
+from specbench.engine.backends.packed_linear import Packing, Product
+from specbench.engine.cache import KVCache
 from specbench.engine.interface import Sublayers
 
 LIKE_LLAMA = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
@@ -27,11 +29,14 @@ class FusedLlama:
     """A decoder's layers and final norm. `fused_forward` makes one where it can.
 
     Attributes:
+        name: of its kind. joined: weights and biases that are multiplied together, by product and layer.
         read: layers whose output `outputs` holds after a pass, layer -> [B, T, D].
     """
 
+    name = "fused"
+
     def __init__(self, decoder: Any, packing: Packing):
-        self.decoder, layers = decoder, decoder.layers
+        self.decoder, self.packing, layers = decoder, packing, decoder.layers
         first = layers[0].self_attn
         self.head_dim: int = first.head_dim
         self.keys: int = first.k_proj.out_features // self.head_dim
@@ -40,16 +45,26 @@ class FusedLlama:
         self.activation: nn.Module = layers[0].mlp.act_fn
         self.norms = [(n.input_layernorm, n.post_attention_layernorm) for n in layers]
         attention, mlp = [n.self_attn for n in layers], [n.mlp for n in layers]
-        self.qkv = packing.products([fuse(a.q_proj, a.k_proj, a.v_proj) for a in attention])
-        self.out = packing.products([fuse(a.o_proj) for a in attention])
-        self.gate_up = packing.products([fuse(m.gate_proj, m.up_proj) for m in mlp])
-        self.down = packing.products([fuse(m.down_proj) for m in mlp])
+        self.joined = {
+            "qkv": [fuse(a.q_proj, a.k_proj, a.v_proj) for a in attention],
+            "out": [fuse(a.o_proj) for a in attention],
+            "gate_up": [fuse(m.gate_proj, m.up_proj) for m in mlp],
+            "down": [fuse(m.down_proj) for m in mlp],
+        }
         self.read: tuple[int, ...] = ()
         self.outputs: dict[int, Tensor] = {}
 
-    def __call__(self, tokens: Tensor, *args: Any) -> Tensor:
-        """As `CausalLM.run`, or `subset`: embedding, all layers, final norm. args: as of `layers`, from `positions` on."""
-        return self.decoder.norm(self.layers(0, self.decoder.embed_tokens(tokens), *args))
+    @cached_property
+    def products(self) -> dict[str, list[Product]]:
+        """By product, each layer's; made when they are first needed, since they may copy weights."""
+        return {name: self.packing.products(layers) for name, layers in self.joined.items()}
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, kept: Sublayers | None = None
+    ) -> Tensor:
+        """As `CausalLM.run`, or `subset`: embedding, all layers, final norm."""
+        append = None if cache is None else cache.append
+        return self.decoder.norm(self.layers(0, self.decoder.embed_tokens(tokens), positions, mask, append, kept))
 
     def layers(
         self,
@@ -64,21 +79,25 @@ class FusedLlama:
 
         append: takes a layer's index and new keys and values, returns all of that layer; None: there are no others.
         """
-        cos, sin = self.decoder.rotary_emb(hidden, positions)
-        half = sin.shape[-1] // 2
-        rotary = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        rotary, products = self.rotary(hidden, positions), self.products
         bias = None if mask is None else self._bias(mask, hidden.dtype)
         for layer in range(first, len(self.norms)):
             before, between = self.norms[layer]
             if kept is None or layer in kept.attention:
                 x = self._attend(layer, norm(hidden, before), rotary, bias, append)
-                hidden = hidden + self.out[layer](x)
+                hidden = hidden + products["out"][layer](x)
             if kept is None or layer in kept.mlp:
-                gate, up = self.gate_up[layer](norm(hidden, between)).chunk(2, -1)
-                hidden = hidden + self.down[layer](self.activation(gate) * up)
+                gate, up = products["gate_up"][layer](norm(hidden, between)).chunk(2, -1)
+                hidden = hidden + products["down"][layer](self.activation(gate) * up)
             if layer in self.read:
                 self.outputs[layer] = hidden
         return hidden
+
+    def rotary(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines with the signs of a rotation by half a head. positions [B, T] -> 2 x [B, T, 1, Dh]"""
+        cos, sin = self.decoder.rotary_emb(hidden, positions)
+        half = sin.shape[-1] // 2
+        return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
 
     def _bias(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The mask as a bias on scores, repeated for the G queries that share a key. -> [B or 1, 1, G * T, S]"""
@@ -90,7 +109,7 @@ class FusedLlama:
     ) -> Tensor:
         """Self-attention up to its output product. [B, T, D] -> [B, T, Hq * Dh]"""
         batch, length, _ = x.shape
-        heads = self.qkv[layer](x).view(batch, length, -1, self.head_dim)
+        heads = self.products["qkv"][layer](x).view(batch, length, -1, self.head_dim)
         query_key, value = heads.split([self.queries + self.keys, self.keys], 2)
         cos, sin = rotary
         rotated = torch.addcmul(query_key * cos, query_key.roll(self.head_dim // 2, -1), sin)
@@ -133,19 +152,20 @@ def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 @torch.no_grad()
-def fused_forward(model: Any) -> FusedLlama | None:
-    """A fused forward for a `CausalLM`, if there is one for its layers and it reproduces the model's own."""
-    if model.window is not None or not _like_llama(model.decoder):
-        return None
-    expected, fused = _probe(model), FusedLlama(model.decoder, model.packing)
-    model.fused = fused
-    states = _probe(model)
-    model.fused = None
+def reproduces(fused: FusedLlama, model: Any) -> bool:
+    """Does it compute what the `CausalLM` computes without it, to rounding?"""
+    before, model.fused = model.fused, None
+    try:
+        expected = _probe(model)
+        model.fused = fused
+        states = _probe(model)
+    finally:
+        model.fused = before
     rounding = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())  # sums in another order, in all layers
-    return fused if float((states - expected).abs().max()) <= rounding else None
+    return float((states - expected).abs().max()) <= rounding
 
 
-def _like_llama(decoder: Any) -> bool:
+def like_llama(decoder: Any) -> bool:
     """Are all layers of a known kind, on one device, and have q, k and v all a bias or none?"""
     if not {type(layer) for layer in decoder.layers} <= set(LIKE_LLAMA):
         return False

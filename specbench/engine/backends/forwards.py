@@ -1,0 +1,35 @@
+"""Which forward a model decodes with: the fastest that knows its layers and reproduces its own."""
+
+import importlib.util
+from typing import Any
+
+from specbench.engine.backends.fused_llama import FusedLlama, like_llama, reproduces
+
+OPENVINO_COPIES = (
+    1.5  # memory that OpenVINO takes, by the bytes of a decoder's weights; measured with 40 and 106 M parameters
+)
+
+
+def fastest(model: Any) -> FusedLlama | None:
+    """A forward for a `CausalLM`, or None: its own. OpenVINO's graph where it can run, else PyTorch's with few kernels."""
+    if model.window is not None or not like_llama(model.decoder):
+        return None
+    for kind in _kinds(model):
+        made = kind(model.decoder, model.packing)
+        if reproduces(made, model):
+            return made
+    return None
+
+
+def has_openvino() -> bool:
+    """Is it installed? Not every platform has a wheel."""
+    return importlib.util.find_spec("openvino") is not None
+
+
+def _kinds(model: Any) -> list[type[FusedLlama]]:
+    copied = OPENVINO_COPIES * sum(p.nbytes for p in model.decoder.layers.parameters())
+    if not has_openvino() or copied > model.packing.room():
+        return [FusedLlama]
+    from specbench.engine.backends import openvino_llama
+
+    return [openvino_llama.OpenVinoLlama, FusedLlama] if openvino_llama.supports(model.decoder) else [FusedLlama]
