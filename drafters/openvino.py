@@ -3,6 +3,9 @@
 It reads GGUF in F16, Q8_0 and Q4_1, not in F32. Its cache of prompts is off: a question that is asked again is read again.
 """
 
+import specbench.common.no_telemetry  # noqa: F401
+
+# isort: split
 import time
 from pathlib import Path
 from typing import Any

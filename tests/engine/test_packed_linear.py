@@ -1,5 +1,8 @@
 """Lean forward and packed products compute what the model's own forward computes, or step aside."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,6 +162,14 @@ def test_layers_that_are_read_later_are_computed_then(kernels):
         assert set(found[1].hidden) == set(hidden)
         for layer in hidden:
             assert torch.allclose(found[0].hidden[layer], found[1].hidden[layer], atol=1e-3)
+
+
+def test_openvino_is_loaded_without_its_telemetry():
+    program = "import sys, specbench.engine.backends.openvino_llama; print(*[m for m in sys.modules if 'telemetry' in m])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    names = set(done.stdout.split())
+    assert "openvino_telemetry" in names, "it must stand in the way of the real one"
+    assert not {name for name in names if name.startswith("openvino_telemetry.")}
 
 
 def test_without_room_for_copies_no_graph_is_compiled():

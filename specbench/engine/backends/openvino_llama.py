@@ -10,6 +10,9 @@ It is checked against the model's own forward when it is made. Layers alone, and
 `FusedLlama`'s, of which this is one.
 """
 
+import specbench.common.no_telemetry  # noqa: F401
+
+# isort: split
 from collections.abc import Sequence
 from typing import Any
 
