@@ -69,14 +69,14 @@ def run(
 
     Args:
         spec: what the arms have in common. cell_arms: the baseline first.
-        repetitions: by measured quantity; None: `measurements.usual`.
+        repetitions: by measured quantity; None: of peak memory, as the run says.
         live: makes the table that a terminal shows while decoding.
         total_work: work of this cell and all later ones, in units of this cell's; only announced.
     """
     budget = budget or Budget()
     header = arms.header(spec, target, chat, cell_arms, questions, study)
     if repetitions is None:
-        repetitions = measurements.usual(spec)
+        repetitions = {"memory": 0 if spec.replay else spec.memory}
     digests = [question.digest for question in questions]
     bench = _bench(spec, target, chat, cell_arms)
     with _exclusive(spec, bench):

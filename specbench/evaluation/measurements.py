@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from specbench.common.budget import Budget, Pace
 from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.progress import progress
-from specbench.config.run_spec import RunSpec
 from specbench.engine.drafter import Drafter, ServedEngine
 from specbench.engine.peer import Peer
 from specbench.engine.target import Target
@@ -128,11 +127,6 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "generate": Quantity(_local(_eager(_generate)), _is_compared),
     "floor": Quantity(_local(lambda load, _: costs.floor(load.target, load.prompts, load.tokens)), _is_baseline),
 }
-
-
-def usual(spec: RunSpec) -> dict[str, int]:
-    """Repetitions of what is measured beside timed rows: peak memory, as the run says, and a local target's floor."""
-    return {"memory": 0 if spec.replay else spec.memory, "floor": int(spec.link.local and not spec.replay)}
 
 
 def measure(

@@ -13,7 +13,7 @@ from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
 from specbench.data.prompts import Question
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.evaluation import arms, fitting, measurements
+from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records.metrics import BASELINE
@@ -205,8 +205,12 @@ def bind(planned: PlannedArm, target: Target) -> Arm | None:
 
 
 def repetitions(study: Study, base: RunSpec, users: Sequence[str]) -> dict[str, int]:
-    """Repetitions by quantity: the usual ones unless study or command line say otherwise."""
-    counts = measurements.usual(base)
+    """Repetitions by quantity.
+
+    Unless study or command line say otherwise, peak memory is measured beside timed rows, and once the floor of a local
+    target.
+    """
+    counts = {"memory": 0 if base.replay else base.memory, "floor": int(base.link.local and not base.replay)}
     counts |= {str(quantity): count for quantity, count in study.get("measure", {}).items()}
     return counts | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
 
