@@ -1,7 +1,6 @@
 """The machine, its free memory, software versions and the commit."""
 
 import functools
-import importlib.util
 import os
 import platform
 import subprocess
@@ -83,10 +82,8 @@ def hardware(device: "torch.device") -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of all software that can change a number."""
-    known = {p: version(p) for p in ("torch", "transformers", "accelerate")}
-    if importlib.util.find_spec("openvino") is not None:
-        known["openvino"] = version("openvino")
-    return {"python": platform.python_version()} | known
+    found = {p: installed(p) for p in ("torch", "transformers", "accelerate", "openvino")}
+    return {"python": platform.python_version()} | {p: v for p, v in found.items() if v is not None}
 
 
 def installed(package: str) -> str | None:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from specbench.engine import cache
-from specbench.engine.backends import forwards, packed_linear
+from specbench.engine.backends import forwards, openvino_llama, packed_linear
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
@@ -162,6 +162,20 @@ def test_layers_that_are_read_later_are_computed_then(kernels):
         assert set(found[1].hidden) == set(hidden)
         for layer in hidden:
             assert torch.allclose(found[0].hidden[layer], found[1].hidden[layer], atol=1e-3)
+
+
+def test_drafters_that_read_layers_and_others_take_turns_on_one_graph(monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        openvino_llama._Graph, "build", lambda graph, build=openvino_llama._Graph.build: built.append(1) or build(graph)
+    )
+    target = loud(OTHERS["untied"]())
+    target.optimize_for_inference()
+    for hidden in ((1,), (), (1,), (), (1,)):
+        with torch.inference_mode():
+            target.reset(40, Taps(hidden=hidden))
+            target.prefill(torch.arange(9))
+    assert len(built) == 2, "once without layers that are read, once with one"
 
 
 def test_openvino_is_loaded_without_its_telemetry():

@@ -1,13 +1,11 @@
 """Which forward a model decodes with: the fastest that knows its layers and reproduces its own."""
 
-import importlib.util
 from typing import Any
 
+from specbench.common.environment import installed
 from specbench.engine.backends.fused_llama import FusedLlama, like_llama, reproduces
 
-OPENVINO_COPIES = (
-    1.5  # memory that OpenVINO takes, by the bytes of a decoder's weights; measured with 40 and 106 M parameters
-)
+OPENVINO_COPIES = 1.5  # memory that it takes, by the bytes of a decoder's weights; measured with 40 and 106 M parameters
 
 
 def fastest(model: Any) -> FusedLlama | None:
@@ -23,7 +21,7 @@ def fastest(model: Any) -> FusedLlama | None:
 
 def has_openvino() -> bool:
     """Is it installed? Not every platform has a wheel."""
-    return importlib.util.find_spec("openvino") is not None
+    return installed("openvino") is not None
 
 
 def _kinds(model: Any) -> list[type[FusedLlama]]:

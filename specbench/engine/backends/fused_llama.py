@@ -26,7 +26,7 @@ Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class FusedLlama:
-    """A decoder's layers and final norm. `fused_forward` makes one where it can.
+    """A decoder's layers and final norm. `forwards.fastest` makes one where it can.
 
     Attributes:
         name: of its kind. joined: weights and biases that are multiplied together, by product and layer.

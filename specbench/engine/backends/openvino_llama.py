@@ -32,13 +32,17 @@ FLOAT32 = openvino.Type.f32
 
 
 class OpenVinoLlama(FusedLlama):
-    """A decoder's layers and final norm, compiled on the first pass and again when other layers are read."""
+    """A decoder's layers and final norm, compiled on the first pass and again when a further layer is read.
+
+    Layers that were read once stay readable: drafters that read some and others that read none decode in turn.
+    """
 
     name = "openvino"
 
     def __init__(self, decoder: Any, packing: Packing):
         super().__init__(decoder, packing)
-        self._compiled: tuple[tuple[int, ...], Any] | None = None  # the layers that it can read, and a request
+        self.readable: tuple[int, ...] = ()  # layers whose outputs the compiled graph gives
+        self._compiled: Any = None  # a request to it
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, kept: Sublayers | None = None
@@ -52,10 +56,11 @@ class OpenVinoLlama(FusedLlama):
         inputs = [x.numpy() for x in (hidden, cos, sin, *bias, keys, values)]
         result = self._request().infer(inputs, share_inputs=True, share_outputs=True)
         # Copies: the next pass overwrites its outputs.
-        states, new_keys, new_values, *read = (torch.from_numpy(result[i]).clone() for i in range(3 + len(self.read)))
+        states, new_keys, new_values = (torch.from_numpy(result[i]).clone() for i in range(3))
         if cache is not None:
             cache.append_all(new_keys, new_values)
-        self.outputs.update(zip(self.read, read, strict=True))
+        for layer in self.read:
+            self.outputs[layer] = torch.from_numpy(result[3 + self.readable.index(layer)]).clone()
         return states
 
     def _cached(self, hidden: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor]:
@@ -79,17 +84,18 @@ class OpenVinoLlama(FusedLlama):
         return past, torch.zeros(below.shape).masked_fill_(~below, -torch.inf).repeat(1, 1, groups, 1)
 
     def _request(self) -> Any:
-        """The compiled graph, whose outputs are states, new keys, new values and the layers that are read."""
-        if self._compiled is None or self._compiled[0] != self.read:
+        """A request to the compiled graph, whose outputs are states, new keys, new values and the readable layers."""
+        if self._compiled is None or not {*self.read} <= {*self.readable}:
             self._compiled = None  # its copies of the weights go before others are made
+            self.readable = tuple(sorted({*self.readable, *self.read}))
             settings = {
                 "INFERENCE_PRECISION_HINT": "f32",
                 "PERFORMANCE_HINT": "LATENCY",
                 "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             }
             model = _Graph(self).build()
-            self._compiled = self.read, openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
-        return self._compiled[1]
+            self._compiled = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
+        return self._compiled
 
 
 class _Graph:
@@ -114,7 +120,7 @@ class _Graph:
             new.append((ops.unsqueeze(key, _axis(0)), ops.unsqueeze(value, _axis(0))))
             read[index] = hidden
         stored = [ops.concat(list(part), 0) for part in zip(*new, strict=True)]
-        outputs = [_norm(hidden, self.of.decoder.norm), *stored, *(read[i] for i in self.of.read)]
+        outputs = [_norm(hidden, self.of.decoder.norm), *stored, *(read[i] for i in self.of.readable)]
         inputs = [self.hidden, *self.rotary, *self.biases, *self.cache]
         return openvino.Model([ops.result(output) for output in outputs], inputs)
 
