@@ -262,9 +262,10 @@ def test_the_shipped_list_is_that_of_the_shipped_corpus():
     listed = vocabulary.listed(target, provenance["ids"])
     assert listed.digest == provenance["sha256"]
     texts = [t for t in unpack(folder / "corpus.safetensors.xz") if t.index >= corpus["settings"]["validation"]]
-    counts = torch.tensor([i for t in texts for i in t.tokens]).bincount(minlength=49152)
-    assert provenance["training_tokens"] <= corpus["training_tokens"] == counts.sum()
+    tokens = torch.tensor([i for t in texts for i in t.tokens])
+    assert provenance["training_tokens"] <= corpus["training_tokens"] == len(tokens)
+    counts = tokens[: provenance["training_tokens"]].bincount(minlength=49152)  # the corpus as it was then
     best = counts.argsort(descending=True, stable=True)
     for count in (1024, 8192, provenance["ids"]):
         covered, most = (float(counts[ids[:count]].sum() / counts.sum()) for ids in (listed.ids, best))
-        assert covered > most - 0.005, f"the first {count} ids of the list are no longer the most frequent"
+        assert covered > most - 0.0005, f"the first {count} ids of the list are not the most frequent"
