@@ -93,6 +93,16 @@ class CausalLM(LanguageModel):
         )
         return out.last_hidden_state
 
+    def score(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and the logits after every token, or after each sequence's last. -> [B, T, D], [B, T or 1, V]"""
+        if self.fused is not None and not torch.is_grad_enabled():
+            return self.fused.score(tokens, positions, mask, cache, last_only)
+        states = self.run(tokens, positions, mask, cache)
+        last = states.to(self.device)  # the head's, where a model is spread over several
+        return last, self.logits(last[:, -1:] if last_only else last)
+
     def tail(self, hidden: Tensor, positions: Tensor, mask: Tensor, count: int, append: Append) -> Tensor:
         """The last `count` layers and the final norm, on any states that enter them. -> [B, T, D]
 

@@ -80,19 +80,19 @@ class TargetStates:
     tokens: Tensor  # [N] ids that were fed
     positions: Tensor  # [N] 0-based
     last: Tensor  # [N, D] hidden state after the final norm, just before the LM head
-    logits: Tensor  # [N, V], or [1, V] after a prefill, where only the last position matters
+    logits: Tensor  # [N, V], or [1, V] after a prefill, where only the last position matters; none in a selection
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [N, D]
     kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([H, N, Dh], [H, N, Dh])
     condensed: tuple[Tensor, ...] = ()  # [N, …] each: what `Drafter.compress_states` made of them at the target's
 
     def select(self, nodes: Tensor) -> TargetStates:
-        """Copies of the states of some nodes, in the given order; a prefill's single row of logits stays. nodes: [A]"""
+        """Copies of the states of some nodes, in the given order, without logits: they are for verification. nodes: [A]"""
         return replace(
             self,
             tokens=self.tokens[nodes],
             positions=self.positions[nodes],
             last=self.last[nodes],
-            logits=self.logits[nodes] if self.logits.shape[0] == self.tokens.shape[0] else self.logits,
+            logits=self.logits[:0],
             hidden={i: h[nodes] for i, h in self.hidden.items()},
             kv={i: (k[:, nodes], v[:, nodes]) for i, (k, v) in self.kv.items()},
             condensed=tuple(part[nodes] for part in self.condensed),

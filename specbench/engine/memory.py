@@ -148,7 +148,8 @@ def _passes(shape: Shape, rows: int, dtype: torch.dtype) -> int:
 def _copied(shape: Shape, dtype: torch.dtype) -> int:
     """Bytes of the copies that `optimize_for_inference` may make, of the head also where it is tied to the embedding."""
     decoder = {id(m): m for m in shape.decoder.modules() if type(m) is nn.Linear}
+    head = shape.head.weight.numel()
     numbers = sum(m.weight.numel() for m in decoder.values())
     if dtype == torch.float32 and forwards.has_openvino() and fused_llama.like_llama(shape.decoder):
-        numbers = int(numbers * forwards.OPENVINO_COPIES)
-    return (numbers + shape.head.weight.numel()) * dtype.itemsize
+        numbers = int((numbers + head) * forwards.OPENVINO_COPIES)
+    return (numbers + head) * dtype.itemsize

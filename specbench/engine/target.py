@@ -152,9 +152,9 @@ class Target(CausalLM):
     def _pass(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> TargetStates:
         """Run N tokens behind the cache. mask [N, S]."""
         with self._reading(self.taps.hidden):
-            last = self.run(tokens[None], positions[None], None if mask is None else mask[None, None], self.cache)[0]
-        last = last.to(self.device)  # the head's device, where a model is spread over several
-        return self._states(tokens, positions, last, self.logits(last[-1:] if last_only else last))
+            masks = None if mask is None else mask[None, None]
+            last, logits = self.score(tokens[None], positions[None], masks, self.cache, last_only)
+        return self._states(tokens, positions, last[0], logits[0])
 
     def _states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor) -> TargetStates:
         """What the pass computed for its N tokens, whose rows are not kept yet."""

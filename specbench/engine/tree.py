@@ -38,7 +38,8 @@ def build(
 def root_only(root: int, device: torch.device | str = "cpu", passes: int = 0) -> DraftTree:
     """Nothing but the root: the tree of the baseline, or of draft passes that gave nothing worth verifying."""
     zero = torch.zeros(1, dtype=torch.long, device=device)
-    return build(zero + root, zero - 1, zero, zero, max_depth=0, width=0, passes=passes)
+    itself = torch.ones(1, 1, dtype=torch.bool, device=device)
+    return DraftTree(zero + root, zero - 1, zero, itself, zero, max_depth=0, width=0, passes=passes)
 
 
 class Trie:

@@ -38,7 +38,7 @@ class Rule(Protocol):
     simulated: bool
 
     def __call__(self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
-        """Decide for every node. logits: [N, V] after every node."""
+        """Decide for every node; if greedy, a node's bonus is its argmax. logits: [N, V] after every node."""
 
 
 class Lossless:
@@ -156,11 +156,19 @@ def verify(
 
     logits: [N, V] of the target after every node, unprocessed. Raises `SpecBenchError` if they are NaN or infinite.
     """
-    finite = torch.isfinite(logits.amax(-1)).all()  # a row's maximum is NaN if anything in it is
+    complete = logits
     original = None  # the remaining nodes' indices in the whole tree, where not all nodes are acceptable
     if tree.acceptable is not None:
         tree, logits, original = _acceptable(tree, logits)
     accepted, bonus = rule(tree, logits, sampler, generator)
+    # A row's maximum is NaN if anything in it is; greedy rules have found it already, unless nodes were left out.
+    greedy = sampler.greedy and original is None
+    largest = logits.gather(1, bonus[:, None]) if greedy else complete.amax(-1)
+    finite = torch.isfinite(largest).all()
+    if len(tree) == 1:  # plain decoding: nothing to choose
+        bonus_id, is_finite = torch.stack([bonus[0], finite.long()]).tolist()
+        _require_finite(is_finite)
+        return Verdict([], [], [], bonus_id), 0
     reached = ~(tree.ancestors & ~accepted).any(-1)  # [N] accepted with all ancestors
     # Among nodes reached the deepest wins; of equals (typical acceptance, repeated siblings) the first, i.e. likeliest.
     last = (reached * (tree.depths + 1)).argmax(0, keepdim=True)  # [1]: indexing by a scalar would synchronise
@@ -172,10 +180,14 @@ def verify(
     n = len(tree)
     path = [node for node in range(1, n) if table[node]]
     ids, ranks, (bonus_id, is_finite, drafted) = table[n : 2 * n], table[2 * n : 3 * n], table[3 * n :]
-    if not is_finite:
-        raise SpecBenchError("the target computed NaN or infinite logits; use another dtype (model.dtype=float32)")
+    _require_finite(is_finite)
     nodes = path if original is None else [original[node] for node in path]
     return Verdict(nodes, [ids[node] for node in path], [ranks[node] for node in path], bonus_id), drafted
+
+
+def _require_finite(finite: int) -> None:
+    if not finite:
+        raise SpecBenchError("the target computed NaN or infinite logits; use another dtype (model.dtype=float32)")
 
 
 @dataclass(frozen=True)

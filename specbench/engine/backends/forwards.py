@@ -5,7 +5,7 @@ from typing import Any
 from specbench.common.environment import installed
 from specbench.engine.backends.fused_llama import FusedLlama, like_llama, reproduces
 
-OPENVINO_COPIES = 1.5  # memory that it takes, by the bytes of a decoder's weights; measured with 40 and 106 M parameters
+OPENVINO_COPIES = 1.5  # memory that it takes, by the bytes of the weights; measured with 40 and 106 M parameters
 
 
 def fastest(model: Any) -> FusedLlama | None:
@@ -13,7 +13,7 @@ def fastest(model: Any) -> FusedLlama | None:
     if model.window is not None or not like_llama(model.decoder):
         return None
     for kind in _kinds(model):
-        made = kind(model.decoder, model.packing)
+        made = kind(model.decoder, model.head, model.packing)
         if reproduces(made, model):
             return made
     return None
@@ -25,7 +25,7 @@ def has_openvino() -> bool:
 
 
 def _kinds(model: Any) -> list[type[FusedLlama]]:
-    copied = OPENVINO_COPIES * sum(p.nbytes for p in model.decoder.layers.parameters())
+    copied = OPENVINO_COPIES * sum(p.nbytes for part in (model.decoder.layers, model.head) for p in part.parameters())
     if not has_openvino() or copied > model.packing.room():
         return [FusedLlama]
     from specbench.engine.backends import openvino_llama

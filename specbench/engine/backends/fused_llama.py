@@ -26,7 +26,7 @@ Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class FusedLlama:
-    """A decoder's layers and final norm. `forwards.fastest` makes one where it can.
+    """A decoder's layers and final norm, and the LM head. `forwards.fastest` makes one where it can.
 
     Attributes:
         name: of its kind. joined: weights and biases that are multiplied together, by product and layer.
@@ -35,8 +35,8 @@ class FusedLlama:
 
     name = "fused"
 
-    def __init__(self, decoder: Any, packing: Packing):
-        self.decoder, self.packing, layers = decoder, packing, decoder.layers
+    def __init__(self, decoder: Any, head: nn.Linear, packing: Packing):
+        self.decoder, self.head, self.packing, layers = decoder, head, packing, decoder.layers
         first = layers[0].self_attn
         self.head_dim: int = first.head_dim
         self.keys: int = first.k_proj.out_features // self.head_dim
@@ -65,6 +65,13 @@ class FusedLlama:
         """As `CausalLM.run`, or `subset`: embedding, all layers, final norm."""
         append = None if cache is None else cache.append
         return self.decoder.norm(self.layers(0, self.decoder.embed_tokens(tokens), positions, mask, append, kept))
+
+    def score(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As `CausalLM.score`."""
+        states = self(tokens, positions, mask, cache)
+        return states, self.head(states[:, -1:] if last_only else states)
 
     def layers(
         self,
@@ -158,11 +165,13 @@ def reproduces(fused: FusedLlama, model: Any) -> bool:
     try:
         expected = _probe(model)
         model.fused = fused
-        states = _probe(model)
+        computed = _probe(model)
     finally:
         model.fused = before
-    rounding = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())  # sums in another order, in all layers
-    return float((states - expected).abs().max()) <= rounding
+    rounding = torch.finfo(model.dtype).eps ** 0.5  # sums in another order, in all layers
+    return all(
+        float((x - y).abs().max()) <= rounding * float(y.abs().max()) for x, y in zip(computed, expected, strict=True)
+    )
 
 
 def like_llama(decoder: Any) -> bool:
@@ -173,8 +182,8 @@ def like_llama(decoder: Any) -> bool:
     return all(len(set(one)) == 1 for one in biased) and len({p.device for p in decoder.parameters()}) == 1
 
 
-def _probe(model: Any) -> Tensor:
-    """States of a prompt and of a small tree behind it. [1, 12, D]"""
+def _probe(model: Any) -> tuple[Tensor, Tensor]:
+    """States of a prompt and of a small tree behind it, logits of the tree. [1, 12, D], [1, 4, V]"""
     device = model.embedding.weight.device
     tokens = (torch.arange(12, device=device) * 7 % model.embedding.num_embeddings)[None]
     cache = model.new_cache(12)
@@ -183,5 +192,5 @@ def _probe(model: Any) -> Tensor:
     cache.keep()
     below = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool, device=device)
     mask = torch.cat([torch.ones(4, 8, dtype=torch.bool, device=device), below], 1)[None, None]
-    tree = model.run(tokens[:, 8:], torch.tensor([[8, 9, 9, 10]], device=device), mask, cache)
-    return torch.cat([prompt, tree], 1)
+    tree, logits = model.score(tokens[:, 8:], torch.tensor([[8, 9, 9, 10]], device=device), mask, cache)
+    return torch.cat([prompt, tree], 1), logits

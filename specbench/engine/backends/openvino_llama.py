@@ -1,10 +1,10 @@
 """The forward of Llama-like decoders as one OpenVINO graph: for float32 on a CPU, where it reads weights about as fast as
 memory delivers them, whatever the number of tokens in a small tree.
 
-The graph takes the cache as it lies in memory, [L, B, H, C, Dh], and never writes to it. A query's scores over cached rows
-and over the rows of its own pass are one softmax, so neither is copied behind the other; the pass returns its new rows:
-
-    softmax([Q K_cache^T + bias_cache | Q K_new^T + bias_new]) = [W_cache | W_new],   out = W_cache V_cache + W_new V_new
+The graph takes the cache as it lies in memory, [L, B, H, C, Dh], and never writes to it: a pass attends to all C rows, of
+which the mask hides those that are not kept, and to its own N, which it returns. What a small model's pass costs beside its
+products is the number of operators, not their work (5 to 10 us each), so there are as few as possible: queries are scaled by
+their rotation, and a layer's cached rows are copied in front of its new ones rather than multiplied apart.
 
 It is checked against the model's own forward when it is made. Layers alone, and some sublayers of them, run as
 `FusedLlama`'s, of which this is one.
@@ -20,7 +20,7 @@ import numpy
 import openvino
 import torch
 from openvino import opset15 as ops
-from torch import Tensor
+from torch import Tensor, nn
 
 from specbench.engine.backends.fused_llama import FusedLlama
 from specbench.engine.backends.packed_linear import Packing
@@ -32,15 +32,15 @@ FLOAT32 = openvino.Type.f32
 
 
 class OpenVinoLlama(FusedLlama):
-    """A decoder's layers and final norm, compiled on the first pass and again when a further layer is read.
+    """A decoder's layers, final norm and LM head, compiled on the first pass and again when a further layer is read.
 
     Layers that were read once stay readable: drafters that read some and others that read none decode in turn.
     """
 
     name = "openvino"
 
-    def __init__(self, decoder: Any, packing: Packing):
-        super().__init__(decoder, packing)
+    def __init__(self, decoder: Any, head: nn.Linear, packing: Packing):
+        super().__init__(decoder, head, packing)
         self.readable: tuple[int, ...] = ()  # layers whose outputs the compiled graph gives
         self._compiled: Any = None  # a request to it
 
@@ -49,19 +49,36 @@ class OpenVinoLlama(FusedLlama):
     ) -> Tensor:
         if kept is not None:
             return super().__call__(tokens, positions, mask, cache, kept)
+        return self._infer(tokens, positions, mask, cache, tokens.shape[1])[0]
+
+    def score(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self._infer(tokens, positions, mask, cache, tokens.shape[1] - 1 if last_only else 0)
+
+    def _infer(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, first: int
+    ) -> tuple[Tensor, Tensor]:
+        """One pass: states [B, N, D], and the logits of the tokens from `first` on [B, N - first, V]."""
         hidden = self.decoder.embed_tokens(tokens)
         cos, sin = self.rotary(hidden, positions)
         keys, values = self._cached(hidden, cache)
-        bias = self._biases(mask, len(tokens), tokens.shape[1], 0 if cache is None else cache.length, keys.shape[3])
-        inputs = [x.numpy() for x in (hidden, cos, sin, *bias, keys, values)]
-        result = self._request().infer(inputs, share_inputs=True, share_outputs=True)
-        # Copies: the next pass overwrites its outputs.
-        states, new_keys, new_values = (torch.from_numpy(result[i]).clone() for i in range(3))
+        if mask is None:
+            length, new = 0 if cache is None else cache.length, tokens.shape[1]
+            mask = torch.ones(new, length + new, dtype=torch.bool).tril(length).expand(len(tokens), 1, -1, -1)
+        bias = self._bias_over(mask, keys.shape[3])
+        inputs = [x.numpy() for x in (hidden, cos, sin, bias, keys, values, torch.tensor([first]))]
+        request = self._request()
+        logits = hidden.new_empty(len(tokens), tokens.shape[1] - first, self.head.out_features)
+        request.set_output_tensor(1, openvino.Tensor(logits.numpy(), shared_memory=True))
+        result = request.infer(inputs, share_inputs=True, share_outputs=True)
+        # Copies: the next pass overwrites its other outputs.
+        states, new_keys, new_values = (torch.from_numpy(result[i]).clone() for i in (0, 2, 3))
         if cache is not None:
             cache.append_all(new_keys, new_values)
         for layer in self.read:
-            self.outputs[layer] = torch.from_numpy(result[3 + self.readable.index(layer)]).clone()
-        return states
+            self.outputs[layer] = torch.from_numpy(result[4 + self.readable.index(layer)]).clone()
+        return states, logits
 
     def _cached(self, hidden: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """Stored keys and values of all layers, 2 x [L, B, H, C, Dh]; defined up to the cache's length."""
@@ -70,21 +87,17 @@ class OpenVinoLlama(FusedLlama):
         empty = hidden.new_empty(len(self.norms), len(hidden), self.keys, 0, self.head_dim)
         return empty, empty
 
-    def _biases(self, mask: Tensor | None, batch: int, new: int, length: int, rows: int) -> tuple[Tensor, Tensor]:
-        """What is added to scores: of C cached rows [B, 1, 1 or G * N, C], of N new ones [B, 1, G * N, N]."""
-        groups = self.queries // self.keys
-        if mask is None:
-            cached, below = torch.ones(batch, 1, 1, length, dtype=torch.bool), torch.ones(new, new, dtype=torch.bool).tril()
-            below = below.expand(batch, 1, new, new)
-        else:
-            cached, below = mask[..., :length], mask[..., length:]
-        past = torch.full((*cached.shape[:-1], rows), -torch.inf)
-        past[..., :length].masked_fill_(cached, 0.0)
-        past = past if mask is None else past.repeat(1, 1, groups, 1)
-        return past, torch.zeros(below.shape).masked_fill_(~below, -torch.inf).repeat(1, 1, groups, 1)
+    def _bias_over(self, mask: Tensor, rows: int) -> Tensor:
+        """What is added to scores over C stored rows and N new ones. mask [B, 1, N, S + N] -> [B, 1, G * N, C + N]"""
+        new = mask.shape[2]
+        kept = mask.shape[3] - new
+        bias = torch.full((*mask.shape[:3], rows + new), -torch.inf)
+        bias[..., :kept].masked_fill_(mask[..., :kept], 0.0)
+        bias[..., rows:].masked_fill_(mask[..., kept:], 0.0)
+        return bias.repeat(1, 1, self.queries // self.keys, 1)
 
     def _request(self) -> Any:
-        """A request to the compiled graph, whose outputs are states, new keys, new values and the readable layers."""
+        """A request to the compiled graph, whose outputs are states, logits, new keys, new values and the readable layers."""
         if self._compiled is None or not {*self.read} <= {*self.readable}:
             self._compiled = None  # its copies of the weights go before others are made
             self.readable = tuple(sorted({*self.readable, *self.read}))
@@ -107,8 +120,12 @@ class _Graph:
         count, heads, head_dim = len(self.layers), decoder.keys, decoder.head_dim
         self.hidden = _input(-1, -1, width)
         self.rotary = _input(-1, -1, 1, head_dim), _input(-1, -1, 1, head_dim)
-        self.biases = _input(-1, 1, -1, -1), _input(-1, 1, -1, -1)
+        scale = torch.ones(decoder.queries + heads, 1)
+        scale[: decoder.queries] = decoder.scale
+        self.angles = [ops.multiply(part, _constant(scale)) for part in self.rotary]  # [B, N, Hq + H, Dh]
+        self.bias = _input(-1, 1, -1, -1)
         self.cache = _input(count, -1, heads, -1, head_dim), _input(count, -1, heads, -1, head_dim)
+        self.first = ops.parameter([1], openvino.Type.i64)
 
     def build(self) -> Any:
         hidden, new, read = self.hidden, [], {}
@@ -120,14 +137,15 @@ class _Graph:
             new.append((ops.unsqueeze(key, _axis(0)), ops.unsqueeze(value, _axis(0))))
             read[index] = hidden
         stored = [ops.concat(list(part), 0) for part in zip(*new, strict=True)]
-        outputs = [_norm(hidden, self.of.decoder.norm), *stored, *(read[i] for i in self.of.readable)]
-        inputs = [self.hidden, *self.rotary, *self.biases, *self.cache]
+        states = _norm(hidden, self.of.decoder.norm)
+        scored = ops.slice(states, self.first, _ints(2**31 - 1), _ints(1), _ints(1))
+        logits = _product(scored, self.of.head.weight, self.of.head.bias)
+        outputs = [states, logits, *stored, *(read[i] for i in self.of.readable)]
+        inputs = [self.hidden, *self.rotary, self.bias, *self.cache, self.first]
         return openvino.Model([ops.result(output) for output in outputs], inputs)
 
     def _linear(self, product: str, layer: int, x: Node) -> Node:
-        weight, bias = self.of.joined[product][layer]
-        y = ops.matmul(x, _constant(weight), False, True)
-        return y if bias is None else ops.add(y, _constant(bias))
+        return _product(x, *self.of.joined[product][layer])
 
     def _attend(self, layer: int, x: Node, cached: Sequence[Node]) -> tuple[Node, Node, Node]:
         """Self-attention with its output product, and its new keys and values [B, H, N, Dh]."""
@@ -137,26 +155,15 @@ class _Graph:
         query, key = _split(self._rotate(query_key), 2, queries, keys)
         query, key, value = (ops.transpose(part, _ints(0, 2, 1, 3)) for part in (query, key, value))
         grouped = ops.reshape(query, _ints(0, keys, -1, head_dim), True)  # [B, H, G * N, Dh]
-        mixed = self._weigh(ops.multiply(grouped, _number(self.of.scale)), key, value, cached)
-        batch = _size(self.hidden, 0)
-        mixed = ops.reshape(mixed, ops.concat([batch, _ints(queries, -1, head_dim)], 0), False)
+        rows = [ops.concat([ops.squeeze(old, _axis(0)), new], 2) for old, new in zip(cached, (key, value), strict=True)]
+        weights = ops.softmax(ops.add(ops.matmul(grouped, rows[0], False, True), self.bias), 3)  # [B, H, G * N, C + N]
+        mixed = ops.reshape(ops.matmul(weights, rows[1], False, False), _ints(0, queries, -1, head_dim), True)
         mixed = ops.reshape(ops.transpose(mixed, _ints(0, 2, 1, 3)), _ints(0, 0, queries * head_dim), True)
         return self._linear("out", layer, mixed), key, value
 
-    def _weigh(self, query: Node, key: Node, value: Node, cached: Sequence[Node]) -> Node:
-        """Values of cached and new rows, weighted by one softmax. [B, H, G * N, Dh]"""
-        keys, values = (ops.squeeze(part, _axis(0)) for part in cached)
-        scores = [
-            ops.add(ops.matmul(query, rows, False, True), bias) for rows, bias in zip((keys, key), self.biases, strict=True)
-        ]
-        lengths = ops.concat([_size(part, 3) for part in scores], 0)
-        weights = ops.softmax(ops.concat(scores, 3), 3)
-        old, new = ops.variadic_split(weights, _axis(3), lengths).outputs()
-        return ops.add(ops.matmul(old, values, False, False), ops.matmul(new, value, False, False))
-
     def _rotate(self, x: Node) -> Node:
-        """Rotary positions. x [B, N, heads, Dh]"""
-        cos, sin = self.rotary
+        """Rotary positions, and the scale of scores in the queries. x [B, N, Hq + H, Dh]"""
+        cos, sin = self.angles
         first, second = ops.split(x, _axis(3), 2).outputs()
         return ops.add(ops.multiply(x, cos), ops.multiply(ops.concat([second, first], 3), sin))
 
@@ -180,6 +187,12 @@ def _constant(weight: Tensor) -> Node:
     return ops.constant(weight.detach().numpy(), shared_memory=True)
 
 
+def _product(x: Node, weight: Tensor, bias: Tensor | None) -> Node:
+    """x W^T + b."""
+    y = ops.matmul(x, _constant(weight), False, True)
+    return y if bias is None else ops.add(y, _constant(bias))
+
+
 def _number(value: float) -> Node:
     return ops.constant(numpy.float32(value))
 
@@ -190,11 +203,6 @@ def _ints(*values: int) -> Node:
 
 def _axis(value: int) -> Node:
     return ops.constant(numpy.int64(value))
-
-
-def _size(x: Node, axis: int) -> Node:
-    """The length of one axis, [1]."""
-    return ops.gather(ops.shape_of(x), _ints(axis), _axis(0))
 
 
 def _split(x: Node, axis: int, *sizes: int) -> list[Node]:
