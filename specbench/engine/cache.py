@@ -132,7 +132,7 @@ class KVCache(Cache):
     def keep(self, nodes: Tensor | None = None) -> None:
         """Keep rows of the last pass, in the given order, and drop the others. nodes: [A] of its N; None: all."""
         count = self.pending if nodes is None else nodes.shape[0]
-        if nodes is not None:
+        if nodes is not None and self.pending > 1:  # a lone row is where it belongs
             target = slice(self.length, self.length + count)
             for device, (keys, values) in self.storage.items():
                 source = (self.length + nodes).to(device)
