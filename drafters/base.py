@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from specbench.common.storage import PROJECT
 from specbench.common.types import Ids, Name, Text
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
+from specbench.engine.batch import DRAFT, by_row
 from specbench.engine.cache import KVCache
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
@@ -177,6 +179,18 @@ class TrainedDrafter(nn.Module, Drafter):
             self.packing.optimize([self])
         if self.sliced_head is not None:
             self.packing.optimize([self.sliced_head.rows])
+
+    def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
+        rows = super().for_sequences(count, lockstep)
+        logits = by_row(self.target_logits)
+        for row in rows:
+            row.target_logits = partial(lockstep.call, logits, DRAFT)
+        return rows
+
+    def _row(self) -> Any:
+        row = copy.copy(self)  # modules are the same
+        row.growth = copy.deepcopy(self.growth)
+        return row
 
     def timed_functions(self) -> list[TimedFunction]:
         timed: list[TimedFunction] = [(self.head, "forward", "head"), (self, "target_logits", "head")]

@@ -30,7 +30,8 @@ where the paper takes 5 and finds 3 best, and gives the late stage 70% of the st
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from drafters.base import TrainedDrafter, argmax_at, llama_config, noisy
 from drafters.distillation import DistillationLoss
 from drafters.layers import CrossAttention
 from specbench.common.types import Depth, Ids, Name, Text, Tokens, Weight
+from specbench.engine.batch import DRAFT, over_keys
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.policies import TreePolicy
@@ -59,6 +61,7 @@ class Beagle(CrossAttention, TrainedDrafter):
         regression, classification: weights of the two loss terms.
     """
 
+    batches = True
     phased = ("stage", "window", "steps", "decreasing", "noise", "regression", "classification")
 
     def __init__(
@@ -96,6 +99,12 @@ class Beagle(CrossAttention, TrainedDrafter):
         """h_hat of B x T queries. tokens, positions [B, T]; keys, values [B, H, S, Dh]; mask [B or 1, T, S] -> [B, T, D]"""
         e = self.embedding(tokens).to(keys)
         return self.cross_block(e, self.query_norm(e), positions, keys, values, mask)
+
+    def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
+        rows, network = super().for_sequences(count, lockstep), over_keys(self.network)
+        for row in rows:
+            row.cache, row.network = KVCache(1, 0), partial(lockstep.call, network, DRAFT)
+        return rows
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ little at first, unless `balanced_start` compensates (not in the paper).
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -54,9 +55,11 @@ from drafters.distillation import DistillationLoss
 from drafters.layers import prefix_causal_mask
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
+from specbench.engine.batch import DRAFT, in_one_pass
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
+from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
@@ -78,6 +81,7 @@ class Eagle(TrainedDrafter):
         balanced_start: scale the initial fc so that embeddings and states contribute alike.
     """
 
+    batches = True
     phased: tuple[str, ...] = ("regression", "classification", "noise")
     formats = ("vllm", "sglang")
 
@@ -203,6 +207,12 @@ class Eagle(TrainedDrafter):
         for layer in (self.layer, *self.deeper):
             x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
         return x
+
+    def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
+        rows, network = super().for_sequences(count, lockstep), in_one_pass(self.network)
+        for row, cache in zip(rows, Slots(self.cache, count).sequences, strict=True):
+            row.cache, row.network = cache, partial(lockstep.call, network, DRAFT)
+        return rows
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 

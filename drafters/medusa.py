@@ -62,6 +62,7 @@ class Medusa(TrainedDrafter):
 
     phased: tuple[str, ...] = ("decay",)
     parallel = True
+    batches = True
     formats = ("vllm",)
 
     def __init__(

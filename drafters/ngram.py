@@ -47,6 +47,7 @@ class NGram(Drafter):
 
     taps = Taps(last=False)
     counted = True
+    batches = True
 
     growth: TreePolicy
 

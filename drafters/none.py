@@ -16,6 +16,8 @@ class NoDrafter(Drafter):
     streamed: a target on a server sends token after token without a request for each; others ignore it.
     """
 
+    batches = True
+
     def __init__(self, name: Name = "none", streamed: bool = False):
         super().__init__(name)
         self.taps = Taps(last=False, free_running=streamed)

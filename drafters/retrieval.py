@@ -39,6 +39,7 @@ class Retriever(Remembering):
     """
 
     taps = Taps(last=False)
+    batches = True
 
     def __init__(self, name: Name, nodes: int, state: State = "prompt"):
         super().__init__(name)

@@ -19,7 +19,9 @@ target's, whose head expects states of that size; starting from the target's lay
 tokens again instead of keeping their rows: one pass either way, and one rule for chains and trees.
 """
 
+import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +34,7 @@ from drafters.distillation import DistillationLoss
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import user_path
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
+from specbench.engine.batch import DRAFT, in_one_pass
 from specbench.engine.cache import KVCache
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Outline
@@ -45,6 +48,7 @@ from specbench.engine.pretrained import (
     read_model,
     read_tokenizer,
 )
+from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint
 
@@ -62,6 +66,7 @@ class Vanilla(TrainedDrafter):
     """
 
     lm: CausalLM
+    batches = True
     phased: tuple[str, ...] = ("regression", "classification")
     taps = Taps(last=False)
 
@@ -160,6 +165,13 @@ class Vanilla(TrainedDrafter):
 
     def compile_network(self, backend: str = "inductor") -> None:
         self.lm.run = torch.compile(self.lm.run, backend=backend, dynamic=True)  # type: ignore[method-assign]
+
+    def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
+        rows, run = super().for_sequences(count, lockstep), in_one_pass(self.lm.run)
+        for row, cache in zip(rows, Slots(self.cache, count).sequences, strict=True):
+            row.lm = copy.copy(self.lm)
+            row.cache, row.lm.run = cache, partial(lockstep.call, run, DRAFT)
+        return rows
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 

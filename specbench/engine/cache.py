@@ -74,6 +74,7 @@ class KVCache(Cache):
         only: Collection[int] | None = None,
     ):
         self.capacity = capacity
+        self.layer_count = layers
         self.length = 0
         self.pending = 0
         self.step = STEP
@@ -86,6 +87,11 @@ class KVCache(Cache):
             self.stored[device] = self.index[layer] + 1
         self.storage: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
+
+    @property
+    def empty(self) -> bool:
+        """Does it keep no row?"""
+        return not self.length
 
     def visible(self, new: int) -> int:
         return self.length + new
@@ -121,13 +127,21 @@ class KVCache(Cache):
             )
         stored = self.storage.get(key.device)
         if stored is None or end > stored[0].shape[-2]:
-            rows = min(self.capacity, -(-end // self.step) * self.step)
-            # zeros: rows that a mask hides have weight 0, but 0 * NaN is NaN
-            grown = [x.new_zeros(layers, *x.shape[:2], rows, x.shape[-1]) for x in (key, value)]
-            for new, old in zip(grown, stored or (), strict=False):
-                new[..., : self.length, :] = old[..., : self.length, :]
-            self.storage[key.device] = grown[0], grown[1]
+            self._grow(end, key, value, layers)
         return end
+
+    def _grow(self, end: int, key: Tensor, value: Tensor, layers: int) -> None:
+        """Storage for rows up to `end` on a device."""
+        rows = min(self.capacity, -(-end // self.step) * self.step)
+        # zeros: rows that a mask hides have weight 0, but 0 * NaN is NaN
+        grown = [x.new_zeros(layers, *x.shape[:2], rows, x.shape[-1]) for x in (key, value)]
+        for new, old in zip(grown, self.storage.get(key.device, ()), strict=False):
+            new[..., : self.length, :] = old[..., : self.length, :]
+        self.storage[key.device] = grown[0], grown[1]
+
+    def split_mask(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """A mask over kept and new rows [..., length + N] as one over each, for a pass that reads them apart."""
+        return mask[..., : self.length], mask[..., self.length :]
 
     def keep(self, nodes: Tensor | None = None) -> None:
         """Keep rows of the last pass, in the given order, and drop the others. nodes: [A] of its N; None: all."""

@@ -6,6 +6,7 @@ followed by `observe(states of root + accepted path, bonus)`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,7 @@ class Drafter:
         compresses_states: it reads a token's states only through `compress_states`.
         growth: its tree policy; None if it has none.
         deepest: upper bound of its trees' levels; None: no bound.
+        batches: it can draft for several sequences at once, see `for_sequences`.
         vocabulary: number of the target's most frequent ids that it drafts from; None: all ids. listed: those ids.
         weights: folder of its weights, relative to the project; None if it has none.
         takes_checkpoint: weights in their authors' layout may be set as `checkpoint` before `bind`.
@@ -67,6 +69,7 @@ class Drafter:
     compresses_states: bool = False
     growth: TreePolicy | None = None
     deepest: int | None = None
+    batches: bool = False
     vocabulary: int | None = None
     listed: DraftVocabulary | None = None
     weights: str | None = None
@@ -93,6 +96,20 @@ class Drafter:
 
     def observe(self, states: TargetStates, bonus: int) -> None:
         """Read what was verified: states of N consecutive positions, and the token after them, which has none yet."""
+
+    def for_sequences(self, count: int, lockstep: Any) -> list[Drafter]:
+        """This drafter for each of `count` sequences that are decoded together, see `batch.decode_together`.
+
+        Weights are shared, state is not, and heavy functions go through the `Lockstep`. Raises `SpecBenchError` if it
+        cannot.
+        """
+        if not self.batches or self.state == "run":
+            raise SpecBenchError(f"drafter={self.name} drafts for one sequence at a time; leave out batch=")
+        return [self._row() for _ in range(count)]
+
+    def _row(self) -> Drafter:
+        """A copy that drafts for another sequence."""
+        return copy.deepcopy(self)
 
     # Some methods ---------------------------------------------------------------------------------------------------------
 

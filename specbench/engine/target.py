@@ -78,6 +78,11 @@ class Target(CausalLM):
             return super().fingerprint()
         return hashing.of({k: v for k, v in self.made_from.to_dict().items() if k not in NON_IDENTITY})[:16]
 
+    @property
+    def compiled(self) -> bool:
+        """Do its trees run through a compiled pass?"""
+        return self._compiled is not None
+
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         self.taps = (taps or Taps()).resolve(self.layers)
         if self._compiled is not None:  # one size for all prompts, or each would be compiled anew

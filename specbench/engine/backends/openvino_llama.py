@@ -66,7 +66,8 @@ class OpenVinoLlama(FusedLlama):
         if mask is None:
             length, new = 0 if cache is None else cache.length, tokens.shape[1]
             mask = torch.ones(new, length + new, dtype=torch.bool).tril(length).expand(len(tokens), 1, -1, -1)
-        bias = self._bias_over(mask, keys.shape[3])
+        split = (mask[..., :0], mask) if cache is None else cache.split_mask(mask)
+        bias = self._bias_over(*split, keys.shape[3])
         inputs = [x.numpy() for x in (hidden, cos, sin, bias, keys, values, torch.tensor([first]))]
         request = self._request()
         logits = hidden.new_empty(len(tokens), tokens.shape[1] - first, self.head.out_features)
@@ -82,18 +83,16 @@ class OpenVinoLlama(FusedLlama):
 
     def _cached(self, hidden: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """Stored keys and values of all layers, 2 x [L, B, H, C, Dh]; defined up to the cache's length."""
-        if cache is not None and cache.length:
+        if cache is not None and not cache.empty:
             return cache.storage[hidden.device]
         empty = hidden.new_empty(len(self.norms), len(hidden), self.keys, 0, self.head_dim)
         return empty, empty
 
-    def _bias_over(self, mask: Tensor, rows: int) -> Tensor:
-        """What is added to scores over C stored rows and N new ones. mask [B, 1, N, S + N] -> [B, 1, G * N, C + N]"""
-        new = mask.shape[2]
-        kept = mask.shape[3] - new
-        bias = torch.full((*mask.shape[:3], rows + new), -torch.inf)
-        bias[..., :kept].masked_fill_(mask[..., :kept], 0.0)
-        bias[..., rows:].masked_fill_(mask[..., kept:], 0.0)
+    def _bias_over(self, kept: Tensor, new: Tensor, rows: int) -> Tensor:
+        """What is added to scores over C stored rows and N new ones. [B, 1, N, S], [B, 1, N, N] -> [B, 1, G * N, C + N]"""
+        bias = torch.full((*new.shape[:3], rows + new.shape[3]), -torch.inf)
+        bias[..., : kept.shape[3]].masked_fill_(kept, 0.0)
+        bias[..., rows:].masked_fill_(new, 0.0)
         return bias.repeat(1, 1, self.queries // self.keys, 1)
 
     def _request(self) -> Any:

@@ -1,0 +1,140 @@
+"""Several prompts at once: every sequence runs the loop of `decode` with state of its own, and their passes are made as one.
+
+A token is what it is alone, but for rounding: products of more rows are summed in another order.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specbench.common.errors import SpecBenchError
+from specbench.engine.decode import Clock, Limits, Prefill, Step, decode
+from specbench.engine.drafter import Drafter
+from specbench.engine.lockstep import Lockstep, Shared
+from specbench.engine.sampling import Sampler
+from specbench.engine.slots import Slots, Together
+from specbench.engine.target import Target
+from specbench.engine.verify import Rule
+
+DRAFT, VERIFY = 0, 1  # draft passes go first, so that the target's pass waits for every sequence
+
+
+@torch.inference_mode()
+def decode_together(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    limits: Limits,
+    rule: Rule,
+    sampler: Sampler,
+    generators: Sequence[torch.Generator | None],
+    clock: Clock = time.perf_counter,
+) -> list[list[Prefill | Step]]:
+    """What `decode` yields for each prompt, with its own generator. Seconds include waiting for the other sequences.
+
+    Raises `SpecBenchError` as `decode`, or if drafter or target cannot run several sequences at once.
+    """
+    lockstep = Lockstep()
+    targets = target_rows(target, len(prompts), lockstep)
+    drafters = drafter.for_sequences(len(prompts), lockstep)
+    return lockstep.run(
+        [
+            partial(_events, *parts, limits, rule, sampler, generator, clock)
+            for *parts, generator in zip(targets, drafters, prompts, generators, strict=True)
+        ]
+    )
+
+
+def _events(*arguments: Any) -> list[Prefill | Step]:
+    return list(decode(*arguments))
+
+
+def target_rows(target: Target, count: int, lockstep: Lockstep) -> list[Target]:
+    """The target for each of `count` sequences: caches of their own in one storage, passes behind them in common."""
+    if target.window is not None or len(target.new_cache(0).stored) > 1 or target.compiled:
+        raise SpecBenchError(
+            "batch: several sequences at once need a target on one device, without sliding windows and backend=compile"
+        )
+    call = partial(lockstep.call, in_one_pass(target.score, partial(target.score, last_only=True)), VERIFY)
+    rows = [copy.copy(target) for _ in range(count)]
+    for row, cache in zip(rows, Slots(target.new_cache(0), count).sequences, strict=True):
+        row.cache, row.score = cache, partial(_score, call)  # type: ignore[method-assign]
+    return rows
+
+
+def _score(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
+    """`CausalLM.score` of one sequence; only a prompt's pass, which runs alone, asks for the last logits alone."""
+    return call(*arguments[:4])
+
+
+def by_row(function: Callable[[Tensor], Tensor]) -> Shared:
+    """Shares a function of independent rows, [D] or [N, D] each."""
+
+    def together(calls: list[tuple[Any, ...]]) -> list[Tensor]:
+        rows = [x if x.ndim > 1 else x[None] for (x,) in calls]
+        parts = function(torch.cat(rows)).split([len(x) for x in rows])
+        return [part if x.ndim > 1 else part[0] for part, (x,) in zip(parts, calls, strict=True)]
+
+    return together
+
+
+def over_keys(function: Callable[..., Tensor]) -> Shared:
+    """Shares attention to given keys: tensors [1, N, ...], keys and values [1, H, S, Dh], a mask [1, N, S] or None."""
+
+    def together(calls: list[tuple[Any, ...]]) -> list[Tensor]:
+        *columns, keys, values, masks = zip(*calls, strict=True)
+        counts, sizes = [x.shape[1] for x in columns[0]], [x.shape[2] for x in keys]
+        inputs = [torch.cat([_filled(x, max(counts)) for x in column]) for column in columns]
+        joined = [torch.cat([_filled(x, max(sizes), dim=2) for x in part]) for part in (keys, values)]
+        mask = torch.zeros(len(calls), max(counts), max(sizes), dtype=torch.bool, device=joined[0].device)
+        for row, own, count, size in zip(mask, masks, counts, sizes, strict=True):
+            row[:count, :size] = True if own is None else own[0]
+        output = function(*inputs, *joined, mask)
+        return [output[i : i + 1, :count] for i, count in enumerate(counts)]
+
+    return together
+
+
+def in_one_pass(function: Callable[..., Any], alone: Callable[..., Any] | None = None) -> Shared:
+    """Shares a pass of N tokens of each sequence behind its cache.
+
+    Args:
+        function: takes tensors [B, N, ...], a mask [B, 1, N, S] or None, and a cache; gives one or several [B, N, ...].
+        alone: makes the first pass of a sequence, behind an empty cache; None: `function`. Prompts differ in length, and
+            together would be no faster.
+    """
+
+    first = function if alone is None else alone
+
+    def together(calls: list[tuple[Any, ...]]) -> list[Any]:
+        begun = [not call[-1].empty for call in calls]
+        behind = iter(_pass(function, [call for call, is_begun in zip(calls, begun, strict=True) if is_begun]))
+        return [next(behind) if is_begun else first(*call) for call, is_begun in zip(calls, begun, strict=True)]
+
+    return together
+
+
+def _pass(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    """Make several calls as one, filled up to the longest."""
+    if not calls:
+        return []
+    *columns, masks, caches = zip(*calls, strict=True)
+    counts = [x.shape[1] for x in columns[0]]
+    cache, new = Together(caches, counts), max(counts)
+    inputs = [torch.cat([_filled(x, new) for x in column]) for column in columns]
+    mask = cache.mask(masks, new).to(inputs[0].device)
+    output = function(*inputs, mask, cache)
+    if isinstance(output, Tensor):
+        return [output[i : i + 1, :count] for i, count in enumerate(counts)]
+    return [tuple(x[i : i + 1, :count] for x in output) for i, count in enumerate(counts)]
+
+
+def _filled(x: Tensor, length: int, dim: int = 1) -> Tensor:
+    """Zeros appended along an axis, up to a length."""
+    missing = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim) if missing else x
