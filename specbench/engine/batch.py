@@ -1,4 +1,4 @@
-"""Several prompts at once: every sequence runs the loop of `decode` with state of its own, and their passes are made as one.
+"""Several prompts at once: every sequence runs the loop of `decode` with a state of its own, their passes are made as one.
 
 A token is what it is alone, but for rounding: products of more rows are summed in another order.
 """

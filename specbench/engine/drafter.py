@@ -97,7 +97,7 @@ class Drafter:
     def observe(self, states: TargetStates, bonus: int) -> None:
         """Read what was verified: states of N consecutive positions, and the token after them, which has none yet."""
 
-    def for_sequences(self, count: int, lockstep: Any) -> list[Drafter]:
+    def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         """This drafter for each of `count` sequences that are decoded together, see `batch.decode_together`.
 
         Weights are shared, state is not, and heavy functions go through the `Lockstep`. Raises `SpecBenchError` if it
@@ -107,7 +107,7 @@ class Drafter:
             raise SpecBenchError(f"drafter={self.name} drafts for one sequence at a time; leave out batch=")
         return [self._row() for _ in range(count)]
 
-    def _row(self) -> Drafter:
+    def _row(self) -> Any:
         """A copy that drafts for another sequence."""
         return copy.deepcopy(self)
 

@@ -66,7 +66,7 @@ class _Sequence:
             if self.error is None:
                 torch.set_num_threads(1)  # of this thread: what is not shared is small
                 self.result = self.body()
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that began
+        except BaseException as error:  # raised again in the thread that began
             self.error = error
         self.over = True
         self._stopped.release()

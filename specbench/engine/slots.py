@@ -9,7 +9,6 @@ different length need no padding: the mask alone says how far each of them goes.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
