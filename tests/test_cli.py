@@ -150,6 +150,15 @@ def test_an_interrupted_run_says_how_to_go_on(home, tmp_path):
 
 
 BAD = {
+    "no sequences": (["batch=0"], "batch"),
+    "fewer than none": (["batch=-2"], "batch"),
+    "a batch and a replay": (["batch=2", "replay=true"], "replay=true is for one sequence at a time"),
+    "a batch over a link": (["batch=2", "link=4g"], "link=4g is for one sequence at a time"),
+    "a batch of a drafter that cannot": (
+        ["run", "batch=2", "drafter=moa"],
+        "drafter=moa drafts for one sequence at a time",
+    ),
+    "a batch larger than memory": (["batch=100000", "drafter=none"], "a smaller batch="),
     "unknown key": (["decode.nonsense=1"], "nonsense"),
     "unknown drafter": (["drafter=eagel"], "eagle2"),
     "missing weights": (["drafter=eagle2", "drafter.weights=/nowhere"], "train them"),

@@ -62,6 +62,7 @@ class Common:
     memory: Repetitions
     minutes: Duration | None
     replay: bool
+    batch: Count
     backend: Literal["eager", "compile"]
     checkpoint: Text | None
     decode: RunSettings
@@ -118,7 +119,7 @@ class RunSpec(Common):
     def cell_folder(self) -> Path:
         """The folder of this cell's blocks."""
         sampling = self.sampler.temperature, self.sampler.top_p, self.sampler.top_k
-        name = cell_name(self.dataset.name, sampling, self.decode.max_new_tokens, self.link.name, self.replay)
+        name = cell_name(self.dataset.name, sampling, self.decode.max_new_tokens, self.link.name, self.replay, self.batch)
         return self.folder / name
 
     @property
@@ -150,6 +151,8 @@ class RunSpec(Common):
         if drafter.nodes > MAX_NODES:
             name, nodes = self.drafter["name"], f"{drafter.nodes:,}"
             raise SpecBenchError(f"drafter={name}: trees of up to {nodes} nodes, more than {MAX_NODES:,}; lower its sizes")
+        if self.batch > 1 and (not drafter.batches or drafter.state == "run"):
+            raise SpecBenchError(f"drafter={self.drafter['name']} drafts for one sequence at a time; leave out batch=")
         if drafter.runs_layers and not self.link.local:
             raise SpecBenchError(
                 f"drafter={self.drafter['name']} runs layers of the target, which are on the server; choose another "
@@ -239,6 +242,8 @@ def _resolve(options: dict[str, Any]) -> None:
         model["dtype"] = "float32"  # in half precision answers differ at ties
     if options["link"]["name"] != "local":
         _resolve_link(options)
+    if options["batch"] > 1:
+        _resolve_batch(options)
     node = weights_node(options["drafter"])
     if model.get("weights") == "random":
         use_simulated_acceptance(options)
@@ -258,6 +263,19 @@ def _resolve_link(options: dict[str, Any]) -> None:
         raise SpecBenchError("backend=compile is for a target in this process; set link=local, or leave it out")
     if options["link"]["name"] == "direct" and options["link"]["to"] is None:
         raise SpecBenchError("link.to is missing: link=tcp://host:port of a server that runs")
+    options["memory"] = options["trace"] = 0
+
+
+def _resolve_batch(options: dict[str, Any]) -> None:
+    """Refuse what several sequences at once cannot do; memory and traces are those of one."""
+    for refused, word in (
+        (options["replay"], "replay=true"),
+        (options["link"]["name"] != "local", f"link={options['link']['name']}"),
+        (options["backend"] == "compile", "backend=compile"),
+        (options["model"].get("device_map"), "model.device_map"),
+    ):
+        if refused:
+            raise SpecBenchError(f"batch={options['batch']}: {word} is for one sequence at a time; leave one of them out")
     options["memory"] = options["trace"] = 0
 
 

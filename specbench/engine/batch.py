@@ -6,6 +6,7 @@ A token is what it is alone, but for rounding: products of more rows are summed 
 import copy
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,33 @@ from specbench.engine.decode import Clock, Limits, Prefill, Step, decode
 from specbench.engine.drafter import Drafter
 from specbench.engine.lockstep import Lockstep, Shared
 from specbench.engine.sampling import Sampler
-from specbench.engine.slots import Slots, Together
+from specbench.engine.slots import Slots, SlotsOfPass
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 
 DRAFT, VERIFY = 0, 1  # draft passes go first, so that the target's pass waits for every sequence
+
+
+@dataclass(frozen=True)
+class Together:
+    """A decoded batch. Seconds are by one clock, from its start.
+
+    Attributes:
+        events: of each sequence what `decode` yields; seconds in them include waiting for the others.
+        ended: when each sequence had its last token. prefilled: when all prompts had been read and the first cycle began.
+        drafting, verifying: seconds of the draft passes and of the target's, after that.
+    """
+
+    events: list[list[Prefill | Step]]
+    ended: list[float]
+    prefilled: float
+    drafting: float
+    verifying: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all cycles."""
+        return max(0.0, max(self.ended) - self.prefilled)
 
 
 @torch.inference_mode()
@@ -34,24 +57,31 @@ def decode_together(
     sampler: Sampler,
     generators: Sequence[torch.Generator | None],
     clock: Clock = time.perf_counter,
-) -> list[list[Prefill | Step]]:
-    """What `decode` yields for each prompt, with its own generator. Seconds include waiting for the other sequences.
+) -> Together:
+    """Decode a prompt a sequence, each with its own generator.
 
     Raises `SpecBenchError` as `decode`, or if drafter or target cannot run several sequences at once.
     """
-    lockstep = Lockstep()
+    lockstep, begin = Lockstep(clock), clock()
     targets = target_rows(target, len(prompts), lockstep)
     drafters = drafter.for_sequences(len(prompts), lockstep)
-    return lockstep.run(
+    timed = lockstep.run(
         [
-            partial(_events, *parts, limits, rule, sampler, generator, clock)
+            partial(_timed_events, clock, *parts, limits, rule, sampler, generator, clock)
             for *parts, generator in zip(targets, drafters, prompts, generators, strict=True)
         ]
     )
+    events, times = [[e for e, _ in sequence] for sequence in timed], [[t for _, t in sequence] for sequence in timed]
+    prefilled = max(t[0] for t in times)
+
+    def spent(order: int) -> float:
+        return sum(end - start for kind, start, end in lockstep.spent if kind == order and start >= prefilled)
+
+    return Together(events, [t[-1] - begin for t in times], prefilled - begin, spent(DRAFT), spent(VERIFY))
 
 
-def _events(*arguments: Any) -> list[Prefill | Step]:
-    return list(decode(*arguments))
+def _timed_events(clock: Clock, *arguments: Any) -> list[tuple[Prefill | Step, float]]:
+    return [(event, clock()) for event in decode(*arguments)]
 
 
 def target_rows(target: Target, count: int, lockstep: Lockstep) -> list[Target]:
@@ -125,7 +155,7 @@ def _pass(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[An
         return []
     *columns, masks, caches = zip(*calls, strict=True)
     counts = [x.shape[1] for x in columns[0]]
-    cache, new = Together(caches, counts), max(counts)
+    cache, new = SlotsOfPass(caches, counts), max(counts)
     inputs = [torch.cat([_filled(x, new) for x in column]) for column in columns]
     mask = cache.mask(masks, new).to(inputs[0].device)
     output = function(*inputs, mask, cache)

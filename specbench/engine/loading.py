@@ -71,12 +71,15 @@ class ModelSpec:
     weights: Literal["trained", "random"] = "trained"
     shape: dict[str, Any] | None = None
 
-    def load(self, processes: int = 1, link: Connectable | None = None, beside: Sequence[Any] = ()) -> tuple[Any, Chat]:
+    def load(
+        self, processes: int = 1, link: Connectable | None = None, beside: Sequence[Any] = (), sequences: int = 1
+    ) -> tuple[Any, Chat]:
         """The model, spread over some processes, and its chat format: a `Target`, or the remote one of a link.
 
         Args:
             link: to the server that holds the target, with its address; None: it is loaded here.
             beside: drafters that will be bound to it at the same time, which need memory, too.
+            sequences: decoded together, each with caches of its own.
 
         Raises:
             SpecBenchError: anything missing or unusable. `NoRoom`: it cannot fit.
@@ -84,7 +87,7 @@ class ModelSpec:
         if link is not None and self.weights == "random":
             raise SpecBenchError("model.weights=random: a server has no weights to verify with; set link=local")
         device = pick_device(self.device)
-        room = Room(self, device, pick_dtype(self.dtype, device), processes, beside)
+        room = Room(self, device, pick_dtype(self.dtype, device), processes, beside, sequences)
         if link is None:
             room.require(self._config_here())
         transformers_logging.disable_progress_bar()
@@ -152,6 +155,7 @@ class Room:
     dtype: torch.dtype
     processes: int
     beside: Sequence[Any]
+    sequences: int = 1
     estimate: memory.Estimate | None = None  # once the target's configuration is known
 
     def require(self, config: PreTrainedConfig | None) -> None:
@@ -179,7 +183,7 @@ class Room:
         spec, estimate = self.spec, None
         if config is not None:
             how = spec.forward == "lean", self.processes, spec.weights == "trained"
-            estimate = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how)
+            estimate = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how, self.sequences)
         if estimate is None and spec.billions is not None:
             return memory.Estimate(int(spec.billions * 1e9 * self.dtype.itemsize / self.processes))
         return estimate
@@ -188,7 +192,8 @@ class Room:
         return environment.free_memory(self.device, everywhere=self.spec.device_map is not None)
 
     def _refusal(self, estimate: memory.Estimate, free: int) -> str:
-        options = ["a smaller model="] + ["model.dtype=bfloat16"] * (self.dtype.itemsize > 2)
+        options = ["a smaller batch="] * (self.sequences > 1) + ["a smaller model="]
+        options += ["model.dtype=bfloat16"] * (self.dtype.itemsize > 2)
         options.append(f"model.max_context below {self.spec.max_context}")
         if self.device.type == "cuda" and self.spec.device_map is None:
             options.append("model.device_map=auto over several GPUs")

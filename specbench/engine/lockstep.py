@@ -12,6 +12,7 @@ same in every run.
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -80,9 +81,15 @@ class _Sequence:
 
 
 class Lockstep:
-    """Runs sequences in turn. See the module's documentation."""
+    """Runs sequences in turn. See the module's documentation.
 
-    def __init__(self) -> None:
+    Attributes:
+        spent: of every call of a shared function: its order, and by the clock when it began and ended.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.spent: list[tuple[int, float, float]] = []
         self._waiting: list[_Call] = []
         self._running: _Sequence | None = None
 
@@ -122,7 +129,9 @@ class Lockstep:
             return []
         first = min(self._waiting, key=lambda call: call.order)
         calls = [call for call in self._waiting if call.function is first.function]
+        begin = self.clock()
         results = first.function([call.arguments for call in calls])
+        self.spent.append((first.order, begin, self.clock()))
         for call, result in zip(calls, results, strict=True):
             call.sequence.result = result
             self._waiting.remove(call)

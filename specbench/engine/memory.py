@@ -94,10 +94,12 @@ def estimate(
     fused: bool = True,
     processes: int = 1,
     read: bool = True,
+    sequences: int = 1,
 ) -> Estimate | None:
     """Memory of a target of this configuration and of unbound drafters `beside` it; None if it cannot be built.
 
     fused: products may be packed. processes: among which its weights are spread. read: weights come from files, not random.
+    sequences: decoded together.
     """
     if (shape := _unless_refused(lambda: Shape(config, dtype))) is None:
         return None
@@ -106,15 +108,15 @@ def estimate(
     outlines = [(name, outline) for name, outline in outlined if outline is not None]
     drafters: dict[str, int] = {}
     for name, outline in outlines:
-        drafters[name] = drafters.get(name, 0) + (outline.own + outline.row * rows) * dtype.itemsize
+        drafters[name] = drafters.get(name, 0) + (outline.own + outline.row * rows * sequences) * dtype.itemsize
     weights = [p.numel() for p in shape.model.parameters()]
     here = device.type == "cpu"  # where files are read and drafters built
     converted = max(weights) * FLOAT if read and dtype.itemsize < FLOAT else 0  # one tensor at a time, see `tensors.finite`
     return Estimate(
         weights=sum(weights) * dtype.itemsize // processes,
         loading=max([converted, *(outline.building * FLOAT for _, outline in outlines)]) * here,
-        cache=cached_numbers(shape) * rows * dtype.itemsize,
-        passes=_passes(shape, rows, dtype),
+        cache=cached_numbers(shape) * rows * sequences * dtype.itemsize,
+        passes=_passes(shape, rows, dtype, sequences),
         drafters=drafters,
         copies=_copied(shape, dtype) if fused and here and packable(torch.empty(0, dtype=dtype)) else 0,
     )
@@ -136,13 +138,13 @@ def _unless_refused(make: Callable[[], T]) -> T | None:
         return None
 
 
-def _passes(shape: Shape, rows: int, dtype: torch.dtype) -> int:
-    """Bytes of all rows' states within one layer, and of a tree's logits, several times as float32; a rough estimate."""
+def _passes(shape: Shape, rows: int, dtype: torch.dtype, sequences: int) -> int:
+    """Bytes of all rows' states within one layer, and of each sequence's tree logits, several times as float32; roughly."""
     c: Any = shape.config
     width = (getattr(c, "intermediate_size", None) or 4 * shape.hidden_size) * getattr(c, "num_experts_per_tok", 1)
     states = rows * (4 * width + 6 * shape.hidden_size) * dtype.itemsize
     masks = 0 if shape.window is None else rows * rows * (1 + dtype.itemsize)  # a sliding window's is written out
-    return int(states + masks + SPARE * shape.vocab_size * (dtype.itemsize + 3 * FLOAT))
+    return int(states + masks + sequences * SPARE * shape.vocab_size * (dtype.itemsize + 3 * FLOAT))
 
 
 def _copied(shape: Shape, dtype: torch.dtype) -> int:

@@ -61,7 +61,7 @@ class _Slot(KVCache):
         self.slots.reserve(end, key.device, (key, value), layers)
 
 
-class Together(Cache):
+class SlotsOfPass(Cache):
     """The cache that one pass behind R of the sequences sees: the first N rows behind each are the pass's.
 
     Args:

@@ -67,7 +67,7 @@ def load(spec: RunSpec, beside: Sequence[Any] = (), reused: Reused | None = None
     if link is not None and link.to is None:  # no address: the server is a process of this one
         compressors = state_compressors(link.condense, spec.shared["model"])
         link = replace(link, to=reused.servers.address(spec.model, spec.threads, compressors))
-    target, chat = spec.model.load(link=link, beside=beside)
+    target, chat = spec.model.load(link=link, beside=beside, sequences=spec.batch)
     target.packing.timed = reused.timed
     if spec.backend == "compile":
         torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them

@@ -16,6 +16,7 @@ from specbench.engine.drafter import ServedEngine
 from specbench.engine.target import Target
 from specbench.evaluation import arms, measurements, trace
 from specbench.evaluation.arms import Arm
+from specbench.evaluation.batch_runner import BatchBench
 from specbench.evaluation.measurements import PROMPTS, TOKENS, Workload
 from specbench.evaluation.runner import Bench
 from specbench.records import blocks
@@ -76,7 +77,7 @@ def run(
     budget = budget or Budget()
     header = arms.header(spec, target, chat, cell_arms, questions, study)
     if repetitions is None:
-        repetitions = {"memory": 0 if spec.replay else spec.memory}
+        repetitions = {"memory": 0 if spec.replay or spec.batch > 1 else spec.memory}
     digests = [question.digest for question in questions]
     bench = _bench(spec, target, chat, cell_arms)
     with _exclusive(spec, bench):
@@ -116,7 +117,10 @@ def decode_early(
 
 
 def _bench(spec: RunSpec, target: Target, chat: Chat, cell_arms: Sequence[Arm]) -> Bench:
-    return Bench(target, chat, [arm.bound for arm in cell_arms], spec.sampler, spec.decode, spec.replay)
+    bound = [arm.bound for arm in cell_arms]
+    if spec.batch > 1:
+        return BatchBench(target, chat, bound, spec.sampler, spec.decode, spec.batch)
+    return Bench(target, chat, bound, spec.sampler, spec.decode, spec.replay)
 
 
 def _ledger(spec: RunSpec, header: Mapping[str, Any]) -> Ledger:

@@ -71,7 +71,8 @@ def folder_name(words: Sequence[str]) -> str:
     temperature, top_p = float(option(words, "sampler.temperature", "0")), float(option(words, "sampler.top_p", "1"))
     drawn = temperature, top_p, int(option(words, "sampler.top_k", "0"))
     tokens, link = int(option(words, "decode.max_new_tokens", "1024")), option(words, "link", "local")
-    return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, replayed(words))
+    batch = int(option(words, "batch", "1"))
+    return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, replayed(words), batch)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def cell_key(header: Mapping[str, Any]) -> str:
             "seed": decode.get("seed") if sampled else None,
             "replay": bool(header.get("replay")),
             "link": None if link.get("name", "local") == "local" else shape,
+            **({"batch": config["batch"]} if config.get("batch", 1) > 1 else {}),  # older blocks have no such option
         }
     )
 

@@ -71,12 +71,29 @@ class Served:
 
 
 @dataclass
+class Batched:
+    """The batch that a generation was part of. Its seconds, `first_s` and `seconds`, are what each of its answers waited.
+
+    Attributes:
+        size: sequences. tokens: that all its cycles emitted. first_s: until all prompts had been read.
+        seconds: of all cycles. own_s: of this sequence's cycles, until its last token.
+    """
+
+    size: Natural
+    tokens: Natural
+    first_s: Seconds
+    seconds: Seconds
+    own_s: Seconds
+
+
+@dataclass
 class Row(PromptRecord):
     """One generation: a drafter (or the baseline, `none`) on one turn of one question.
 
     `text` is the question's digest (`identity.question_digest`). `tokens` are the emitted ids; the first came from the
     prefill, the others from the cycles. Lists of counts have one entry a cycle; `passes` is empty in rows written before
     draft passes were counted. Seconds are sums over the cycles; a `replayed` row has none.
+    A row of a batch has its share of the batch's, by tokens, so that speeds are throughputs.
     """
 
     drafter: str
@@ -101,6 +118,7 @@ class Row(PromptRecord):
     replayed: bool = False
     confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.replay`
     link: LinkUse | None = None  # to a target on a server
+    batch: Batched | None = None
     served: Served | None = None  # another engine's answer, timed by its own clock; it has no cycles
     # What the drafter generated after `tokens` without the target, once the connection was cut; unverified.
     alone: list[Natural] = field(default_factory=list)

@@ -131,6 +131,7 @@ class Config(TypedDict):
     decode: NotRequired[dict[str, Any]]
     threads: NotRequired[int | None]
     backend: NotRequired[str]
+    batch: NotRequired[Count]
     link: NotRequired[Link]
 
 

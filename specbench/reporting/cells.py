@@ -61,6 +61,11 @@ class Entry:
         return self.header["config"]["sampler"]["temperature"]
 
     @property
+    def batch(self) -> int:
+        """Sequences decoded together."""
+        return self.header["config"].get("batch", 1)
+
+    @property
     def replayed(self) -> bool:
         """Acceptance only, without speeds?"""
         return self.header.get("replay", False)
@@ -126,6 +131,7 @@ class Entry:
             "prompts": {row.question: row.text for row in self.rows},
             "temperature": config["sampler"],
             "replay": self.replayed,
+            "batch": self.batch,
             "tree": self.arm["drafter"].get("growth"),
         }
 
@@ -141,7 +147,8 @@ class Entry:
         cap = (self.header["config"].get("decode") or {}).get("max_new_tokens")
         tokens = f", {cap:,} tokens at most" if isinstance(cap, int) else ""
         machine = "replayed" if self.replayed else self.machine
-        return f"{where}{self.model}, {self.dataset}, {mode}{tokens}, {self.dtype}, {machine}"
+        batch = f", batch of {self.batch}" if self.batch > 1 else ""
+        return f"{where}{self.model}, {self.dataset}, {mode}{tokens}{batch}, {self.dtype}, {machine}"
 
 
 @dataclass(frozen=True)

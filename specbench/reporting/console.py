@@ -120,7 +120,7 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
     parts.append("greedy" if e.temperature == 0 else f"T={e.temperature:g}")
     sampling = {name: config["sampler"].get(name, 0) for name in ("top_p", "top_k")}
     parts += [f"{name}={value:g}" for name, value in sampling.items() if value not in (0, 1)]
-    parts += [e.dtype] * (e.dtype != "float32")
+    parts += [e.dtype] * (e.dtype != "float32") + [f"batch of {e.batch}"] * (e.batch > 1)
     link = (config.get("link") or {}).get("name", "local")
     parts += [f"link {link}"] * (link != "local")
     if e.replayed:

@@ -108,6 +108,7 @@ class Evidence:
             if option(words, "dataset", "mtbench") == e.dataset
             and float(option(words, "sampler.temperature", "0")) == e.temperature
             and replayed(words) == e.replayed
+            and int(option(words, "batch", "1")) == e.batch
         ]
         return max([QUESTIONS, *sizes])
 

@@ -40,7 +40,7 @@ def alone(target, drafter, limits, sampler):
 
 
 def together(target, drafter, limits, sampler=GREEDY):
-    return decode_together(target, drafter, PROMPTS, limits, Lossless(), sampler, generators(sampler))
+    return decode_together(target, drafter, PROMPTS, limits, Lossless(), sampler, generators(sampler)).events
 
 
 @pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
@@ -85,7 +85,7 @@ def test_a_short_prompt_beside_a_long_one(monkeypatch):
     drafter = make("eagle2", target)
     prompts = [[5], [i % 50 + 3 for i in range(300)]]
     limits = Limits(40)
-    found = decode_together(target, drafter, prompts, limits, Lossless(), GREEDY, [None, None])
+    found = decode_together(target, drafter, prompts, limits, Lossless(), GREEDY, [None, None]).events
     expected = [list(decode(target, drafter, prompt, limits, Lossless(), GREEDY)) for prompt in prompts]
     assert [ids(events) for events in found] == [ids(events) for events in expected]
 
