@@ -54,7 +54,8 @@ class StudyCell:
     def title(self) -> str:
         temperature = self.base.sampler.temperature
         drawn = "greedy" if temperature == 0 else f"T={temperature}"
-        return f"{self.base.dataset.name}, {drawn}{', replayed' if self.base.replay else ''}"
+        batch = f", batch of {self.base.batch}" if self.base.batch > 1 else ""
+        return f"{self.base.dataset.name}, {drawn}{', replayed' if self.base.replay else ''}{batch}"
 
     def work(self, questions: Sequence[Question]) -> int:
         """The most tokens that all arms can decode in it, as the cell's share of the study's duration."""

@@ -10,6 +10,7 @@
     - {kind: best_gamma, …}                                                             chains beside Leviathan's theory
 
 `arms`: names, each of which is a series; or a mapping from a series' title to its arms. By default every arm is a series.
+Bars may stand for the baseline, `none`, too.
 Drawing: `specbench.reporting.study_series` and `charts`.
 """
 
@@ -22,7 +23,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Name, Temperature, Text
-from specbench.records.metrics import METRICS
+from specbench.records.metrics import BASELINE, METRICS
 
 Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
 # What an arm sets: an option of its drafter or tree; ids: for which its LM head is multiplied; nodes: drafted a cycle.
@@ -71,7 +72,7 @@ class Bars(_Figure):
     """Grouped bars: a panel a metric and (unless grouped by it) temperature, a group a value of `by`, a bar a series."""
 
     kind: Literal["bars"]
-    by: Literal["arm", "dataset", "temperature", "category"]
+    by: Literal["arm", "dataset", "temperature", "category", "batch"]
     y: Annotated[list[Metric], MinLen(1)]
 
 
@@ -125,8 +126,9 @@ def check(figures: Sequence[Mapping[str, Any]], study: Mapping[str, Any], name: 
         if unknown := [source for source in figure["source"] if source not in study["source"]]:
             known = "; ".join(study["source"])
             raise SpecBenchError(f"{where} has the source {unknown[0]!r}, which the study does not name; it names {known}")
+        allowed = [BASELINE] * (figure["kind"] == "bars")
         arms = [arm for group in series(figure, study["arms"]).values() for arm in group]
-        if unknown := [arm for arm in arms if arm not in study["arms"]]:
+        if unknown := [arm for arm in arms if arm not in (*study["arms"], *allowed)]:
             raise SpecBenchError(f"{where}: no arm is called {unknown[0]}; there are {', '.join(study['arms'])}")
         several = [title for title, group in series(figure, study["arms"]).items() if len(group) > 1]
         if several and figure["kind"] in ("by_position", "stack", "bars", "scatter"):

@@ -18,7 +18,7 @@ from specbench.common.environment import installed
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
-from specbench.common.types import Name, Repetitions, Seed, Temperature, Text
+from specbench.common.types import Count, Name, Repetitions, Seed, Temperature, Text
 from specbench.records import figures
 from specbench.records.metrics import BASELINE, METRICS
 
@@ -30,7 +30,7 @@ Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$"
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
 # See `specbench.evaluation.measurements`.
 Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor"]
-Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
+Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch"]
 
 
 class Arm(TypedDict):
@@ -76,7 +76,7 @@ class Cell(TypedDict):
 
 
 class At(TypedDict, total=False):
-    """One of a study's cells; by default the first one's dataset, greedy.
+    """One of a study's cells; by default the first one's dataset, greedy, one sequence at a time.
 
     dataset: several: the mean over them. category: of its prompts; `over_at` then means all other categories.
     """
@@ -84,6 +84,7 @@ class At(TypedDict, total=False):
     dataset: Name | Annotated[list[Name], MinLen(2)]
     category: Name
     temperature: Annotated[Temperature, Gt(0)]
+    batch: Count
 
 
 # "is" is a keyword, hence the call.

@@ -96,6 +96,7 @@ class Beside:
     def _value(self, arm: str, cell: Any, dataset: str) -> tuple[float | None, str]:
         at: dict[str, Any] = {"dataset": dataset} if dataset else {}
         at |= {"temperature": float(cell.temperature)} if cell.temperature else {}
+        at |= {"batch": batch_of(cell)}
         metric = MEASURED.get(cell.metric)
         if metric is None and cell.metric != MEMORY:
             return None, ""
@@ -106,6 +107,11 @@ class Beside:
         trained = f", {e.seeds} seed{'s' if e.seeds > 1 else ''}" if "of" in e.arm else ""
         source = f"{arm}{trained}: {e.dataset}, {e.summary.prompts} generations{', replayed' if e.replayed else ''}"
         return value * SCALES.get(cell.unit, 1.0), source
+
+
+def batch_of(cell: Any) -> int:
+    """The batch size of a published cell."""
+    return next((int(part[6:]) for part in cell.variant.split("; ") if part.startswith("batch=")), 1)
 
 
 def _memory(e: Entry) -> float | None:

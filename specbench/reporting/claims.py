@@ -6,6 +6,7 @@ A claim is a list of tests (`specbench/records/studies.py`); a test compares a m
     {metric: speed_up, of: beagle, over: eagle2, within: 0.05}    the ratio lies in 1 +- 0.05
     {metric: tau, of: medusa, than: 2.0, is: more}                tau(medusa) > 2, a number instead of another arm
     {metric: tau, of: eagle2, at: {temperature: 1}, over_at: {}, is: less}     one arm in two cells
+    {metric: speed_up, of: eagle1, at: {batch: 4}, over_at: {}, is: less}      against one sequence at a time
     {metric: tau, of: eagle1, at: {category: coding}, over_at: {}, is: more}   some prompts of a cell against all others
     {measured: memory.peak, of: beagle, over: eagle2, is: less}   a measurement, repeated five times or more
     {measured: generate.ratio, of: none, than: 1, is: more}       a measurement against a number
@@ -122,7 +123,7 @@ def _compare_at(
     if theirs is None:
         return None, Comparison(reason=f"no rows of {test.get('over', test['of'])}")
     if ours.replayed != theirs.replayed:  # use timed rows of both
-        places = ({"dataset": e.dataset, "temperature": e.temperature} for e in (ours, theirs))
+        places = ({"dataset": e.dataset, "temperature": e.temperature, "batch": e.batch} for e in (ours, theirs))
         ours, theirs = (known.find(e.name, at, timed=True) or e for e, at in zip((ours, theirs), places, strict=True))
     if problem := known.incomparable(ours, theirs):
         return None, Comparison(reason=problem)

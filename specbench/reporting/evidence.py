@@ -76,8 +76,9 @@ class Evidence:
         self.entries = [e for e in entries if e.name == BASELINE or e.name in study["arms"]]
 
     def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Data set and temperature of one of the study's cells; by default the first one's data set, greedy."""
-        return {"dataset": option(cell_runs(self.study)[0], "dataset", "mtbench"), "temperature": 0} | dict(at or {})
+        """What names one of the study's cells; by default the first one's data set, greedy, one sequence at a time."""
+        dataset = option(cell_runs(self.study)[0], "dataset", "mtbench")
+        return {"dataset": dataset, "temperature": 0, "batch": 1} | dict(at or {})
 
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
         """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
@@ -86,7 +87,7 @@ class Evidence:
             e
             for e in self.entries
             if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
-            and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
+            and e.batch == at["batch"] and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
         ]  # fmt: skip
         if not fit:
             return None

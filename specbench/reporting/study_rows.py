@@ -26,7 +26,7 @@ class Rows:
         self._printed: dict[tuple[Any, ...], list[tuple[bool, float]]] = {}
         for cell, arm in published.placed(numbers, evidence):
             metric = beside.MEASURED.get(cell.metric, cell.metric)
-            key = arm, metric, cell.dataset, float(cell.temperature or 0)
+            key = arm, metric, cell.dataset, float(cell.temperature or 0), beside.batch_of(cell)
             self._printed.setdefault(key, []).append((cell.target in targets, cell.number))
 
     def find(self, arm: str, at: Mapping[str, Any], metric: str = "tau") -> Entry | None:
@@ -35,18 +35,18 @@ class Rows:
     def printed(self, arm: str, metric: str, at: Mapping[str, Any]) -> list[float]:
         """What a source printed of this very target."""
         place = self.evidence.place(at)
-        found = self._printed.get((arm, metric, place["dataset"], float(place["temperature"])), [])
+        found = self._printed.get((arm, metric, place["dataset"], float(place["temperature"]), place["batch"]), [])
         self.another_target |= any(not same for same, _ in found)
         return [number for same, number in found if same]
 
     def places(self) -> list[dict[str, Any]]:
-        """Data set and temperature of each cell; of a replayed and a timed one once."""
-        pairs = ((option(words, "dataset", "mtbench"), float(option(words, "sampler.temperature", "0")))
-                 for words in cell_runs(self.study))  # fmt: skip
-        return [{"dataset": dataset, "temperature": temperature} for dataset, temperature in dict.fromkeys(pairs)]
+        """What names each cell; a replayed and a timed one have one name."""
+        options = {"dataset": "mtbench", "sampler.temperature": "0", "batch": "1"}
+        cells = (tuple(option(words, *default) for default in options.items()) for words in cell_runs(self.study))
+        return [{"dataset": d, "temperature": float(t), "batch": int(b)} for d, t, b in dict.fromkeys(cells)]
 
     def values(self, aspect: str) -> list[Any]:
-        """The data sets or temperatures of the study's cells, in their order."""
+        """The data sets, temperatures or batch sizes of the study's cells, in their order."""
         return list(dict.fromkeys(place[aspect] for place in self.places()))
 
     def measured(self, arm: str, quantity: str) -> list[Mapping[str, float]]:

@@ -763,6 +763,8 @@ CHANGES = [  # what changes, and whether it makes another cell, another machine
     ("config.decode.max_new_tokens", 10, True, False),
     ("config.link", {"name": "lan", "delay_ms": 1.0}, True, False),
     ("replay", True, True, False),
+    ("config.batch", 1, False, False),
+    ("config.batch", 4, True, False),
     ("hardware.device", "fridge", False, True),
     ("hardware.instructions", "avx512", False, True),
     ("hardware.cores", 3, False, True),

@@ -1,5 +1,7 @@
 """Verdicts: every kind of test on synthetic rows, what makes a claim's verdict of its tests', and what readers are told."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fixtures import arm, block, settings
@@ -412,3 +414,24 @@ def test_what_was_not_run_says_how_to(known):
     study = {**STUDY, "claims": [{**CLAIM, "tests": [{"metric": "tau", "of": "good", "than": 1, "is": "more"}]}]}
     (found,) = judge_study("elsewhere", study, known.entries)
     assert found.verdict == NOT_RUN and found.summary == "python -m specbench.study study=elsewhere"
+
+
+def test_batches_are_compared_only_where_a_study_says_so(tmp_path):
+    """Rows of a batch are another cell's; by default a claim is about one sequence at a time."""
+    together = header()
+    together["config"] = {**together["config"], "batch": 4}
+    write(tmp_path, header(), "none", "good", "mixed")
+
+    def slower(r):
+        return replace(r, decode_s=2 * r.decode_s) if r.drafter == "good" else r
+
+    write(tmp_path, together, "none", "good", change=slower)
+    test = {"metric": "speed_up", "of": "good", "at": {"batch": 4}, "over_at": {}, "is": "less"}
+    known = gathered(tmp_path, varies=["batch"])
+    found = compare(test, known)
+    assert found.effect is not None and found.effect.value == pytest.approx(0.5)
+    assert known.find("good", None, timed=True).batch == 1 and known.find("mixed", {"batch": 4}, timed=True) is None
+    assert verdict(test, known) == REPRODUCED
+    apart = gathered(tmp_path)
+    assert compare(test, apart).effect is None and "batch" in compare(test, apart).reason
+    assert "a batch of 4 over one sequence" in claim_text.describe(test, None, "no", apart.place)

@@ -168,6 +168,18 @@ def test_numbers_of_another_target_are_not_drawn(tmp_path):
     assert "its source prints numbers of another target" in found.notes
 
 
+def test_bars_by_batch_size_read_the_cell_of_each_batch(tmp_path):
+    bench(tmp_path / "s", {"a": 2.0}, study="s", questions=16)
+    together = settings()["config"] | {"dataset": {"name": "mtbench"}, "batch": 4}
+    bench(tmp_path / "s", {"a": 1.5}, study="s", questions=16, config=together, cell="decode-batch4", seed=1)
+    places = [["dataset=mtbench"], ["dataset=mtbench", "batch=4"], ["dataset=mtbench", "batch=8"]]
+    found = chart_of(tmp_path, study(figure("bars", by="batch", y=["speed_up"]), arms=("a",), cells=places))
+    (panel,) = found.panels
+    assert (panel.x, list(panel.ticks), list(panel.absent)) == ("sequences at once", ["1", "4"], ["8"])
+    speeds = {e.batch: pooled(e, "speed_up") for e in cells.find(tmp_path).entries if e.name == "a"}
+    assert values(panel.series[0]) == {0: speeds[1], 1: speeds[4]} and speeds[1] != speeds[4]
+
+
 @pytest.mark.parametrize("by", ["arm", "dataset", "temperature", "category"])
 def test_bars_stand_in_groups(tmp_path, by):
     bench(tmp_path / "s", {"a": 2.0, "b": 1.5}, study="s", questions=16)
