@@ -101,7 +101,7 @@ def test_every_kind_has_a_function_and_every_committed_figure_a_place():
     assert len({f.name for f in waiting}) == len(waiting) > 30 and all(f.chart is None and f.missing for f in waiting)
     drawn = {source for f in waiting for source in f.source.split("; ")}
     papers = {source for evidence in known.values() for source in evidence.study["source"] if ", Figure " in source}
-    assert papers - drawn == {"MoA, Figure 4"}, "no batches yet"
+    assert papers <= drawn
 
 
 # Kinds ----------------------------------------------------------------------------------------------------------------
