@@ -42,6 +42,19 @@ class BatchBench(Bench):
         self.questions, self._tried = questions, set()
         super().run(questions, ledger, budget, *rest)
 
+    def _warm_up(self, question: Question) -> dict[str, float]:
+        """As for one sequence, with a whole batch: kernels are made for its shapes."""
+        prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]
+        limits = Limits(16, self.target.stop_ids)
+        token_s: dict[str, float] = {}
+        for bound in list(self.bound_drafters) * self.settings.warmup:
+            batch = decode_together(
+                self.target, bound.drafter, [prompt] * self.batch, limits, bound.rule, self.sampler, [None] * self.batch
+            )
+            tokens = sum(1 if isinstance(event, Prefill) else len(event.tokens) for one in batch.events for event in one)
+            token_s[bound.label] = max(batch.ended) / tokens
+        return token_s
+
     def _decode_question(self, question: Question, index: int, ledger: Ledger, pace: Pace, wait: bool) -> bool:
         """Decode the batch that begins with a question, unless an earlier batch held it."""
         if question.digest in self._tried:
