@@ -191,6 +191,7 @@ class TargetInfo(TypedDict):
 
     dtype: str
     parameters: Count
+    quantised: NotRequired[str]
     bytes: NotRequired[Count]
     vocabulary: NotRequired[Count]
 

@@ -74,7 +74,13 @@ class Entry:
     @property
     def dtype(self) -> str:
         compiled = " compiled" if self.header["config"].get("backend") == "compile" else ""
-        return self.header["target"]["dtype"] + compiled
+        quantised = f" with {self.quantised} weights" if self.quantised else ""
+        return self.header["target"]["dtype"] + quantised + compiled
+
+    @property
+    def quantised(self) -> str | None:
+        """How the weights of the target's layers were rounded."""
+        return self.header["target"].get("quantised")
 
     @property
     def parameters(self) -> int:

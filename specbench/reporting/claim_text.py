@@ -74,6 +74,7 @@ def _where(at: Mapping[str, Any] | None) -> str:
         f"T={at['temperature']:g}" if "temperature" in at else "",
         f"the mean of {', '.join(datasets)}" if isinstance(datasets, list) else datasets,
         at.get("category", ""),
+        at.get("quantised", ""),
     ]
     return "".join(f" at {part}" for part in parts if part)
 
@@ -85,6 +86,8 @@ def _other(at: Mapping[str, Any], over: Mapping[str, Any]) -> str:
     apart = [over["dataset"]] if "dataset" in at else []
     if "temperature" in at:
         apart.append("greedy" if over["temperature"] == 0 else f"T={over['temperature']:g}")
+    if "quantised" in at:
+        apart.append(over["quantised"] or "the original")
     return f" {' '.join(apart)}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from specbench.records.statistics import Interval, Totals, interval
-from specbench.records.studies import cell_runs, option
+from specbench.records.studies import cell_runs, option, quantised
 from specbench.reporting import beside, published
 from specbench.reporting.cells import Entry
 from specbench.reporting.evidence import TIMED, Evidence, rate
@@ -46,7 +46,9 @@ class Rows:
         return [{"dataset": dataset, "temperature": temperature} for dataset, temperature in dict.fromkeys(pairs)]
 
     def values(self, aspect: str) -> list[Any]:
-        """The data sets or temperatures of the study's cells, in their order."""
+        """The data sets, temperatures or kinds of quantised targets of the study's cells, in their order."""
+        if aspect == "quantised":
+            return list(dict.fromkeys(map(quantised, cell_runs(self.study))))
         return list(dict.fromkeys(place[aspect] for place in self.places()))
 
     def measured(self, arm: str, quantity: str) -> list[Mapping[str, float]]:

@@ -10,7 +10,6 @@ from specbench.engine.backends import weight_only
 from specbench.engine.backends.fused_llama import FusedLlama, like_llama, reproduces
 
 OPENVINO_COPIES = 1.5  # memory that it takes, by the bytes of the weights; measured with 40 and 106 M parameters
-FLOAT = 4  # bytes of a float32
 
 
 def fastest(model: Any) -> FusedLlama | None:
@@ -26,7 +25,7 @@ def fastest(model: Any) -> FusedLlama | None:
                 return made
     if model.quantised is not None:
         raise SpecBenchError(
-            f"model.quantised={model.quantised}: OpenVINO's graph does not reproduce this model, or lacks memory; leave it out"
+            f"model.quantised={model.quantised}: OpenVINO's graph has no memory, or does not reproduce it; leave it out"
         )
     return None
 
@@ -38,8 +37,8 @@ def has_openvino() -> bool:
 
 def openvino_bytes(layers: int, head: int, quantised: str | None = None) -> int:
     """Bytes that OpenVINO's graph takes beside the model. layers, head: numbers that their weights hold."""
-    bits = 8 * FLOAT if quantised is None else weight_only.bits(quantised)
-    return int(OPENVINO_COPIES * (layers * bits / 8 + head * FLOAT))
+    bits = weight_only.FLOAT_BITS if quantised is None else weight_only.bits(quantised)
+    return int(OPENVINO_COPIES * (layers * bits + head * weight_only.FLOAT_BITS) / 8)
 
 
 def _kinds(model: Any) -> list[Callable[..., FusedLlama]]:

@@ -2,9 +2,11 @@
 memory delivers them, whatever the number of tokens in a small tree.
 
 The graph takes the cache as it lies in memory, [L, B, H, C, Dh], and never writes to it: a pass attends to all C rows, of
-which the mask hides those that are not kept, and to its own N, which it returns. What a small model's pass costs beside its
-products is the number of operators, not their work (5 to 10 us each), so there are as few as possible: queries are scaled by
-their rotation, and a layer's cached rows are copied in front of its new ones rather than multiplied apart.
+which the mask hides those that are not kept, and to its own N, which it returns. What a small model's pass costs beside
+its products is the number of operators, not their work (5 to 10 us each), so there are as few as possible: queries are
+scaled by their rotation, and a layer's cached rows are copied in front of its new ones rather than multiplied apart.
+
+Weights of a quantised target (`weight_only`) stay integers, which the processor turns into float32 as it multiplies.
 
 It is checked against the model's own forward when it is made. Layers alone, and some sublayers of them, run as
 `FusedLlama`'s, of which this is one.
@@ -99,7 +101,7 @@ class OpenVinoLlama(FusedLlama):
         return bias.repeat(1, 1, self.queries // self.keys, 1)
 
     def _request(self) -> Any:
-        """A request to the compiled graph, whose outputs are states, logits, new keys, new values and the readable layers."""
+        """A request to the compiled graph; its outputs: states, logits, new keys, new values and the readable layers."""
         if self._compiled is None or not {*self.read} <= {*self.readable}:
             self._compiled = None  # its copies of the weights go before others are made
             self.readable = tuple(sorted({*self.readable, *self.read}))

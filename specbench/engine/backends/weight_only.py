@@ -3,10 +3,10 @@
     int8    integers from -127 to 127 times a scale for each output row
     int4    (integers from 0 to 15 minus an offset) times a scale, for each `GROUP` neighbouring inputs of a row
 
-The latter is gpt-fast's int4 (EAGLE, Table 4), and what GGUF calls Q4_1. Scales and offsets have so few significant bits that
-the products are exact in float32, and rounding weights that are rounded already finds the same integers, scales and offsets.
-So the model's own parameters hold the rounded values, every forward computes one and the same target, and nothing need be
-stored beside them.
+The latter is gpt-fast's int4 (EAGLE, Table 4), and what GGUF calls Q4_1. Scales and offsets have so few significant bits
+that the products are exact in float32, and rounding weights that are rounded already finds the same integers, scales and
+offsets. So the model's own parameters hold the rounded values, every forward computes one and the same target, and nothing
+need be stored beside them.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -19,6 +19,7 @@ from specbench.common.errors import SpecBenchError
 Kind = Literal["int8", "int4"]
 GROUP = 32  # inputs of a row with one scale in int4
 STEPS = 64  # an offset is a multiple of 1 / STEPS, so that (integer - offset) has at most 10 significant bits
+FLOAT_BITS = 32
 SCALE_BITS = {"int8": 16, "int4": 14}
 ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -56,7 +57,7 @@ def _shortened(scales: Tensor, bits: int) -> Tensor:
 
 def bits(kind: str) -> float:
     """Bits that a weight takes, its part of scales and offsets included."""
-    return 8.0 if kind == "int8" else 4 + 2 * 32 / GROUP
+    return 8.0 if kind == "int8" else 4 + 2 * FLOAT_BITS / GROUP
 
 
 def pays() -> bool:
