@@ -96,6 +96,7 @@ class ModelSpec:
         transformers_logging.disable_progress_bar()
         target, chat = self._random(room) if self.weights == "random" else self._trained(room, link)
         if self.quantised is not None:
+            assert isinstance(target, Target), "a quantised target has no link"
             target.quantise(self.quantised)
         target.max_context = min(target.max_context, self.max_context)
         target.packing.room = room.spare

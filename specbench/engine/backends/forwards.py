@@ -44,8 +44,8 @@ def openvino_bytes(layers: int, head: int, quantised: str | None = None) -> int:
 def _kinds(model: Any) -> list[Callable[..., FusedLlama]]:
     """The forwards to try, fastest first; of a quantised model OpenVINO's alone."""
     others: list[Callable[..., FusedLlama]] = [FusedLlama] if model.quantised is None else []
-    numbers = (sum(p.numel() for p in part.parameters()) for part in (model.decoder.layers, model.head))
-    if not has_openvino() or openvino_bytes(*numbers, model.quantised) > model.packing.room():
+    layers, head = (sum(p.numel() for p in part.parameters()) for part in (model.decoder.layers, model.head))
+    if not has_openvino() or openvino_bytes(layers, head, model.quantised) > model.packing.room():
         return others
     from specbench.engine.backends import openvino_llama
 
