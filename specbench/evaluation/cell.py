@@ -78,7 +78,7 @@ def run(
     if repetitions is None:
         repetitions = {"memory": 0 if spec.replay else spec.memory}
     if target.quantised is not None and not spec.replay:
-        repetitions = {**repetitions, "quality": 1}
+        repetitions = {"quality": 1, **repetitions}
     digests = [question.digest for question in questions]
     bench = _bench(spec, target, chat, cell_arms)
     with _exclusive(spec, bench):
@@ -86,7 +86,8 @@ def run(
         ledger = _ledger(spec, header)
         bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
         prompts = [_first_prompt(chat, question) for question in questions]
-        workload = Workload(target, prompts[:PROMPTS], prompts, min(TOKENS, spec.decode.max_new_tokens), cell_arms[0].bound)
+        tokens = min(TOKENS, spec.decode.max_new_tokens)
+        workload = Workload(target, prompts[:PROMPTS], tokens, cell_arms[0].bound, prompts)
         unmeasured = measurements.measure(repetitions, ledger, workload, cell_arms, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
         if not left:

@@ -6,7 +6,7 @@ result is written at once, and what the cell's blocks hold is not measured again
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbench.common.budget import Budget, Pace
@@ -33,14 +33,14 @@ PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and the most tok
 class Workload:
     """What a measurement decodes: some prompts as ids, and how many tokens of each answer.
 
-    all_prompts: of the cell's questions. plain: the baseline.
+    plain: the baseline. all_prompts: of all questions of the cell.
     """
 
     target: Target
     prompts: list[list[int]]
-    all_prompts: list[list[int]]
     tokens: int
     plain: BoundDrafter
+    all_prompts: Sequence[list[int]] = ()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ ON_DEMAND = 9  # as a priority: planned only where the study is named
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
 # See `specbench.evaluation.measurements`.
-Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor"]
+Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor", "quality"]
 Quantised = Literal["int8", "int4"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts"]
 

@@ -1,5 +1,6 @@
 """Which measured value stands beside a published number, see `specbench.reporting.published`."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,6 +97,8 @@ class Beside:
     def _value(self, arm: str, cell: Any, dataset: str) -> tuple[float | None, str]:
         at: dict[str, Any] = {"dataset": dataset} if dataset else {}
         at |= {"temperature": float(cell.temperature)} if cell.temperature else {}
+        rounded = re.search(r"precision=(int[48])\b", str(cell.variant))
+        at |= {"quantised": rounded[1]} if rounded else {}
         metric = MEASURED.get(cell.metric)
         if metric is None and cell.metric != MEMORY:
             return None, ""

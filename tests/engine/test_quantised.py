@@ -1,14 +1,30 @@
 """A quantised target: rounded weights in the model, the same ones in OpenVINO's graph, and refusals in one line."""
 
+import numpy as np
 import pytest
 import torch
-from conftest import composed, tiny
+from conftest import ROOT, composed, settled, tiny
+from doors import run
+from fixtures import block, random_row, settings
 from hydra.utils import instantiate
 
+from drafters.none import NoDrafter
 from specbench.common.errors import SpecBenchError
+from specbench.config import train_spec
 from specbench.engine.backends import forwards, openvino_llama, weight_only
+from specbench.engine.memory import estimate
 from specbench.engine.pretrained import config_of
 from specbench.engine.tree import build
+from specbench.engine.verify import Lossless
+from specbench.evaluation import costs
+from specbench.evaluation.runner import BoundDrafter
+from specbench.records import identity
+from specbench.records.blocks import below, read_block
+from specbench.records.rows import Measurement, Row
+from specbench.remote import serving
+from specbench.reporting import cells, claim_text
+from specbench.reporting.claims import compare
+from specbench.reporting.evidence import Evidence
 from specbench.tuning import cost_model
 
 KINDS = ("int8", "int4")
@@ -121,7 +137,7 @@ def test_the_graph_multiplies_with_stored_integers(kind, stored):
 def test_a_graph_of_other_weights_is_refused(monkeypatch):
     nibbles = openvino_llama._nibbles
     monkeypatch.setattr(openvino_llama, "_nibbles", lambda integers: nibbles(integers.flip(2)))
-    with pytest.raises(SpecBenchError, match="model.quantised=int4"):
+    with pytest.raises(SpecBenchError, match=r"model\.quantised=int4"):
         quantised("int4")
 
 
@@ -188,12 +204,98 @@ def test_without_room_for_the_graph_it_is_refused():
 
 
 def test_the_graph_of_a_quantised_target_takes_less_memory():
-    from specbench.engine.memory import estimate
-
     sizes = {"model_type": "llama", **tiny(**WIDE).config.to_dict()}
     sizes = {k: sizes[k] for k in ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
     config = config_of(sizes | {"num_attention_heads": 4}, "shape")
-    full, int8, int4 = (
-        estimate(config, torch.float32, torch.device("cpu"), 64, quantised=kind) for kind in (None, *KINDS)
-    )
+    full, int8, int4 = (estimate(config, torch.float32, torch.device("cpu"), 64, quantised=kind) for kind in (None, *KINDS))
     assert full.copies > int8.copies > int4.copies and full.weights == int8.weights == int4.weights
+
+
+# Its records ----------------------------------------------------------------------------------------------------------
+
+
+def test_its_rows_lie_in_cells_of_their_own():
+    plain, int8, int4 = (settled("eagle2", f"model.quantised={kind}") for kind in ("null", *KINDS))
+    assert int8.cell_folder.name == f"{plain.cell_folder.name}-int8" and int4.cell_folder.name.endswith("-int4")
+    headers = [settings("eagle2") for _ in range(3)]
+    for header, kind in zip(headers[1:], KINDS, strict=True):
+        header["target"]["quantised"] = kind
+    assert len({identity.cell_key(header) for header in headers}) == 3
+    assert len({identity.machine_key(header) for header in headers}) == 1, "speeds on one machine are compared"
+
+
+def test_servers_and_trainings_refuse_it():
+    for refuse in (
+        lambda: settled("eagle2", "model.quantised=int8", "link=5g"),
+        lambda: train_spec.from_config(composed("train", "drafter=eagle2", "model.quantised=int8")),
+        lambda: serving.server(spec(ROOT, "model.quantised=int8"), "tcp://127.0.0.1:0"),
+    ):
+        with pytest.raises(SpecBenchError, match=r"model\.quantised"):
+            refuse()
+
+
+def test_claims_take_each_quantised_target_by_itself(tmp_path):
+    rng = np.random.default_rng(0)
+    for kind, seconds in ((None, 4.0), ("int8", 2.0)):
+        header = settings("eagle2", dataset="a", study="s")
+        header["target"] |= {"parameters": 100} | ({} if kind is None else {"quantised": kind})
+        written = block(tmp_path, header, f"a-{kind}")
+        for question in map(str, range(24)):
+            for name in ("none", "eagle2"):
+                row, _ = random_row(rng, name, question)
+                row.decode_s = seconds * len(row.tokens)
+                written.write(row)
+    study = {"title": "x", "source": ["x"], "varies": ["dtype"], "arms": {"eagle2": {"run": ["drafter=eagle2"]}}}
+    study["cells"] = [["dataset=a", "data.limit=24"], ["dataset=a", "data.limit=24", "model.quantised=int8"]]
+    entries = cells.collect(below(tmp_path), tmp_path)
+    assert {e.dtype for e in entries} == {"float32", "float32 with int8 weights"}
+    test = {"metric": "tokens_per_s", "of": "none", "at": {"quantised": "int8"}, "over_at": {}, "is": "more"}
+    found = compare(test, Evidence(study, entries))
+    assert found.effect.value == pytest.approx(2, rel=0.1) and (found.done, found.planned) == (24, 24)
+    assert "differ in dtype" in compare(test, Evidence(study | {"varies": []}, entries)).reason
+    absent = compare({**test, "at": {"quantised": "int4"}}, Evidence(study, entries))
+    assert absent.effect is None and absent.reason == "no rows of none"
+    text = claim_text.describe(test, found.effect, "", Evidence(study, entries).place)
+    assert text.startswith("speed of none at int8 over the original: 1.88 [")
+
+
+# Its quality ----------------------------------------------------------------------------------------------------------
+
+
+def test_quality_is_what_teacher_forcing_says():
+    original, target = tiny(**WIDE), quantised("int8", lean=False)
+    drafter = NoDrafter()
+    drafter.bind(target)
+    plain = BoundDrafter("none", drafter, Lossless())
+    prompts = [[3, 4, 5, 6], [7, 8, 9]]
+    same = costs.quality(original, original, plain, prompts, 12)
+    assert same["perplexity"] == same["original"] and same["agreement"] == 1
+    found = costs.quality(target, original, plain, prompts, 12)
+    answers = [costs._answer(original, plain, prompt, 12, original.stop_ids) for prompt in prompts]
+    losses, agreed = [], []
+    assert same["tokens"] == found["tokens"] == sum(map(len, answers))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        for i, token in enumerate(answer):
+            ids = torch.tensor([[*prompt, *answer[:i]]])
+            ours, theirs = (m.model(ids).logits[0, -1].log_softmax(-1) for m in (target, original))
+            losses.append(-float(ours[token]))
+            agreed.append(bool(ours.argmax() == theirs.argmax()))
+    assert found["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
+    assert found["original"] == same["original"] and found["agreement"] == pytest.approx(np.mean(agreed))
+
+
+def test_the_floor_of_a_quantised_target_reads_less():
+    full, int8 = (costs.floor(t, [[3, 4]], 4)["bytes"] for t in (tiny(**WIDE), quantised("int8", lean=False)))
+    layers = sum(p.nbytes for p in tiny(**WIDE).decoder.layers.parameters())
+    assert full - int8 == layers - layers // 4
+
+
+def test_a_run_measures_it_beside_its_rows_and_names_it(home):
+    run(home, "run", "model.quantised=int8", "drafter=suffix", "decode.max_new_tokens=8", "data.limit=2", "memory=0")
+    (path,) = (path for path in below(home / "results") if path.parent.name.endswith("-int8"))
+    header, records = read_block(path)
+    assert header["target"]["quantised"] == "int8" and header["config"]["model"]["dtype"] == "float32"
+    (quality,) = (r for r in records if isinstance(r, Measurement) and r.what == "quality")
+    assert quality.drafter == "none" and quality.values["agreement"] > 0.5
+    audits = [r.audit["verdict"] for r in records if isinstance(r, Row) and r.drafter == "suffix"]
+    assert audits and set(audits) == {"identical"}
