@@ -119,7 +119,8 @@ class RunSpec(Common):
     def cell_folder(self) -> Path:
         """The folder of this cell's blocks."""
         sampling = self.sampler.temperature, self.sampler.top_p, self.sampler.top_k
-        name = cell_name(self.dataset.name, sampling, self.decode.max_new_tokens, self.link.name, self.replay, self.batch)
+        tokens, quantised = self.decode.max_new_tokens, self.model.quantised
+        name = cell_name(self.dataset.name, sampling, tokens, self.link.name, self.replay, self.batch, quantised)
         return self.folder / name
 
     @property
@@ -238,8 +239,8 @@ def _resolve(options: dict[str, Any]) -> None:
         raise SpecBenchError(
             "replay=true follows the target's own greedy answers; set sampler.temperature=0, or replay=false"
         )
-    if options["replay"] and model.get("dtype") == "auto":
-        model["dtype"] = "float32"  # in half precision answers differ at ties
+    if model.get("dtype") == "auto" and (options["replay"] or model.get("quantised")):
+        model["dtype"] = "float32"  # in half precision answers differ at ties; quantised targets have no other
     if options["link"]["name"] != "local":
         _resolve_link(options)
     if options["batch"] > 1:
@@ -259,6 +260,8 @@ def _resolve_link(options: dict[str, Any]) -> None:
         raise SpecBenchError(
             "replay=true runs no target passes, so there is nothing to send; set replay=false or link=local"
         )
+    if options["model"].get("quantised"):
+        raise SpecBenchError("model.quantised is for a target in this process; set link=local, or leave it out")
     if options["backend"] == "compile":
         raise SpecBenchError("backend=compile is for a target in this process; set link=local, or leave it out")
     if options["link"]["name"] == "direct" and options["link"]["to"] is None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from specbench.common.errors import SpecBenchError
+from specbench.engine.backends import weight_only
 from specbench.engine.backends.packed_linear import Packing
 from specbench.engine.model_files import contents_of
 from specbench.engine.pretrained import fingerprint_in_memory, fingerprint_of
@@ -23,6 +24,7 @@ class LanguageModel:
         path: the folder of its files and its tokenizer.
         packing: decides which products, its drafters' too, use packed weights.
         listing: the file that lists its most frequent ids, see `vocabulary`.
+        quantised: how its layers' weights were rounded, see `backends.weight_only`; None: they were not.
         made_from: the configuration of a target with random weights; None: its weights were loaded.
     """
 
@@ -31,6 +33,7 @@ class LanguageModel:
         self.path = path
         self.packing = Packing()
         self.listing: Path | None = None
+        self.quantised: weight_only.Kind | None = None
         self.made_from: PreTrainedConfig | None = None
         self.config: PreTrainedConfig = model.config.get_text_config()
         self.decoder: Any = model.get_decoder()

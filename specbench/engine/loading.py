@@ -18,6 +18,7 @@ from specbench.common.types import Name, Positive, Text, Tokens
 from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
 from specbench.engine import memory, vocabulary
+from specbench.engine.backends import forwards, weight_only
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
 from specbench.engine.model_files import CONFIG
@@ -43,6 +44,7 @@ class ModelSpec:
         device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
         forward: `lean` decodes by the fastest forward that reproduces the model's own (`backends.forwards`) and packed
             products; `plain` by Transformers' own.
+        quantised: weights of the layers rounded to 8 or 4 bits, see `backends.weight_only`: another target, on CPUs alone.
         max_context: rows of the cache, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
         template: a Jinja chat template for tokenizers without one (the papers' prompt formats).
@@ -62,6 +64,7 @@ class ModelSpec:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device_map: Literal["auto"] | None = None
     forward: Literal["lean", "plain"] = "lean"
+    quantised: weight_only.Kind | None = None
     max_context: Tokens = 4096
     system: str | None = None
     template: str | None = None
@@ -87,14 +90,34 @@ class ModelSpec:
         if link is not None and self.weights == "random":
             raise SpecBenchError("model.weights=random: a server has no weights to verify with; set link=local")
         device = pick_device(self.device)
-        room = Room(self, device, pick_dtype(self.dtype, device), processes, beside, sequences)
+        dtype = pick_dtype("float32" if self.quantised and self.dtype == "auto" else self.dtype, device)
+        if self.quantised is not None:
+            self._require_quantisable(device, dtype)
+        room = Room(self, device, dtype, processes, beside, sequences)
         if link is None:
             room.require(self._config_here())
         transformers_logging.disable_progress_bar()
         target, chat = self._random(room) if self.weights == "random" else self._trained(room, link)
+        if self.quantised is not None:
+            assert isinstance(target, Target), "a quantised target has no link"
+            target.quantise(self.quantised)
         target.max_context = min(target.max_context, self.max_context)
         target.packing.room = room.spare
         return target, chat
+
+    def _require_quantisable(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises `SpecBenchError` where a quantised target would be no faster than its original, or cannot be run."""
+        named = str(dtype).removeprefix("torch.")
+        for refused, reason in (
+            (self.device_map is not None, f"not with model.device_map={self.device_map}; leave one of both out"),
+            (device.type != "cpu", "is for CPUs; set model.device=cpu, or leave it out"),
+            (dtype != torch.float32, f"computes in float32; leave model.dtype={named} out"),
+            (self.forward == "plain", "is no faster than its original with model.forward=plain; leave one of both out"),
+            (not forwards.has_openvino(), "needs OpenVINO, which is not installed here; leave it out"),
+            (not weight_only.pays(), "is slower than its original on a processor without AVX2; leave it out"),
+        ):
+            if refused:
+                raise SpecBenchError(f"model.quantised={self.quantised} {reason}")
 
     def _trained(self, room: "Room", link: Connectable | None) -> tuple[LanguageModel, Chat]:
         if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
@@ -182,8 +205,8 @@ class Room:
     def _estimate(self, config: PreTrainedConfig | None) -> memory.Estimate | None:
         spec, estimate = self.spec, None
         if config is not None:
-            how = spec.forward == "lean", self.processes, spec.weights == "trained"
-            estimate = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how, self.sequences)
+            how = spec.forward == "lean", self.processes, spec.weights == "trained", self.sequences, spec.quantised
+            estimate = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how)
         if estimate is None and spec.billions is not None:
             return memory.Estimate(int(spec.billions * 1e9 * self.dtype.itemsize / self.processes))
         return estimate

@@ -95,11 +95,12 @@ def estimate(
     processes: int = 1,
     read: bool = True,
     sequences: int = 1,
+    quantised: str | None = None,
 ) -> Estimate | None:
     """Memory of a target of this configuration and of unbound drafters `beside` it; None if it cannot be built.
 
     fused: products may be packed. processes: among which its weights are spread. read: weights come from files, not random.
-    sequences: decoded together.
+    sequences: decoded together. quantised: see `backends.weight_only`; the rounded weights are held as floats, too.
     """
     if (shape := _unless_refused(lambda: Shape(config, dtype))) is None:
         return None
@@ -118,7 +119,7 @@ def estimate(
         cache=cached_numbers(shape) * rows * sequences * dtype.itemsize,
         passes=_passes(shape, rows, dtype, sequences),
         drafters=drafters,
-        copies=_copied(shape, dtype) if fused and here and packable(torch.empty(0, dtype=dtype)) else 0,
+        copies=_copied(shape, dtype, quantised) if fused and here and packable(torch.empty(0, dtype=dtype)) else 0,
     )
 
 
@@ -147,11 +148,11 @@ def _passes(shape: Shape, rows: int, dtype: torch.dtype, sequences: int) -> int:
     return int(states + masks + sequences * SPARE * shape.vocab_size * (dtype.itemsize + 3 * FLOAT))
 
 
-def _copied(shape: Shape, dtype: torch.dtype) -> int:
+def _copied(shape: Shape, dtype: torch.dtype, quantised: str | None) -> int:
     """Bytes of the copies that `optimize_for_inference` may make, of the head also where it is tied to the embedding."""
     decoder = {id(m): m for m in shape.decoder.modules() if type(m) is nn.Linear}
     head = shape.head.weight.numel()
     numbers = sum(m.weight.numel() for m in decoder.values())
     if dtype == torch.float32 and forwards.has_openvino() and fused_llama.like_llama(shape.decoder):
-        numbers = int((numbers + head) * forwards.OPENVINO_COPIES)
+        return forwards.openvino_bytes(numbers, head, quantised) + head * FLOAT
     return (numbers + head) * dtype.itemsize

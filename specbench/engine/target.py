@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig
 
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
+from specbench.engine.backends import weight_only
+from specbench.engine.backends.fused_llama import like_llama
 from specbench.engine.cache import StaticRows
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.interface import DraftTree, Taps, TargetStates
@@ -82,6 +84,19 @@ class Target(CausalLM):
     def compiled(self) -> bool:
         """Do its trees run through a compiled pass?"""
         return self._compiled is not None
+
+    def quantise(self, kind: weight_only.Kind) -> None:
+        """Become the target whose layers' weights are rounded; the fingerprint stays that of the files.
+
+        Raises `SpecBenchError` if its layers are of a kind that no quantised forward is written for.
+        """
+        if self.window is not None or not like_llama(self.decoder):
+            raise SpecBenchError(
+                f"model.quantised={kind}: only layers as Llama's, Qwen2's or Mistral's without a window can be quantised, "
+                f"not those of type {self.config.model_type}; leave it out"
+            )
+        weight_only.round_weights(self.decoder, kind)
+        self.quantised = kind
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         self.taps = (taps or Taps()).resolve(self.layers)

@@ -158,6 +158,7 @@ def header(
             "fingerprint": target.fingerprint(),
             "chat": identity.digest(chat.encode(PROBE)),
             "dtype": str(target.dtype).removeprefix("torch."),
+            **({} if target.quantised is None else {"quantised": target.quantised}),
             "device": str(target.device),
             "kernels": target.kernels,
             "parameters": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),

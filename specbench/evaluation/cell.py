@@ -78,14 +78,17 @@ def run(
     header = arms.header(spec, target, chat, cell_arms, questions, study)
     if repetitions is None:
         repetitions = {"memory": 0 if spec.replay or spec.batch > 1 else spec.memory}
+    if target.quantised is not None and not spec.replay:
+        repetitions = {"quality": 1, **repetitions}
     digests = [question.digest for question in questions]
     bench = _bench(spec, target, chat, cell_arms)
     with _exclusive(spec, bench):
         begin = time.monotonic()
         ledger = _ledger(spec, header)
         bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
-        prompts = [_first_prompt(chat, question) for question in questions[:PROMPTS]]
-        workload = Workload(target, prompts, min(TOKENS, spec.decode.max_new_tokens), cell_arms[0].bound)
+        prompts = [_first_prompt(chat, question) for question in questions]
+        tokens = min(TOKENS, spec.decode.max_new_tokens)
+        workload = Workload(target, prompts[:PROMPTS], tokens, cell_arms[0].bound, prompts)
         unmeasured = measurements.measure(repetitions, ledger, workload, cell_arms, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
         if not left:

@@ -3,6 +3,7 @@
     overhead              time of the loop outside the forwards of target and drafter
     against_transformers  the same greedy answers by Transformers' own `generate`, in turn
     against_peer          the same by another engine, beside plain decoding
+    quality               perplexity of a quantised target on its original's answers, and how often both agree
     floor                 time in which the machine reads what a plain pass reads
     drafting              shares of drafting time: LM head, the drafter's own layers, growth and caches
     training              seconds, tokens a second and peak memory of a training step
@@ -22,6 +23,7 @@ from transformers import GenerationConfig
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.timing import Clock, PeakMemory
+from specbench.engine.backends import weight_only
 from specbench.engine.backends.packed_linear import unpacked
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Batch, Step
@@ -98,8 +100,10 @@ def _in_turn(
     return {"ours": emitted / ours, "theirs": emitted / theirs, "ratio": theirs / ours, "identical": same / len(prompts)}
 
 
-def _answer(target: Target, bound: BoundDrafter, prompt: list[int], tokens: int) -> list[int]:
-    events = decode(target, bound.drafter, prompt, Limits(tokens), bound.rule, Sampler())
+def _answer(
+    target: Target, bound: BoundDrafter, prompt: list[int], tokens: int, stop_ids: tuple[int, ...] = ()
+) -> list[int]:
+    events = decode(target, bound.drafter, prompt, Limits(tokens, stop_ids), bound.rule, Sampler())
     return [token for e in events for token in ([e.token] if isinstance(e, Prefill) else e.tokens)]
 
 
@@ -135,6 +139,33 @@ def _generating(target: Target, arguments: Mapping[str, Any], gamma: int) -> Ite
 
 
 @torch.inference_mode()
+def quality(target: Target, original: Target, plain: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
+    """A quantised target beside its original, both behind every prefix of the original's own greedy answers.
+
+    Returns:
+        perplexity: of these answers. original: by the original itself. agreement: share of ids that are the most likely of
+        both. tokens: number of ids.
+    """
+    losses, same = [], []
+    for prompt in prompts:
+        answer = _answer(original, plain, prompt, tokens, original.stop_ids)
+        ids = torch.tensor(answer, device=target.device)[:, None]
+        scores = [_forced(model, prompt, answer) for model in (target, original)]
+        losses.append(torch.stack([-score.log_softmax(-1).gather(1, ids)[:, 0] for score in scores]))
+        same.append(scores[0].argmax(-1) == scores[1].argmax(-1))
+    ours, theirs = torch.cat(losses, 1).mean(1).exp().tolist()
+    agreed = torch.cat(same)
+    return {"perplexity": ours, "original": theirs, "agreement": float(agreed.float().mean()), "tokens": len(agreed)}
+
+
+def _forced(model: Target, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Logits in front of every id of an answer, in one pass without a cache. -> [N, V] float32"""
+    text = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
+    states = model.run(text, torch.arange(text.shape[1], device=model.device)[None], None, None)
+    return model.logits(states[0, -len(answer) :]).float()
+
+
+@torch.inference_mode()
 def floor(target: Target, prompts: Prompts, tokens: int) -> dict[str, float]:
     """The least time of a plain pass: reading, once, the weights of layers and head, and the cache in mid-answer.
 
@@ -143,8 +174,10 @@ def floor(target: Target, prompts: Prompts, tokens: int) -> dict[str, float]:
     Returns:
         bytes: of a pass. gb_per_s: 10^9 bytes read a second. ms: a token. tokens_per_s.
     """
-    weights = sum(p.nbytes for p in target.decoder.layers.parameters()) + target.head.weight.nbytes
-    size = weights + _cache_bytes(target, sum(map(len, prompts)) // len(prompts) + tokens // 2)
+    layers = sum(p.nbytes for p in target.decoder.layers.parameters())
+    if target.quantised is not None:
+        layers = int(layers * weight_only.bits(target.quantised) / weight_only.FLOAT_BITS)
+    size = layers + target.head.weight.nbytes + _cache_bytes(target, sum(map(len, prompts)) // len(prompts) + tokens // 2)
     sample = torch.ones(min(size, READ_BYTES) // 4, device=target.device)
     clock, seconds = Clock(target.device), []
     for _ in range(READS):

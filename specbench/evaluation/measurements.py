@@ -4,8 +4,9 @@ All arms are measured once before any is measured again, so that slow changes of
 result is written at once, and what the cell's blocks hold is not measured again.
 """
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbench.common.budget import Budget, Pace
@@ -30,12 +31,16 @@ PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and the most tok
 
 @dataclass(frozen=True)
 class Workload:
-    """What a measurement decodes: prompts as ids, and how many tokens of each answer. plain: the baseline."""
+    """What a measurement decodes: some prompts as ids, and how many tokens of each answer.
+
+    plain: the baseline. all_prompts: of all questions of the cell.
+    """
 
     target: Target
     prompts: list[list[int]]
     tokens: int
     plain: BoundDrafter
+    all_prompts: Sequence[list[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,13 @@ def _generate(load: Workload, arm: Arm) -> dict[str, float]:
 
 def _memory(load: Workload, arm: Arm) -> dict[str, float]:
     return isolated.call(isolated.memory, arm.spec, load.prompts[0], load.tokens, load.target.packing.timed)
+
+
+def _quality(load: Workload, arm: Arm) -> dict[str, float]:
+    """Beside the original, which is loaded for it."""
+    print("its quality: loading the original", file=sys.stderr, flush=True)
+    original, _ = arms.load(replace(arm.spec, model=replace(arm.spec.model, quantised=None)))
+    return costs.quality(load.target, original, load.plain, load.all_prompts, load.tokens)
 
 
 def _clients(load: Workload, arm: Arm) -> dict[str, float]:
@@ -126,6 +138,7 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "clients": Quantity(_clients),
     "generate": Quantity(_local(_eager(_generate)), _is_compared),
     "floor": Quantity(_local(lambda load, _: costs.floor(load.target, load.prompts, load.tokens)), _is_baseline),
+    "quality": Quantity(_quality, _is_baseline),
 }
 
 

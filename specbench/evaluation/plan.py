@@ -17,7 +17,7 @@ from specbench.records import blocks, identity, studies
 from specbench.records.blocks import BlockIndex
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import WEIGHTS
-from specbench.records.studies import ON_DEMAND, Study, measuring_cell, option, replayed
+from specbench.records.studies import ON_DEMAND, Study, measuring_cell, option, quantised, replayed
 
 Kind = Literal["replayed", "trained", "timed"]
 ORDER: Mapping[str, int] = {"replayed": 0, "trained": 1, "timed": 2}
@@ -71,8 +71,8 @@ def folder_name(words: Sequence[str]) -> str:
     temperature, top_p = float(option(words, "sampler.temperature", "0")), float(option(words, "sampler.top_p", "1"))
     drawn = temperature, top_p, int(option(words, "sampler.top_k", "0"))
     tokens, link = int(option(words, "decode.max_new_tokens", "1024")), option(words, "link", "local")
-    batch = int(option(words, "batch", "1"))
-    return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, replayed(words), batch)
+    batch, mode = int(option(words, "batch", "1")), replayed(words)
+    return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, mode, batch, quantised(words))
 
 
 @dataclass(frozen=True)

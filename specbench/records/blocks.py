@@ -94,14 +94,22 @@ def read_block(path: Path) -> tuple[Header, list[Record]]:
     return header, records  # type: ignore[return-value]
 
 
-def cell_name(dataset: str, drawn: tuple[float, float, int], tokens: int, link: str, replayed: bool, batch: int = 1) -> str:
-    """Folder name of a cell: prompts, sampling, length and mode. drawn: temperature, top-p, top-k."""
+def cell_name(
+    dataset: str,
+    drawn: tuple[float, float, int],
+    tokens: int,
+    link: str,
+    replayed: bool,
+    batch: int = 1,
+    quantised: str | None = None,
+) -> str:
+    """Folder name of a cell: prompts, sampling, length, mode, rounding of the target. drawn: temperature, top-p, top-k."""
     temperature, top_p, top_k = drawn
     parts = [dataset, f"t{temperature:g}" if temperature else "greedy"]
     parts += [f"p{top_p:g}"] * (top_p < 1) + [f"k{top_k}"] * (top_k > 0)
     parts += [str(tokens)] + [f"link-{link}"] * (link != "local") + ["replayed"] * replayed
     parts += [f"batch{batch}"] * (batch > 1)
-    return "-".join(parts)
+    return "-".join(parts if quantised is None else [*parts, quantised])
 
 
 def below(root: Path, pattern: str = NAME) -> list[Path]:

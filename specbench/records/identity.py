@@ -76,6 +76,7 @@ def cell_key(header: Mapping[str, Any]) -> str:
     settings = {name: sha for name, sha in (target.get("contents") or {}).items() if not name.endswith(TENSOR_FILES)}
     sampler, decode, link = config["sampler"], config.get("decode") or {}, config.get("link") or {}
     shape = plain_options({**link, "to": None})
+    quantised = target.get("quantised")
     sampled = sampler["temperature"] > 0 or bool(header.get("simulated"))
     return digest(
         {
@@ -88,6 +89,7 @@ def cell_key(header: Mapping[str, Any]) -> str:
             "replay": bool(header.get("replay")),
             "link": None if link.get("name", "local") == "local" else shape,
             **({"batch": config["batch"]} if config.get("batch", 1) > 1 else {}),  # older blocks have no such option
+            **({} if quantised is None else {"quantised": quantised}),
         }
     )
 

@@ -192,6 +192,7 @@ class TargetInfo(TypedDict):
 
     dtype: str
     parameters: Count
+    quantised: NotRequired[str]
     bytes: NotRequired[Count]
     vocabulary: NotRequired[Count]
 

@@ -29,7 +29,8 @@ ON_DEMAND = 9  # as a priority: planned only where the study is named
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
 # See `specbench.evaluation.measurements`.
-Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor"]
+Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor", "quality"]
+Quantised = Literal["int8", "int4"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch"]
 
 
@@ -58,7 +59,7 @@ class Needs(TypedDict, total=False):
     project lacks.
     """
 
-    device: Literal["cuda"]
+    device: Literal["cuda", "cpu"]
     vocabulary: Annotated[int, Gt(0)]
     billions: Annotated[float, Gt(0)]
     trained: Annotated[float, Gt(0)]
@@ -76,7 +77,7 @@ class Cell(TypedDict):
 
 
 class At(TypedDict, total=False):
-    """One of a study's cells; by default the first one's dataset, greedy, one sequence at a time.
+    """One of a study's cells; by default the first one's dataset, greedy, one sequence at a time, of the original target.
 
     dataset: several: the mean over them. category: of its prompts; `over_at` then means all other categories.
     """
@@ -85,6 +86,7 @@ class At(TypedDict, total=False):
     category: Name
     temperature: Annotated[Temperature, Gt(0)]
     batch: Count
+    quantised: Quantised
 
 
 # "is" is a keyword, hence the call.
@@ -238,6 +240,8 @@ def unmet(
         cuda = str(header["target"].get("device", "")).startswith("cuda")
     if needs.get("device") == "cuda" and not cuda:
         missing.append("a GPU")
+    if needs.get("device") == "cpu" and cuda:
+        missing.append("a target on a CPU")
     if header is None:
         return missing
     if header["target"].get("vocabulary", 0) < needs.get("vocabulary", 0):
@@ -302,6 +306,12 @@ def option(overrides: Iterable[str], name: str, default: str) -> str:
 
 def replayed(overrides: Iterable[str]) -> bool:
     return option(overrides, "replay", "false") == "true"
+
+
+def quantised(overrides: Iterable[str]) -> str | None:
+    """How the target's weights are rounded, if they are."""
+    kind = option(overrides, "model.quantised", "null")
+    return None if kind == "null" else kind
 
 
 def cell_runs(study: Study) -> list[list[Override]]:

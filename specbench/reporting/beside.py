@@ -1,5 +1,6 @@
 """Which measured value stands beside a published number, see `specbench.reporting.published`."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,7 +97,7 @@ class Beside:
     def _value(self, arm: str, cell: Any, dataset: str) -> tuple[float | None, str]:
         at: dict[str, Any] = {"dataset": dataset} if dataset else {}
         at |= {"temperature": float(cell.temperature)} if cell.temperature else {}
-        at |= {"batch": batch_of(cell)}
+        at |= {"batch": batch_of(cell), "quantised": quantised_of(cell)}
         metric = MEASURED.get(cell.metric)
         if metric is None and cell.metric != MEMORY:
             return None, ""
@@ -112,6 +113,12 @@ class Beside:
 def batch_of(cell: Any) -> int:
     """The batch size of a published cell."""
     return next((int(part[6:]) for part in cell.variant.split("; ") if part.startswith("batch=")), 1)
+
+
+def quantised_of(cell: Any) -> str | None:
+    """How the weights of a published cell's target were rounded."""
+    found = re.search(r"precision=(int[48])\b", cell.variant)
+    return None if found is None else found[1]
 
 
 def _memory(e: Entry) -> float | None:

@@ -61,6 +61,11 @@ class Entry:
         return self.header["config"]["sampler"]["temperature"]
 
     @property
+    def place(self) -> dict[str, Any]:
+        """What names its cell within a study, see `records.studies.At`."""
+        return {n: getattr(self, n) for n in ("dataset", "temperature", "batch", "quantised")}
+
+    @property
     def batch(self) -> int:
         """Sequences decoded together."""
         return self.header["config"].get("batch", 1)
@@ -79,7 +84,13 @@ class Entry:
     @property
     def dtype(self) -> str:
         compiled = " compiled" if self.header["config"].get("backend") == "compile" else ""
-        return self.header["target"]["dtype"] + compiled
+        quantised = f" with {self.quantised} weights" if self.quantised else ""
+        return self.header["target"]["dtype"] + quantised + compiled
+
+    @property
+    def quantised(self) -> str | None:
+        """How the weights of the target's layers were rounded."""
+        return self.header["target"].get("quantised")
 
     @property
     def parameters(self) -> int:

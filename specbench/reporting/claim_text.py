@@ -75,6 +75,7 @@ def _where(at: Mapping[str, Any] | None) -> str:
         f"the mean of {', '.join(datasets)}" if isinstance(datasets, list) else datasets,
         at.get("category", ""),
         f"a batch of {at['batch']}" if "batch" in at else "",
+        at.get("quantised", ""),
     ]
     return "".join(f" at {part}" for part in parts if part)
 
@@ -88,6 +89,8 @@ def _other(at: Mapping[str, Any], over: Mapping[str, Any]) -> str:
         apart.append("greedy" if over["temperature"] == 0 else f"T={over['temperature']:g}")
     if "batch" in at:
         apart.append("one sequence" if over["batch"] == 1 else f"a batch of {over['batch']}")
+    if "quantised" in at:
+        apart.append(over["quantised"] or "the original")
     return f" {' '.join(apart)}"
 
 

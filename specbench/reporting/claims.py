@@ -123,7 +123,7 @@ def _compare_at(
     if theirs is None:
         return None, Comparison(reason=f"no rows of {test.get('over', test['of'])}")
     if ours.replayed != theirs.replayed:  # use timed rows of both
-        places = ({"dataset": e.dataset, "temperature": e.temperature, "batch": e.batch} for e in (ours, theirs))
+        places = (e.place for e in (ours, theirs))
         ours, theirs = (known.find(e.name, at, timed=True) or e for e, at in zip((ours, theirs), places, strict=True))
     if problem := known.incomparable(ours, theirs):
         return None, Comparison(reason=problem)

@@ -128,7 +128,16 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
     name = f" ({e.machine})" if machine else ""
     least = engines.floor(group) if machine else None
     read = f"; reading the model takes {least['ms']:.1f} ms a token" if least else ""
-    return ", ".join(parts) + f"; machine {'busy' if any(x.busy for x in group) else 'quiet'}{name}{read}"
+    busy = f"; machine {'busy' if any(x.busy for x in group) else 'quiet'}{name}{read}"
+    return ", ".join(parts) + busy + _beside_original(group)
+
+
+def _beside_original(group: Sequence[Entry]) -> str:
+    """How much a quantised target differs from its original, if that was measured."""
+    if (found := engines.quality(group)) is None:
+        return ""
+    perplexity = f"perplexity {found['perplexity']:.3f} (original {found['original']:.3f})"
+    return f"; {perplexity} on the original's answers, {found['agreement']:.1%} of the ids the same"
 
 
 # Columns --------------------------------------------------------------------------------------------------------------

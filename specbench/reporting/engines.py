@@ -22,6 +22,7 @@ COLUMNS = (
 
 
 SIDES = ("ours", "theirs", "ratio", "identical")  # of `generate`
+QUALITY = ("perplexity", "original", "agreement")
 FLOOR = ("bytes", "gb_per_s", "ms", "tokens_per_s")
 
 
@@ -67,5 +68,14 @@ def _floor_lines(group: Sequence[Entry]) -> Iterator[list[str]]:
 
 def floor(group: Sequence[Entry]) -> dict[str, float] | None:
     """Medians of the baseline's `floor`, see `specbench.evaluation.costs`; None if it was not measured."""
-    values = next((v for e in group if e.name == BASELINE and (v := _complete(e, "floor", FLOOR))), None)
-    return None if values is None else {name: median(v[name] for v in values) for name in FLOOR}
+    return _medians(group, "floor", FLOOR)
+
+
+def quality(group: Sequence[Entry]) -> dict[str, float] | None:
+    """The same of a quantised target's `quality`."""
+    return _medians(group, "quality", QUALITY)
+
+
+def _medians(group: Sequence[Entry], quantity: str, names: Sequence[str]) -> dict[str, float] | None:
+    values = next((v for e in group if e.name == BASELINE and (v := _complete(e, quantity, names))), None)
+    return None if values is None else {name: median(v[name] for v in values) for name in names}

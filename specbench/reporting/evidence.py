@@ -9,7 +9,7 @@ import numpy as np
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES, sum_rows
 from specbench.records.statistics import Rate, Sums, Totals
-from specbench.records.studies import Study, cell_runs, option, replayed
+from specbench.records.studies import Study, cell_runs, option, quantised, replayed
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.verdict import QUESTIONS
 
@@ -76,9 +76,9 @@ class Evidence:
         self.entries = [e for e in entries if e.name == BASELINE or e.name in study["arms"]]
 
     def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What names one of the study's cells; by default the first one's data set, greedy, one sequence at a time."""
+        """What names one of the study's cells, see `At`; by default the first one's data set."""
         dataset = option(cell_runs(self.study)[0], "dataset", "mtbench")
-        return {"dataset": dataset, "temperature": 0, "batch": 1} | dict(at or {})
+        return {"dataset": dataset, "temperature": 0, "batch": 1, "quantised": None} | dict(at or {})
 
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
         """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
@@ -87,7 +87,8 @@ class Evidence:
             e
             for e in self.entries
             if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
-            and e.batch == at["batch"] and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
+            and e.batch == at["batch"] and e.quantised == at["quantised"]
+            and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
         ]  # fmt: skip
         if not fit:
             return None
@@ -110,6 +111,7 @@ class Evidence:
             and float(option(words, "sampler.temperature", "0")) == e.temperature
             and replayed(words) == e.replayed
             and int(option(words, "batch", "1")) == e.batch
+            and quantised(words) == e.quantised
         ]
         return max([QUESTIONS, *sizes])
 

@@ -157,7 +157,7 @@ def _bar_panel(by: str, metric: str, at: Mapping[str, Any], groups: Groups, rows
     made: dict[str, list[tuple[Any, Interval | None, list[float]]]] = {}
     for title, arm in arms.items():
         for tick in ticks if by != "arm" else [title]:
-            place = {**at, by: tick} if by in ("dataset", "temperature", "batch") else at
+            place = {**at, by: tick} if by in ("dataset", "temperature", "batch", "quantised") else at
             e = rows.find(arm, place, metric)
             printed = [] if by == "category" else rows.printed(arm, metric, place)
             made.setdefault(title, []).append((tick, value(e, metric, tick if by == "category" else None), printed))
@@ -171,13 +171,21 @@ def _bar_panel(by: str, metric: str, at: Mapping[str, Any], groups: Groups, rows
     ]
     names = [tick_label(by, tick) for tick in kept]
     one = {"": [(-0.5, 1.0), (len(kept) - 0.5, 1.0)]} if metric == "speed_up" else None
-    label = {"dataset": "data set", "category": "category of the prompts", "batch": "sequences at once"}.get(by, "")
+    labels = {
+        "dataset": "data set",
+        "category": "category of the prompts",
+        "batch": "sequences at once",
+        "quantised": "weights",
+    }
+    label = labels.get(by, "")
     absent = [tick_label(by, tick) for tick in ticks if tick not in kept]
     return Panel(label, METRIC_LABELS.get(metric, metric), series, shape="bars", ticks=names, guides=one, absent=absent)
 
 
 def tick_label(by: str, tick: Any) -> str:
     """The name of a group of bars."""
+    if by == "quantised":
+        return tick or "original"
     return f"T={tick:g}" if by == "temperature" else str(tick)
 
 

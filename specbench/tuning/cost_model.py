@@ -169,6 +169,7 @@ def made_for(target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
         "target": target.fingerprint(),
         "dtype": str(target.dtype),
         "kernels": target.kernels,
+        **({} if target.quantised is None else {"quantised": target.quantised}),
         **options,
     }
 

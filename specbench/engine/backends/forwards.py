@@ -1,21 +1,32 @@
 """Which forward a model decodes with: the fastest that knows its layers and reproduces its own."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from specbench.common.environment import installed
+from specbench.common.errors import SpecBenchError
+from specbench.engine.backends import weight_only
 from specbench.engine.backends.fused_llama import FusedLlama, like_llama, reproduces
 
 OPENVINO_COPIES = 1.5  # memory that it takes, by the bytes of the weights; measured with 40 and 106 M parameters
 
 
 def fastest(model: Any) -> FusedLlama | None:
-    """A forward for a `CausalLM`, or None: its own. OpenVINO's graph where it can run, else PyTorch's with few kernels."""
-    if model.window is not None or not like_llama(model.decoder):
-        return None
-    for kind in _kinds(model):
-        made = kind(model.decoder, model.head, model.packing)
-        if reproduces(made, model):
-            return made
+    """A forward for a `CausalLM`, or None: its own. OpenVINO's graph where it can run, else PyTorch's with few kernels.
+
+    Raises `SpecBenchError` for a quantised model that OpenVINO's graph cannot run here: any other forward runs it no faster
+    than its original.
+    """
+    if model.window is None and like_llama(model.decoder):
+        for kind in _kinds(model):
+            made = kind(model.decoder, model.head, model.packing)
+            if reproduces(made, model):
+                return made
+    if model.quantised is not None:
+        raise SpecBenchError(
+            f"model.quantised={model.quantised}: OpenVINO's graph has no memory, or does not reproduce it; leave it out"
+        )
     return None
 
 
@@ -24,10 +35,19 @@ def has_openvino() -> bool:
     return installed("openvino") is not None
 
 
-def _kinds(model: Any) -> list[type[FusedLlama]]:
-    copied = OPENVINO_COPIES * sum(p.nbytes for part in (model.decoder.layers, model.head) for p in part.parameters())
-    if not has_openvino() or copied > model.packing.room():
-        return [FusedLlama]
+def openvino_bytes(layers: int, head: int, quantised: str | None = None) -> int:
+    """Bytes that OpenVINO's graph takes beside the model. layers, head: numbers that their weights hold."""
+    bits = weight_only.FLOAT_BITS if quantised is None else weight_only.bits(quantised)
+    return int(OPENVINO_COPIES * (layers * bits + head * weight_only.FLOAT_BITS) / 8)
+
+
+def _kinds(model: Any) -> list[Callable[..., FusedLlama]]:
+    """The forwards to try, fastest first; of a quantised model OpenVINO's alone."""
+    others: list[Callable[..., FusedLlama]] = [FusedLlama] if model.quantised is None else []
+    layers, head = (sum(p.numel() for p in part.parameters()) for part in (model.decoder.layers, model.head))
+    if not has_openvino() or openvino_bytes(layers, head, model.quantised) > model.packing.room():
+        return others
     from specbench.engine.backends import openvino_llama
 
-    return [openvino_llama.OpenVinoLlama, FusedLlama] if openvino_llama.supports(model.decoder) else [FusedLlama]
+    graph = partial(openvino_llama.OpenVinoLlama, quantised=model.quantised)
+    return [graph, *others] if openvino_llama.supports(model.decoder) else others

@@ -6,6 +6,8 @@ which the mask hides those that are not kept, and to its own N, which it returns
 products is the number of operators, 5 to 10 us each, so there are as few as possible: queries are scaled by their rotation,
 and a layer's cached rows are copied in front of its new ones rather than multiplied apart.
 
+Weights of a quantised target (`weight_only`) stay integers, which the processor turns into float32 as it multiplies.
+
 It is checked against the model's own forward when it is made. Layers alone, and some sublayers of them, run as
 `FusedLlama`'s, of which this is one.
 """
@@ -22,6 +24,7 @@ import torch
 from openvino import opset15 as ops
 from torch import Tensor, nn
 
+from specbench.engine.backends import weight_only
 from specbench.engine.backends.fused_llama import FusedLlama
 from specbench.engine.backends.packed_linear import Packing
 from specbench.engine.cache import KVCache
@@ -39,8 +42,9 @@ class OpenVinoLlama(FusedLlama):
 
     name = "openvino"
 
-    def __init__(self, decoder: Any, head: nn.Linear, packing: Packing):
+    def __init__(self, decoder: Any, head: nn.Linear, packing: Packing, quantised: str | None = None):
         super().__init__(decoder, head, packing)
+        self.quantised = quantised
         self.readable: tuple[int, ...] = ()  # layers whose outputs the compiled graph gives
         self._compiled: Any = None  # a request to it
 
@@ -104,6 +108,7 @@ class OpenVinoLlama(FusedLlama):
                 "INFERENCE_PRECISION_HINT": "f32",
                 "PERFORMANCE_HINT": "LATENCY",
                 "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+                "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # inputs stay float32: rows do not depend on their neighbours
             }
             model = _Graph(self).build()
             self._compiled = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
@@ -144,7 +149,8 @@ class _Graph:
         return openvino.Model([ops.result(output) for output in outputs], inputs)
 
     def _linear(self, product: str, layer: int, x: Node) -> Node:
-        return _product(x, *self.of.joined[product][layer])
+        weight, bias = self.of.joined[product][layer]
+        return _product(x, weight, bias, self.of.quantised)
 
     def _attend(self, layer: int, x: Node, cached: Sequence[Node]) -> tuple[Node, Node, Node]:
         """Self-attention with its output product, and its new keys and values [B, H, N, Dh]."""
@@ -186,10 +192,28 @@ def _constant(weight: Tensor) -> Node:
     return ops.constant(weight.detach().numpy(), shared_memory=True)
 
 
-def _product(x: Node, weight: Tensor, bias: Tensor | None) -> Node:
+def _product(x: Node, weight: Tensor, bias: Tensor | None, quantised: str | None = None) -> Node:
     """x W^T + b."""
-    y = ops.matmul(x, _constant(weight), False, True)
+    y = ops.matmul(x, _constant(weight) if quantised is None else _compressed(weight, quantised), False, True)
     return y if bias is None else ops.add(y, _constant(bias))
+
+
+def _compressed(weight: Tensor, kind: str) -> Node:
+    """Weights that are rounded already, in the operators that OpenVINO multiplies with without unpacking them first."""
+    integers, scales, offsets = weight_only.rounded(weight, kind)
+    if offsets is None:
+        shifted = ops.convert(ops.constant(integers.numpy()), FLOAT32)
+    else:
+        shifted = ops.subtract(ops.convert(_nibbles(integers), FLOAT32), ops.constant(offsets.numpy()))
+    return ops.reshape(ops.multiply(shifted, ops.constant(scales.numpy())), _ints(*weight.shape), False)
+
+
+def _nibbles(integers: Tensor) -> Node:
+    """Integers from 0 to 15, two a byte, the first one in the lower half."""
+    low, high = integers.view(-1, 2).unbind(1)
+    packed = (high << 4 | low).numpy()
+    viewed = openvino.Tensor(packed, list(integers.shape), openvino.Type.u4)
+    return openvino.op.Constant(viewed, shared_memory=False)  # a copy: nothing keeps `packed`
 
 
 def _number(value: float) -> Node:
