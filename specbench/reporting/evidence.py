@@ -9,7 +9,7 @@ import numpy as np
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES, sum_rows
 from specbench.records.statistics import Rate, Sums, Totals
-from specbench.records.studies import Study, cell_runs, option, quantised, replayed
+from specbench.records.studies import Study, cell_needs, cell_runs, option, quantised, replayed, unmet
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.verdict import QUESTIONS
 
@@ -103,11 +103,12 @@ class Evidence:
         return any(o.lstrip("+").startswith("verify") for o in self.study["arms"].get(arm, {"run": []})["run"])
 
     def planned(self, e: Entry) -> int:
-        """Questions that the study plans for an entry's cell, 20 at least."""
+        """Questions that the study plans for an entry's cell on a machine such as the entry's, 20 at least."""
         sizes = [
             int(option(words, "data.limit", "80"))
-            for words in cell_runs(self.study)
-            if option(words, "dataset", "mtbench") == e.dataset
+            for number, words in enumerate(cell_runs(self.study))
+            if not unmet(cell_needs(self.study, number), e.header, cuda=False)
+            and option(words, "dataset", "mtbench") == e.dataset
             and float(option(words, "sampler.temperature", "0")) == e.temperature
             and replayed(words) == e.replayed
             and int(option(words, "batch", "1")) == e.batch
