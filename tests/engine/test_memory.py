@@ -131,8 +131,9 @@ def test_tied_weights_count_once_but_are_copied_for_the_head():
     assert untied.weights - tied.weights == 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
     model = tiny().model
     decoder = 4 * sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n)
-    decoder *= forwards.OPENVINO_COPIES if forwards.has_openvino() else 1
-    assert untied.copies == tied.copies == decoder + model.lm_head.weight.nbytes
+    head = model.lm_head.weight.nbytes
+    joined = forwards.OPENVINO_COPIES * (decoder + head) if forwards.has_openvino() else decoder  # in one graph
+    assert untied.copies == tied.copies == int(joined) + head
     lean = estimate(config_of(sizes, "shape"), torch.float32, CPU, 100, fused=False)
     assert lean.copies == 0 and estimate(config_of(sizes, "shape"), torch.float16, CPU, 100).copies == 0
 
