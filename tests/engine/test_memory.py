@@ -285,6 +285,7 @@ def test_a_drafter_with_which_a_target_does_not_fit_does_not_rule_out_the_next_o
         model=spec("smollm2-135m", f"model.path={home / 'model'}", "model.dtype=float32", "model.forward=plain"),
         link=SimpleNamespace(local=True),
         backend="eager",
+        batch=1,
     )
     heavy = SimpleNamespace(name="heavy", outline=lambda target: Outline(10**9))
     message = refused(lambda: targets.load(run, [heavy]))
@@ -304,7 +305,8 @@ def test_a_target_that_could_not_be_loaded_is_not_tried_again(monkeypatch):
         def __str__(self):
             return self.name
 
-    run = SimpleNamespace(model=Model(name="m", device="cpu", load=fail), link=SimpleNamespace(local=True), backend="eager")
+    model, link = Model(name="m", device="cpu", load=fail), SimpleNamespace(local=True)
+    run = SimpleNamespace(model=model, link=link, backend="eager", batch=1)
     targets = Targets()
     for _ in range(2):
         with pytest.raises(TargetUnavailable, match="no such model"):
@@ -394,3 +396,10 @@ def test_what_is_available_counts_not_what_there_is(monkeypatch):
     monkeypatch.setattr(environment, "_left_in_groups", lambda *a: [])
     total = environment.hardware(CPU)["memory_gib"] * GIB
     assert 0 < environment.free_memory(CPU) < total
+
+
+def test_sequences_that_are_decoded_together_have_caches_of_their_own():
+    one, eight = (
+        estimate(config_of({"model_type": "llama", **SIZES}, "shape"), torch.float32, CPU, 100, sequences=n) for n in (1, 8)
+    )
+    assert one.cache > 0 and eight.cache == 8 * one.cache and eight.weights == one.weights
