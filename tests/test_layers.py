@@ -97,7 +97,7 @@ def test_the_interface_of_the_engine_knows_nothing_and_only_what_runs_models_kno
         if module.endswith("interface"):
             assert not of(names, "specbench")
         if not module.endswith(
-            ("target", "causal_lm", "language_model", "fused_llama", "cache", "rows", "pretrained", "loading")
+            ("target", "causal_lm", "language_model", "fused_llama", "cache", "slots", "rows", "pretrained", "loading")
         ):
             assert not of(names, "transformers"), module
 
