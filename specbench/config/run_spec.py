@@ -152,8 +152,8 @@ class RunSpec(Common):
         if drafter.nodes > MAX_NODES:
             name, nodes = self.drafter["name"], f"{drafter.nodes:,}"
             raise SpecBenchError(f"drafter={name}: trees of up to {nodes} nodes, more than {MAX_NODES:,}; lower its sizes")
-        if self.batch > 1 and (not drafter.batches or drafter.state == "run"):
-            raise SpecBenchError(f"drafter={self.drafter['name']} drafts for one sequence at a time; leave out batch=")
+        if self.batch > 1:
+            drafter.require_batches()
         if drafter.runs_layers and not self.link.local:
             raise SpecBenchError(
                 f"drafter={self.drafter['name']} runs layers of the target, which are on the server; choose another "

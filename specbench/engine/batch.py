@@ -26,7 +26,7 @@ DRAFT, VERIFY = 0, 1  # draft passes go first, so that the target's pass waits f
 
 
 @dataclass(frozen=True)
-class Together:
+class DecodedBatch:
     """A decoded batch. Seconds are by one clock, from its start.
 
     Attributes:
@@ -57,7 +57,7 @@ def decode_together(
     sampler: Sampler,
     generators: Sequence[torch.Generator | None],
     clock: Clock = time.perf_counter,
-) -> Together:
+) -> DecodedBatch:
     """Decode a prompt a sequence, each with its own generator.
 
     Raises `SpecBenchError` as `decode`, or if drafter or target cannot run several sequences at once.
@@ -77,7 +77,7 @@ def decode_together(
     def spent(order: int) -> float:
         return sum(end - start for kind, start, end in lockstep.spent if kind == order and start >= prefilled)
 
-    return Together(events, [t[-1] - begin for t in times], prefilled - begin, spent(DRAFT), spent(VERIFY))
+    return DecodedBatch(events, [t[-1] - begin for t in times], prefilled - begin, spent(DRAFT), spent(VERIFY))
 
 
 def _timed_events(clock: Clock, *arguments: Any) -> list[tuple[Prefill | Step, float]]:

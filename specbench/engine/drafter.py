@@ -103,9 +103,13 @@ class Drafter:
         Weights are shared, state is not, and heavy functions go through the `Lockstep`. Raises `SpecBenchError` if it
         cannot.
         """
+        self.require_batches()
+        return [self._row() for _ in range(count)]
+
+    def require_batches(self) -> None:
+        """Raises `SpecBenchError` if it can draft for one sequence at a time only."""
         if not self.batches or self.state == "run":
             raise SpecBenchError(f"drafter={self.name} drafts for one sequence at a time; leave out batch=")
-        return [self._row() for _ in range(count)]
 
     def _row(self) -> Any:
         """A copy that drafts for another sequence."""

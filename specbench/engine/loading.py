@@ -114,7 +114,10 @@ class ModelSpec:
             (dtype != torch.float32, f"computes in float32; leave model.dtype={named} out"),
             (self.forward == "plain", "is no faster than its original with model.forward=plain; leave one of both out"),
             (not forwards.has_openvino(), "needs OpenVINO, which is not installed here; leave it out"),
-            (not weight_only.pays(), "is slower than its original on a processor without AVX2; leave it out"),
+            (
+                not weight_only.pays(),
+                "was never tried without AVX2, which this processor lacks; leave it out",
+            ),
         ):
             if refused:
                 raise SpecBenchError(f"model.quantised={self.quantised} {reason}")

@@ -31,7 +31,7 @@ Group = tuple[int, int, int]  # first row, behind the last row, slots
 class RowCache(Cache):
     """Keys and values of B rows of different lengths. Attributes: slots [B], where the next pass writes."""
 
-    length = 0  # slots are told apart by the mask alone
+    length = 0  # of no use here: the mask alone says which slots a token sees
 
     def __init__(self, layers: int, rows: int, capacity: int, dtype: torch.dtype):
         self.rows, self.capacity, self.dtype = rows, capacity, dtype

@@ -68,13 +68,15 @@ class SlotsOfPass(Cache):
         counts: tokens of each sequence in this pass; the longest decides how many columns it has.
     """
 
-    length, empty = 0, False  # slots are told apart by the mask alone
+    length, empty = 0, False  # of no use here: the mask alone says which slots a token sees
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int]):
         assert all(isinstance(cache, _Slot) for cache in caches)
         self.caches, self.counts = caches, counts
         self.slots: Slots = caches[0].slots  # type: ignore[attr-defined]
-        self.rows: list[int] = [cache.row for cache in caches]  # type: ignore[attr-defined]
+        rows: list[int] = [cache.row for cache in caches]  # type: ignore[attr-defined]
+        everyone = rows == list(range(len(self.slots.sequences)))
+        self.rows: slice | list[int] = slice(None) if everyone else rows  # a slice copies nothing
         end = max(cache.length for cache in caches) + max(counts)
         for device, (keys, values) in list(self.slots.storage.items()):
             self.slots.reserve(end, device, (keys[0, :1], values[0, :1]), len(keys))
@@ -84,9 +86,7 @@ class SlotsOfPass(Cache):
     @property
     def storage(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
         """Device -> keys, values [L, R, H, C, Dh]; a copy if sequences of the storage take no part."""
-        everyone = self.rows == list(range(len(self.slots.sequences)))
-        stored = self.slots.storage
-        return stored if everyone else {d: (k[:, self.rows], v[:, self.rows]) for d, (k, v) in stored.items()}
+        return {d: (k[:, self.rows], v[:, self.rows]) for d, (k, v) in self.slots.storage.items()}
 
     def visible(self, new: int) -> int:
         return self.capacity
@@ -97,8 +97,7 @@ class SlotsOfPass(Cache):
             cache.append(layer, key[i : i + 1, :, :count], value[i : i + 1, :, :count])
         keys, values = self.slots.storage[key.device]
         at = self.caches[0].index[layer]
-        everyone = self.rows == list(range(len(self.slots.sequences)))
-        return (keys[at], values[at]) if everyone else (keys[at, self.rows], values[at, self.rows])
+        return keys[at][self.rows], values[at][self.rows]
 
     def append_all(self, keys: Tensor, values: Tensor) -> None:
         """Write the new rows of all layers [L, R, H, N, Dh]."""

@@ -6,12 +6,10 @@ from typing import Any
 
 from specbench.common.budget import Budget, Pace
 from specbench.common.errors import format_exception
-from specbench.data.chat import Chat, Message
+from specbench.data.chat import Message
 from specbench.data.prompts import Question
-from specbench.engine.batch import Together, decode_together
-from specbench.engine.decode import Limits, Prefill, RunSettings
-from specbench.engine.sampling import Sampler
-from specbench.engine.target import Target
+from specbench.engine.batch import DecodedBatch, decode_together
+from specbench.engine.decode import Limits, Prefill
 from specbench.evaluation.audit import audit
 from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.blocks import Ledger
@@ -22,18 +20,13 @@ class BatchBench(Bench):
     """Decodes questions `batch` at a time, with each drafter in turn; the baseline of a batch is a batch of plain decoding.
 
     A last batch that is not full is filled up with other questions, whose answers are not written.
+
+    Args:
+        arguments: as `Bench` takes them.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        chat: Chat,
-        bound_drafters: Sequence[BoundDrafter],
-        sampler: Sampler,
-        settings: RunSettings,
-        batch: int,
-    ):
-        super().__init__(target, chat, bound_drafters, sampler, settings)
+    def __init__(self, *arguments: Any, batch: int):
+        super().__init__(*arguments)
         self.batch = batch
         self.questions: Sequence[Question] = []
         self._tried: set[str] = set()  # digests of questions that were in a batch of this run, and may have failed there
@@ -145,7 +138,7 @@ class BatchBench(Bench):
         return rows
 
 
-def fill(rows: Sequence[Row], batch: Together, others: float | None) -> None:
+def fill(rows: Sequence[Row], batch: DecodedBatch, others: float | None) -> None:
     """Counts of each sequence, and its share of the batch's seconds by the tokens that its cycles emitted."""
     for row, events in zip(rows, batch.events, strict=True):
         for event in events:

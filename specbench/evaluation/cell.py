@@ -122,7 +122,7 @@ def decode_early(
 def _bench(spec: RunSpec, target: Target, chat: Chat, cell_arms: Sequence[Arm]) -> Bench:
     bound = [arm.bound for arm in cell_arms]
     if spec.batch > 1:
-        return BatchBench(target, chat, bound, spec.sampler, spec.decode, spec.batch)
+        return BatchBench(target, chat, bound, spec.sampler, spec.decode, batch=spec.batch)
     return Bench(target, chat, bound, spec.sampler, spec.decode, spec.replay)
 
 

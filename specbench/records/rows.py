@@ -72,11 +72,12 @@ class Served:
 
 @dataclass
 class Batched:
-    """The batch that a generation was part of. Its seconds, `first_s` and `seconds`, are what each of its answers waited.
+    """The batch that a generation was part of.
 
     Attributes:
-        size: sequences. tokens: that all its cycles emitted. first_s: until all prompts had been read.
-        seconds: of all cycles. own_s: of this sequence's cycles, until its last token.
+        size: number of sequences. tokens: that the cycles of all of them emitted.
+        first_s: from the start until all prompts had been read. seconds: from then until the last sequence ended.
+        own_s: from then until this sequence ended, which is its latency.
     """
 
     size: Natural

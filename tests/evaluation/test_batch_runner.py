@@ -33,7 +33,7 @@ def bench(target, batch, sampler=GREEDY, names=("none", "eagle2", "prompt_lookup
     )
     bound = [BoundDrafter(name, make(name, target), Rule()) for name in names]
     arguments = target, chat, bound, sampler, RunSettings(max_new_tokens=20)
-    return Bench(*arguments) if batch == 1 else BatchBench(*arguments, batch)
+    return Bench(*arguments) if batch == 1 else BatchBench(*arguments, batch=batch)
 
 
 def rows_of(ledger):

@@ -61,7 +61,7 @@ def bits(kind: str) -> float:
 
 
 def pays() -> bool:
-    """Is a plain pass faster on this processor? OpenVINO multiplies with packed integers only where it has AVX2."""
+    """Can OpenVINO multiply with packed integers on this processor, which makes a plain pass faster? It needs AVX2."""
     return bool(torch.cpu.get_capabilities().get("avx2", False))
 
 
