@@ -5,6 +5,8 @@ import random
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -200,6 +202,30 @@ def test_clients_that_ask_without_reading_are_one_pass_ahead_of_another_at_most(
         assert other.ask(BEGIN)["kind"] == "answer"
         assert other.ask({**PASS, "tokens": [1, 2, 3], "parents": [0, 0]})["kind"] == "answer"
         assert len(passes) <= 12  # in turn they would be 17 and more
+
+
+LEAVING = """
+import time, zmq
+from specbench.remote.transport import server_socket
+server = server_socket("tcp://127.0.0.1:0", 1000)
+for _ in range(20):
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer.set(zmq.LINGER, 0)
+    peer.connect(server.get_string(zmq.LAST_ENDPOINT))
+    for _ in range(9):
+        peer.send(b"pass")
+    time.sleep(0.02)
+    peer.close()
+time.sleep(2)
+while server.poll(200):
+    server.recv_multipart()
+"""
+
+
+def test_clients_that_leave_with_messages_in_the_queue_do_not_end_the_server():
+    """ZeroMQ's heartbeats would: one that is due during a pass of a second found the closed connection, and aborted."""
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_connection_that_names_itself_is_refused(server):  # noqa: F811
