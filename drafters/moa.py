@@ -40,6 +40,7 @@ has the same gradient; widths are the paper's in proportion to the target's, key
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -54,11 +55,13 @@ from drafters.lsa import LayerSelfAttention
 from drafters.moa_checkpoint import PARTS, attention_shape, map_tensors
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Few, Ids, Name, Ratio, Share, Text, Times, Tokens, Weight
+from specbench.engine.batch import DRAFT, by_row, in_one_pass, over_keys
 from specbench.engine.cache import KVCache
 from specbench.engine.drafter import TimedFunction
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.pretrained import fingerprint
+from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
@@ -80,7 +83,7 @@ class MoA(CrossAttention, TrainedDrafter):
     """
 
     compresses_states = True
-    compiled = ("across_layers", "_self_attention", "cross")
+    compiled = ("across_layers", "self_attention", "cross")
     phased = ("periods", "window", "draws", "confine", "regression", "classification")
 
     def __init__(
@@ -101,7 +104,7 @@ class MoA(CrossAttention, TrainedDrafter):
         vocabulary: Ids | None = None,
     ):
         super().__init__(name, growth, weights, vocabulary)
-        self.tli, self.use_lsa, self.runs_layers = tli, lsa, tli > 0
+        self.tli, self.use_lsa, self.runs_layers, self.batches = tli, lsa, tli > 0, tli == 0
         self.over_layers = lsa or inputs == "mean"
         self.mlp_ratios = MLP_RATIOS | dict(mlp_ratios or {})
         self.regression, self.classification = regression, classification
@@ -183,6 +186,20 @@ class MoA(CrossAttention, TrainedDrafter):
         """h_hat of B x T queries. s [B, T, D]; keys, values [B, H, S, Dh]; mask [B, T, S] -> [B, T, D]"""
         return self.cross_block(s, self.norm(s), positions, keys, values, mask)
 
+    def self_attention(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+        """SA of N tokens a sequence behind a cache. tokens, positions [B, N], mask [B, 1, N, S] -> [B, N, D]"""
+        x = self.embedding(tokens).to(self.q.weight)
+        return self.sa(x, attention_mask=mask, past_key_values=cache, position_embeddings=self.rotary(x, positions))
+
+    def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
+        rows, call = super().for_sequences(count, lockstep), lockstep.call
+        layers, own, cross = by_row(self.across_layers), in_one_pass(self.self_attention), over_keys(self.cross)
+        for row, cache in zip(rows, Slots(self.tokens_cache, count).sequences, strict=True):
+            row.tokens_cache, row.states_cache = cache, KVCache(1, 0)
+            row.across_layers, row.self_attention = partial(call, layers, DRAFT), partial(call, own, DRAFT)
+            row.cross = partial(call, cross, DRAFT)
+        return rows
+
     # Decoding -----------------------------------------------------------------------------------------------------------
 
     def reset(self, capacity: int) -> None:
@@ -203,7 +220,7 @@ class MoA(CrossAttention, TrainedDrafter):
         self.states_cache.keep()
         self.tokens_cache.truncate(self.stable)
         tokens, positions, mask = unread_tokens(states, bonus, self.stable)
-        s = self._self_attention(tokens, positions, mask)
+        s = self._extend(tokens, positions, mask)
         self.stable = self.tokens_cache.length
         self.tail_cache.truncate(0)
         own = torch.ones(1, 1, dtype=torch.bool, device=tokens.device)
@@ -211,17 +228,15 @@ class MoA(CrossAttention, TrainedDrafter):
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
         positions, mask = level_inputs(tokens, depth, visible, self.stable)
-        s = self._self_attention(tokens, positions, mask)
+        s = self._extend(tokens, positions, mask)
         return self._draft(s, positions, torch.cat([visible.new_ones(tokens.shape[0], 1), visible], 1))
 
-    def _self_attention(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def _extend(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """SA of N tokens behind its cache, whose rows are kept. mask [N, S] -> [N, D]"""
-        x = self.embedding(tokens)[None].to(self.q.weight)
-        mask = None if mask is None else mask[None, None]
-        rotary = self.rotary(x, positions[None])
-        s = self.sa(x, attention_mask=mask, past_key_values=self.tokens_cache, position_embeddings=rotary)[0]
+        among = None if mask is None else mask[None, None]
+        s = self.self_attention(tokens[None], positions[None], among, self.tokens_cache)
         self.tokens_cache.keep()
-        return s
+        return s[0]
 
     def _draft(self, s: Tensor, positions: Tensor, drafted: Tensor) -> Tensor:
         """CA over verified tokens, then the target's last layers. s [N, D], drafted [N, 1 + rows] -> logits [N, V]"""

@@ -29,8 +29,10 @@ for every prompt. LayerSkip's target continues from the states of the exit layer
 accepts the same. The host reads one number a draft, the confidence.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,10 +42,13 @@ from specbench.common import hashing, storage
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Layers, Name, Share, Text
 from specbench.engine import weights
+from specbench.engine.batch import DRAFT, by_row, in_one_pass
+from specbench.engine.cache import KVCache
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import DraftTree, Sampler, Sublayers, Taps, TargetStates
 from specbench.engine.memory import cached_numbers
 from specbench.engine.sampling import argmax, draw
+from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.tree import build
 from specbench.records.schema import SKIP
@@ -78,7 +83,7 @@ class _Partial(Drafter, ABC):
         kept: the sublayers that it drafts with.
     """
 
-    runs_layers = True
+    runs_layers, batches = True, True
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class _Partial(Drafter, ABC):
 
     def bind(self, target: Target) -> None:
         """Raises `SpecBenchError` for a set that was searched for another target."""
-        self.target, self.head = target, target.head
+        self.target, self.head, self.target_logits = target, target.head, target.logits
         self.parts = target.sublayers()
         if len({p.device for p in target.decoder.parameters()}) > 1:
             raise SpecBenchError(f"drafter={self.name} needs the whole target on one device; set model.device_map=null")
@@ -125,6 +130,24 @@ class _Partial(Drafter, ABC):
 
     def timed_functions(self) -> list[TimedFunction]:
         return [(self.head, "forward", "head"), (self.target, "subset", "network")]
+
+    def network(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+        """Run tokens [B, N] behind a cache -> states [B, N, D]."""
+        return self.target.subset(tokens, positions, mask, cache, self.kept)
+
+    def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
+        rows, network, logits = (
+            super().for_sequences(count, lockstep),
+            in_one_pass(self.network),
+            by_row(self.target.logits),
+        )
+        for row, cache in zip(rows, Slots(self.cache, count).sequences, strict=True):
+            row.cache, row.network = cache, partial(lockstep.call, network, DRAFT)
+            row.target_logits = partial(lockstep.call, logits, DRAFT)
+        return rows
+
+    def _row(self) -> Any:
+        return copy.copy(self)  # the target is the same
 
     def reset(self, capacity: int) -> None:
         self.cache.begin(capacity)
@@ -175,9 +198,9 @@ class _Partial(Drafter, ABC):
     def _extend(self, token: Tensor) -> Tensor:
         """Run one token behind the cache and keep its row. [1] -> logits [V]"""
         positions = torch.full((1, 1), self.cache.length, device=token.device)
-        states = self.target.subset(token[None], positions, None, self.cache, self.kept)
+        states = self.network(token[None], positions, None, self.cache)
         self.cache.keep()
-        return self.target.logits(states[0, -1])
+        return self.target_logits(states[0, -1])
 
 
 class SelfSpeculation(_Partial):

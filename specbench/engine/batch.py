@@ -16,6 +16,7 @@ from torch import Tensor
 from specbench.common.errors import SpecBenchError
 from specbench.engine.decode import Clock, Limits, Prefill, Step, decode
 from specbench.engine.drafter import Drafter
+from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.lockstep import Lockstep, Shared
 from specbench.engine.sampling import Sampler
 from specbench.engine.slots import Slots, SlotsOfPass
@@ -63,7 +64,7 @@ def decode_together(
     Raises `SpecBenchError` as `decode`, or if drafter or target cannot run several sequences at once.
     """
     lockstep, begin = Lockstep(clock), clock()
-    targets = target_rows(target, len(prompts), lockstep)
+    targets = target_rows(target, drafter.taps, len(prompts), lockstep)
     drafters = drafter.for_sequences(len(prompts), lockstep)
     timed = lockstep.run(
         [
@@ -84,22 +85,42 @@ def _timed_events(clock: Clock, *arguments: Any) -> list[tuple[Prefill | Step, f
     return [(event, clock()) for event in decode(*arguments)]
 
 
-def target_rows(target: Target, count: int, lockstep: Lockstep) -> list[Target]:
-    """The target for each of `count` sequences: caches of their own in one storage, passes behind them in common."""
-    if target.window is not None or len(target.new_cache(0).stored) > 1 or target.compiled:
+def target_rows(target: Target, taps: Taps, count: int, lockstep: Lockstep) -> list[Target]:
+    """The target for each of `count` sequences: caches of their own in one storage, passes behind them in common.
+
+    taps: what the drafter reads.
+    """
+    if not target.shares_passes:
         raise SpecBenchError(
             "batch: several sequences at once need a target on one device, without sliding windows and backend=compile"
         )
-    call = partial(lockstep.call, in_one_pass(target.score, partial(target.score, last_only=True)), VERIFY)
+    shared = in_common(target, taps)
+    call = partial(lockstep.call, in_one_pass(shared.read, partial(shared.read, last_only=True)), VERIFY)
     rows = [copy.copy(target) for _ in range(count)]
     for row, cache in zip(rows, Slots(target.new_cache(0), count).sequences, strict=True):
-        row.cache, row.score = cache, partial(_score, call)  # type: ignore[method-assign]
+        row.cache, row.read = cache, partial(_read, call)  # type: ignore[method-assign]
     return rows
 
 
-def _score(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
-    """`CausalLM.score` of one sequence; only a prompt's pass, which runs alone, asks for the last logits alone."""
-    return call(*arguments[:4])
+def in_common(target: Target, taps: Taps) -> Target:
+    """The target that makes the passes of several sequences, of which the same layers are read."""
+    shared = copy.copy(target)
+    shared.taps = taps.resolve(target.layers)
+    return shared
+
+
+def _read(call: Callable[..., tuple[Tensor, ...]], *arguments: Any, last_only: bool = False) -> tuple[Tensor, ...]:
+    """`Target.read` of one sequence. last_only: as it is, since a prompt's pass alone asks for it, and runs alone."""
+    return call(*arguments)
+
+
+def forward_together(rows: Sequence[Target], trees: Sequence[DraftTree]) -> list[TargetStates]:
+    """`Target.forward` of several sequences as one pass: of copies of one target with equal taps, caches in one `Slots`."""
+    calls = [row.inputs(tree) for row, tree in zip(rows, trees, strict=True)]
+    found = in_one_pass(rows[0].read)(calls)
+    return [
+        row.states(tree.tokens, call[1][0], *part) for row, tree, call, part in zip(rows, trees, calls, found, strict=True)
+    ]
 
 
 def by_row(function: Callable[[Tensor], Tensor]) -> Shared:

@@ -15,7 +15,7 @@ from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.engine.backends import weight_only
 from specbench.engine.backends.fused_llama import like_llama
-from specbench.engine.cache import StaticRows
+from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.pretrained import random_model, read_model
@@ -85,6 +85,11 @@ class Target(CausalLM):
         """Do its trees run through a compiled pass?"""
         return self._compiled is not None
 
+    @property
+    def shares_passes(self) -> bool:
+        """Can one pass serve several sequences, see `batch`?"""
+        return self.window is None and len(self.new_cache(0).stored) == 1 and not self.compiled
+
     def quantise(self, kind: weight_only.Kind) -> None:
         """Become the target whose layers' weights are rounded; the fingerprint stays that of the files.
 
@@ -119,20 +124,33 @@ class Target(CausalLM):
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
         positions = torch.arange(tokens.shape[0], device=self.device)
-        states = self._pass(tokens, positions, mask=None, last_only=True)
+        found = self.read(tokens[None], positions[None], None, self.cache, last_only=True)
+        states = self.states(tokens, positions, *found)
         self.cache.keep()
         return states
 
     def forward(self, tree: DraftTree) -> TargetStates:
         """One pass over root + draft nodes; every node attends to prefix, ancestors and itself. Keeps nothing yet."""
-        start = self.cache.length
         if self._compiled is not None and not self.taps.hidden:  # hooks are not compiled
-            return self._forward_static(tree, start)
-        mask = None  # a lone root attends to everything
+            return self._forward_static(tree, self.cache.length)
+        tokens, positions, mask, cache = self.inputs(tree)
+        return self.states(tree.tokens, positions[0], *self.read(tokens, positions, mask, cache))
+
+    def inputs(self, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor | None, KVCache]:
+        """Arguments of `read` for a tree of N nodes behind the cache: [1, N], [1, N], [1, 1, N, S]."""
+        start, mask = self.cache.length, None  # a lone root attends to everything
         if len(tree) > 1:
-            mask = torch.ones(len(tree), start + len(tree), dtype=torch.bool, device=self.device)
-            mask[:, start:] = tree.ancestors
-        return self._pass(tree.tokens, start + tree.depths, mask)
+            mask = torch.ones(1, 1, len(tree), start + len(tree), dtype=torch.bool, device=self.device)
+            mask[..., start:] = tree.ancestors
+        return tree.tokens[None], (start + tree.depths)[None], mask, self.cache
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache, last_only: bool = False
+    ) -> tuple[Tensor, ...]:
+        """As `score`, and the outputs of the tapped layers, [B, T, D] each."""
+        with self._reading(self.taps.hidden):
+            last, logits = self.score(tokens, positions, mask, cache, last_only)
+        return last, logits, *(self._tapped[i].to(self.device) for i in self.taps.hidden)
 
     def _forward_static(self, tree: DraftTree, start: int) -> TargetStates:
         """The same in shapes that do not depend on how much the cache holds."""
@@ -150,7 +168,7 @@ class Target(CausalLM):
         last, logits = self._compiled(tree.tokens[None], positions[None], masks, slots)
         self.cache.pending = len(tree)
         # Copies: the next replay of a CUDA graph overwrites its outputs.
-        return self._states(tree.tokens, positions, last[0].clone(), logits[0].clone())
+        return self.states(tree.tokens, positions, last.clone(), logits.clone())
 
     def _static_pass(
         self, tokens: Tensor, positions: Tensor, masks: Tensor | dict[str, Tensor], slots: Tensor
@@ -169,22 +187,15 @@ class Target(CausalLM):
         """
         self.cache.keep(nodes)
 
-    def _pass(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> TargetStates:
-        """Run N tokens behind the cache. mask [N, S]."""
-        with self._reading(self.taps.hidden):
-            masks = None if mask is None else mask[None, None]
-            last, logits = self.score(tokens[None], positions[None], masks, self.cache, last_only)
-        return self._states(tokens, positions, last[0], logits[0])
-
-    def _states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor) -> TargetStates:
-        """What the pass computed for its N tokens, whose rows are not kept yet."""
+    def states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor, *hidden: Tensor) -> TargetStates:
+        """What a pass over N tokens gave, whose rows are not kept yet. last, hidden [1, N, D], logits [1, N or 1, V]"""
         start = self.cache.length
         return TargetStates(
             tokens=tokens,
             positions=positions,
-            last=last,
-            logits=logits,
-            hidden={i: self._tapped[i][0].to(self.device) for i in self.taps.hidden},
+            last=last[0],
+            logits=logits[0],
+            hidden=dict(zip(self.taps.hidden, (h[0] for h in hidden), strict=True)),
             kv={i: self._to_device(self.cache.rows(i, start, start + len(tokens))) for i in self.taps.kv},
         )
 

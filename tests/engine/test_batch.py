@@ -10,17 +10,20 @@ from decoding import GREEDY
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine import slots
-from specbench.engine.batch import decode_together
+from specbench.engine.batch import decode_together, forward_together, in_common
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.drafter import ServedEngine
+from specbench.engine.interface import Taps
 from specbench.engine.lockstep import Lockstep
 from specbench.engine.sampling import Sampler
+from specbench.engine.slots import Slots
+from specbench.engine.tree import build
 from specbench.engine.verify import Lossless
 
 PROMPTS = [[5], list(range(3, 40)), [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13]]
 BATCHED = [
     "none", "prompt_lookup", "suffix", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "eagle1", "eagle2",
-    "hass", "coral", "beagle",
+    "hass", "coral", "beagle", "moa", "self_speculation", "early_exit",
 ]  # fmt: skip
 
 
@@ -118,6 +121,27 @@ def test_one_pass_of_the_target_serves_all(monkeypatch):
     monkeypatch.setattr(target, "score", counted)
     together(target, make("none", target), Limits(10))
     assert passes == [1] * len(PROMPTS) + [len(PROMPTS)] * 9
+
+
+def test_tapped_layers_are_read_of_several_sequences_at_once():
+    target, taps = tiny(), Taps(hidden=(0, 2), kv=(1,))
+    trees = [chain([7, 8, 9]), chain([5])]
+    rows = [in_common(target, taps) for _ in trees]
+    for row, cache, prompt in zip(rows, Slots(target.new_cache(0), len(rows)).sequences, PROMPTS[1:], strict=False):
+        row.cache = cache
+        row.reset(64, taps)
+        row.prefill(torch.tensor(prompt))
+    alone = [row.forward(tree) for row, tree in zip(rows, trees, strict=True)]
+    for ours, theirs in zip(forward_together(rows, trees), alone, strict=True):
+        assert (ours.positions == theirs.positions).all() and sorted(ours.hidden) == [0, 2]
+        torch.testing.assert_close(
+            [ours.hidden, ours.kv, ours.logits], [theirs.hidden, theirs.kv, theirs.logits], atol=1e-4, rtol=1e-5
+        )
+
+
+def chain(tokens):
+    index = torch.arange(len(tokens))
+    return build(torch.tensor(tokens), index - 1, index, torch.zeros_like(index), len(tokens) - 1, 1)
 
 
 def test_an_error_in_one_sequence_ends_all():
