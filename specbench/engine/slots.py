@@ -24,22 +24,42 @@ class Slots:
         like: an empty cache with the layers that each of them stores.
 
     Attributes:
-        sequences: their caches. storage: device -> keys, values [L, B, H, C, Dh].
+        sequences: their caches, also of those that are over. storage: device -> keys, values [L, B, H, C, Dh].
     """
 
     def __init__(self, like: KVCache, count: int):
         self.storage: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.like = like
         self.sequences = [_Slot(self, b, like) for b in range(count)]
+        self.free: list[_Slot] = []  # of `sequences`, for `take`
+
+    def take(self) -> KVCache:
+        """The cache of a further sequence."""
+        if not self.free:
+            self.sequences.append(_Slot(self, len(self.sequences), self.like))
+            return self.sequences[-1]
+        self.free.sort(key=lambda cache: -cache.row)  # the first rows are used first: neighbours share a pass uncopied
+        return self.free.pop()
+
+    def give_back(self, cache: KVCache) -> None:
+        """A sequence is over. The storage shrinks when all are."""
+        assert isinstance(cache, _Slot) and cache.slots is self and cache not in self.free
+        cache.truncate(0)
+        cache.capacity = 0
+        self.free.append(cache)
+        if len(self.free) == len(self.sequences):
+            self.storage, self.sequences, self.free = {}, [], []
 
     def reserve(self, end: int, device: torch.device, like: tuple[Tensor, Tensor], layers: int) -> None:
         """Make room up to slot `end` in every sequence. like: keys and values [1, H, N, Dh] of a layer there."""
         stored = self.storage.get(device)
-        if stored is not None and end <= stored[0].shape[-2]:
+        count, kept = (0, 0) if stored is None else (stored[0].shape[1], stored[0].shape[-2])
+        if end <= kept and count == len(self.sequences):
             return
-        rows = -(-end // STEP) * STEP
+        rows = max(kept, -(-end // STEP) * STEP)
         grown = [x.new_zeros(layers, len(self.sequences), x.shape[1], rows, x.shape[3]) for x in like]
         for new, old in zip(grown, stored or (), strict=False):
-            new[..., : old.shape[-2], :] = old
+            new[:, :count, :, :kept] = old
         self.storage[device] = grown[0], grown[1]
         for b, sequence in enumerate(self.sequences):
             sequence.storage[device] = grown[0][:, b : b + 1], grown[1][:, b : b + 1]
@@ -75,8 +95,8 @@ class SlotsOfPass(Cache):
         self.caches, self.counts = caches, counts
         self.slots: Slots = caches[0].slots  # type: ignore[attr-defined]
         rows: list[int] = [cache.row for cache in caches]  # type: ignore[attr-defined]
-        everyone = rows == list(range(len(self.slots.sequences)))
-        self.rows: slice | list[int] = slice(None) if everyone else rows  # a slice copies nothing
+        neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
+        self.rows: slice | list[int] = slice(rows[0], rows[0] + len(rows)) if neighbours else rows  # a slice copies nothing
         end = max(cache.length for cache in caches) + max(counts)
         for device, (keys, values) in list(self.slots.storage.items()):
             self.slots.reserve(end, device, (keys[0, :1], values[0, :1]), len(keys))

@@ -1,12 +1,13 @@
 """The server that holds the target: several clients, each with a cache of its own, in one thread, one pass at a time.
 
 A bad message is answered with one line to its sender; other clients are not affected. Messages that need no pass are
-answered first; passes are shared fairly, by the seconds that clients have used. Knows no drafter.
+answered first. A pass serves all clients that wait for one of about the same width, and whose turn it is goes by the
+seconds that they have used. Knows no drafter.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,10 @@ import torch
 import zmq
 
 from specbench.common.errors import SpecBenchError, one_line
-from specbench.engine.cache import KVCache
-from specbench.engine.interface import DraftTree, Taps, TargetStates
+from specbench.engine.interface import DraftTree, TargetStates
 from specbench.engine.target import Target
-from specbench.engine.tree import root_only
-from specbench.engine.verify import LocalVerifier
-from specbench.remote import protocol, requests
+from specbench.remote import protocol
+from specbench.remote.sessions import Session, Sessions
 from specbench.remote.transport import server_socket
 
 POLL_MS = 500  # between checks for clients that are gone
@@ -32,27 +31,36 @@ class Client:
     """A client's state on the server.
 
     Attributes:
-        int8_states: are its states sent as int8?
-        streamed: number of the request whose answers are a stream of plain decoding; None: the client sends trees.
-        root: the last token of such a stream. unsent: an answer, while the client has not received the one before.
+        session: its generation on the target.
+        number: of its last request. streaming: are the answers to that one a stream of plain decoding?
+        unsent: an answer, while the client has not received the one before.
         request: the last one, while its pass has not run; a newer one replaces it, so that a client queues one at most.
-        seen: time of the last message, on the monotonic clock. used: seconds of passes, see `Server._next`.
+        seen: time of the last message, on the monotonic clock. used: seconds of passes, see `Server._turn`.
     """
 
-    cache: KVCache
-    taps: Taps = field(default_factory=Taps)
-    verifier: LocalVerifier | None = None
-    int8_states: bool = False
-    streamed: int | None = None
+    session: Session
+    number: int = 0
+    streaming: bool = False
     unsent: bytes | None = None
-    root: int = 0
     request: protocol.Begin | protocol.Pass | None = None
     seen: float = field(default_factory=time.monotonic)
     used: float = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self.request is not None or (self.streamed is not None and self.unsent is None)
+        return self.request is not None or (self.streaming and self.unsent is None)
+
+    @property
+    def nodes(self) -> int | None:
+        """Of the tree that it waits for; None: it waits for a prompt."""
+        if self.request is None:
+            return 1
+        return len(self.request["tokens"]) if self.request["kind"] == "pass" else None
+
+    def take(self) -> protocol.Begin | protocol.Pass | None:
+        """The last request, which is waited for no longer."""
+        request, self.request = self.request, None
+        return request
 
 
 class Server:
@@ -77,8 +85,8 @@ class Server:
         idle_s: float = 600.0,
         condensers: Sequence[Any] = (),
     ):
-        self.target, self.limits, self.idle_s = target, limits, idle_s
-        self.condensers: dict[str, Any] = {c.taps.condensed: c for c in condensers}
+        self.limits, self.idle_s = limits, idle_s
+        self.sessions = Sessions(target, limits, {c.taps.condensed: c for c in condensers})
         self.fingerprint = target.fingerprint()
         self.clients: dict[bytes, Client] = {}
         self.socket = server_socket(address, limits["message"])
@@ -95,8 +103,7 @@ class Server:
                 for slow, client in list(self.clients.items()):
                     if client.unsent is not None:
                         self._send(slow, client.unsent)
-                if (peer := self._next()) is not None:
-                    self._work(peer, self.clients[peer])
+                self._work(self._turn())
                 if time.monotonic() - checked > POLL_MS / 1000:
                     self._drop_gone()
                     checked = time.monotonic()
@@ -115,8 +122,8 @@ class Server:
             self._answer()
             timeout = 0
 
-    def _next(self) -> bytes | None:
-        """The client whose pass runs next: the one that has used the fewest seconds (start-time fair queueing).
+    def _turn(self) -> list[bytes]:
+        """The clients whose requests run next, in one pass: first the one that has used the fewest seconds (fair queueing).
 
         A client that was idle counts as if it had used what the last served one had, so that it neither waits for all
         others nor may make up for its idle time.
@@ -124,10 +131,16 @@ class Server:
         busy = {peer: client for peer, client in self.clients.items() if client.has_work}
         for client in busy.values():
             client.used = max(client.used, self.served)
-        peer = min(busy, key=lambda peer: busy[peer].used, default=None)
-        if peer is not None:
-            self.served = busy[peer].used
-        return peer
+        first = min(busy.values(), key=lambda client: client.used, default=None)
+        if first is None:
+            return []
+        self.served = first.used
+        return [peer for peer, client in busy.items() if client is first or self._share_a_pass(first, client)]
+
+    def _share_a_pass(self, one: Client, other: Client) -> bool:
+        if one.nodes is None or other.nodes is None:
+            return False
+        return self.sessions.share_a_pass(one.session, one.nodes, other.session, other.nodes)
 
     def _answer(self) -> None:
         """Receive one message; answer it, or keep it until its pass runs."""
@@ -147,36 +160,73 @@ class Server:
             elif request["kind"] == "end":
                 self._drop(peer)
             else:
-                client.seen, client.unsent, client.streamed, client.request = time.monotonic(), None, None, request
+                client.seen, client.unsent, client.streaming = time.monotonic(), None, False
+                client.number, client.request = number, request
         except Exception as error:
             self._refuse(peer, number, error)
 
-    def _work(self, peer: bytes, client: Client) -> None:
-        """Run a client's request, or the next token of its stream, and send the answer."""
-        request, number, client.request = client.request, client.streamed or 0, None
+    def _work(self, peers: list[bytes]) -> None:
+        """Run a client's prompt, or the trees of several in one pass."""
+        with torch.inference_mode():
+            if len(peers) == 1 and self.clients[peers[0]].nodes is None:
+                self._reply(peers[0], self._begin)
+                return
+            waiting: list[tuple[bytes, DraftTree]] = []
+            for peer in peers:
+                self._reply(peer, partial(self._await_pass, waiting, peer))
+            if waiting:
+                self._pass(waiting)
+
+    def _reply(self, peer: bytes, work: Callable[[Client], dict[str, Any] | None]) -> None:
+        """Answer a client's last request with what some work gives, or with its error; with nothing if that is None."""
+        client = self.clients[peer]
         try:
-            if request is None:
-                if client.root in self.target.stop_ids or client.cache.length >= client.cache.capacity:
-                    client.streamed = None
-                    return
-                reply = self._timed(client, self._verified, root_only(client.root, self.target.device))
-            else:
-                number = request["n"]
-                reply = self._timed(client, self._begin if request["kind"] == "begin" else self._pass, request)
-            self._send(peer, protocol.encode(reply | {"n": number}))
+            if (answer := work(client)) is not None:
+                self._send(peer, protocol.encode({"kind": "answer", "n": client.number, **answer}))
         except Exception as error:
-            self._refuse(peer, number, error)
+            self._refuse(peer, client.number, error)
 
-    def _timed(self, client: Client, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-        """The answer of some work for a client, with its seconds."""
+    def _begin(self, client: Client) -> dict[str, Any]:
         begin = time.perf_counter()
-        self.target.cache, self.target.taps = client.cache, client.taps
+        request = client.take()
+        assert request is not None and request["kind"] == "begin"
+        answer = self.sessions.begin(client.session, request)
+        client.streaming = request["taps"]["free_running"] and "token" in answer
+        client.used += (seconds := time.perf_counter() - begin)
+        return {**answer, "seconds": seconds}
+
+    def _await_pass(self, waiting: list[tuple[bytes, DraftTree]], peer: bytes, client: Client) -> None:
+        """Check a client's tree and put it among those of the next pass."""
+        request = client.take()
+        assert request is None or request["kind"] == "pass"
+        if request is None and client.session.over:
+            client.streaming = False
+        else:
+            waiting.append((peer, self.sessions.tree(client.session, request)))
+
+    def _pass(self, waiting: list[tuple[bytes, DraftTree]]) -> None:
+        """One pass over trees of several clients. If it fails, each has one of its own, and whose fails, fails."""
+        begin = time.perf_counter()
         try:
-            with torch.inference_mode():
-                answer = work(client, *arguments)
-        finally:
-            client.used += (seconds := time.perf_counter() - begin)
-        return {"kind": "answer", **answer, "seconds": seconds}
+            states = self.sessions.forward([self.clients[peer].session for peer, _ in waiting], [t for _, t in waiting])
+        except Exception as error:
+            if len(waiting) == 1:
+                self._refuse(waiting[0][0], self.clients[waiting[0][0]].number, error)
+                return
+            for one in waiting:
+                self._pass([one])
+            return
+        seconds = time.perf_counter() - begin
+        for (peer, tree), own in zip(waiting, states, strict=True):
+            self.clients[peer].used += seconds / len(waiting)
+            self._reply(peer, partial(self._accept, tree, own, seconds))
+
+    def _accept(self, tree: DraftTree, states: TargetStates, seconds: float, client: Client) -> dict[str, Any]:
+        """seconds: of the pass."""
+        begin = time.perf_counter()
+        answer = self.sessions.accept(client.session, tree, states)
+        client.used += (own := time.perf_counter() - begin)
+        return {**answer, "seconds": seconds + own}
 
     def _refuse(self, peer: bytes, number: int, error: Exception) -> None:
         """Answer with an error. A fault of the server ends the client's session; the server goes on for other clients."""
@@ -185,7 +235,7 @@ class Server:
             self._drop(peer)
             message = f"the server failed at this request: {message}"
         elif (client := self.clients.get(peer)) is not None:
-            client.streamed = None
+            client.streaming = False
         self._send(peer, protocol.encode({"kind": "error", "message": message[:1000], "n": number}))
 
     def _welcome(self, peer: bytes, request: protocol.Hello) -> dict[str, Any]:
@@ -197,80 +247,10 @@ class Server:
             self._drop_gone()
         if peer not in self.clients and len(self.clients) >= self.limits["clients"]:
             raise SpecBenchError(f"this server has its {self.limits['clients']} clients already; try again later")
-        self.clients.setdefault(peer, Client(self.target.new_cache(0)))
+        if peer not in self.clients:
+            self.clients[peer] = Client(self.sessions.new())
         description = {"version": protocol.VERSION, "fingerprint": self.fingerprint, "limits": self.limits}
-        return {"kind": "welcome", **description, "condensers": list(self.condensers)}
-
-    # Passes -------------------------------------------------------------------------------------------------------------
-
-    def _begin(self, client: Client, request: protocol.Begin) -> dict[str, Any]:
-        prompt, limits = request["prompt"], self.limits
-        requests.require("prompt", "tokens", len(prompt), limits["prompt"])
-        requests.require("capacity", "positions", request["capacity"], limits["context"] + limits["nodes"])
-        if not len(prompt) < request["capacity"]:
-            raise SpecBenchError(f"a prompt of {len(prompt)} tokens has no room in {request['capacity']} positions")
-        requests.require_ids(prompt, self.target.vocab_size)
-        try:
-            taps = protocol.unpack_taps(request["taps"])
-            if taps.condensed is not None:
-                if taps.condensed not in self.condensers:
-                    raise SpecBenchError("this server does not have the network that condenses the client's states")
-                taps = replace(self.condensers[taps.condensed].taps, observe_top_k=taps.observe_top_k)
-            self.target.reset(request["capacity"], taps)
-        except IndexError as error:
-            raise SpecBenchError(one_line(error)) from error
-        client.taps, client.int8_states, client.streamed = self.target.taps, request["eight"], None
-        verify = request["judged"]
-        client.verifier = None if verify is None else LocalVerifier(protocol.unpack_verify(verify), self.target.device)
-        states = self.target.prefill(torch.tensor(prompt, device=self.target.device))
-        answer: dict[str, Any] = {}
-        if client.verifier is None:
-            answer["logits"] = protocol.pack(states.logits[-1])
-        elif not request["resumed"]:
-            answer["token"] = client.root = client.verifier.first(states)
-            client.streamed = request["n"] if taps.free_running else None
-        return answer if request["resumed"] else answer | self._states(states, client)
-
-    def _pass(self, client: Client, request: protocol.Pass) -> dict[str, Any]:
-        if client.verifier is None:
-            raise SpecBenchError("a tree without a prompt; begin a generation first")
-        tree = requests.tree(request, self.limits["nodes"], self.target.vocab_size, self.target.device)
-        if client.cache.length + len(tree) > client.cache.capacity:
-            raise SpecBenchError(f"a tree of {len(tree)} nodes has no room left in {client.cache.capacity} positions")
-        return self._verified(client, tree)
-
-    def _verified(self, client: Client, tree: DraftTree) -> dict[str, Any]:
-        """Run a tree, verify it, keep the accepted rows: the answer without its seconds."""
-        assert client.verifier is not None
-        states = self.target.forward(tree)
-        verdict, drafted = client.verifier.verify(tree, states)
-        kept = torch.tensor([0, *verdict.path], device=self.target.device)
-        answer = self._observed_logits(states, client.taps)
-        answer |= self._states(states.select(kept), client)  # before `keep`, which moves the tapped cache rows
-        self.target.keep(kept)
-        client.root = verdict.bonus
-        return {"path": verdict.path, "drafted": drafted, "token": verdict.bonus, **answer}
-
-    def _states(self, states: TargetStates, client: Client) -> dict[str, Any]:
-        """The tapped states, as parts of an answer."""
-        taps, pack = client.taps, partial(protocol.pack, int8=client.int8_states)
-        if taps.condensed is not None:
-            return {"condensed": [pack(part) for part in self.condensers[taps.condensed].compress_states(states)]}
-        parts: dict[str, Any] = {"last": pack(states.last)} if taps.last else {}
-        if taps.hidden:
-            parts["hidden"] = [pack(states.hidden[i]) for i in taps.hidden]
-        if taps.kv:
-            parts["kv"] = [pack(part) for i in taps.kv for part in states.kv[i]]
-        return parts
-
-    def _observed_logits(self, states: TargetStates, taps: Taps) -> dict[str, Any]:
-        """Logits of every node, for drafters that learn from rejected nodes too."""
-        if taps.observe_top_k is None:
-            return {"logits": protocol.pack(states.logits)}
-        if not taps.observe_top_k:
-            return {}
-        values, ids = states.logits.topk(min(taps.observe_top_k, self.target.vocab_size))
-        return {"ids": ids.tolist(), "logits": protocol.pack(values)}
+        return {"kind": "welcome", **description, "condensers": list(self.sessions.condensers)}
 
     # Clients ------------------------------------------------------------------------------------------------------------
 
@@ -304,5 +284,4 @@ class Server:
     def _drop(self, peer: bytes) -> None:
         """End a client's generation and free its cache."""
         if (client := self.clients.pop(peer, None)) is not None:
-            client.cache.begin(0)
-            client.cache.storage, client.cache.capacity, client.verifier, client.streamed = {}, 0, None, None
+            self.sessions.end(client.session)

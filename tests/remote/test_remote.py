@@ -147,7 +147,7 @@ def test_a_stream_ends_at_a_stop_token_or_where_it_was_to_end_and_others_go_on(f
         found += [token for event in events for token in event.tokens]  # beyond the stop token: asked for once more
         assert found == expected
         assert hearing.traffic.round_trips == 1 + found[:-1].count(expected[5])
-        wait_for(lambda: all(client.streamed is None for client in one.clients.values()))
+        wait_for(lambda: all(not client.streaming for client in one.clients.values()))
 
 
 # Broken links -----------------------------------------------------------------------------------------------------------
