@@ -33,7 +33,7 @@ PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and the most tok
 class Workload:
     """What a measurement decodes: some prompts as ids, and how many tokens of each answer.
 
-    plain: the baseline. all_prompts: of all questions of the cell.
+    plain: the baseline. all_prompts: of all questions of the cell where `quality` is measured.
     """
 
     target: Target

@@ -242,7 +242,7 @@ def lossless_verdict(rows: Sequence[Row], sampled: bool = False, lossy: bool = F
     if any(r.replayed for r in rows):
         return "replayed"
     if any(r.served for r in rows):
-        return f"served: another engine's clock; {equal_answers(rows)}"
+        return f"another engine; {equal_answers(rows)}"
     if lossy:
         return "LOSSY verification rule"
     if sampled:
