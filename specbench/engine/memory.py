@@ -154,5 +154,6 @@ def _copied(shape: Shape, dtype: torch.dtype, quantised: str | None) -> int:
     head = shape.head.weight.numel()
     numbers = sum(m.weight.numel() for m in decoder.values())
     if dtype == torch.float32 and forwards.has_openvino() and fused_llama.like_llama(shape.decoder):
-        return forwards.openvino_bytes(numbers, head, quantised) + head * FLOAT
+        halves = getattr(shape.config, "dtype", None) == torch.bfloat16
+        return forwards.openvino_bytes(numbers, head, quantised, halves) + head * FLOAT
     return (numbers + head) * dtype.itemsize

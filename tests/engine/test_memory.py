@@ -106,6 +106,7 @@ def test_so_it_is_of_a_target_that_is_read_from_files(tmp_path):
     config = config_of(SMALL, "shape")
     Target.random(config, torch.bfloat16, CPU).model.save_pretrained(tmp_path)
     files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    config = config_of({**SMALL, "dtype": "bfloat16"}, "shape")  # whose weights passes of few tokens read as they are
     found = estimate(config, torch.float32, CPU, 512, [drafter("eagle2")])
     assert 0.8 * took(found) < measured(SMALL, "float32", tmp_path) < 1.2 * (took(found) + files)
 

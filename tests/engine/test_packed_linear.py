@@ -164,6 +164,27 @@ def test_layers_that_are_read_later_are_computed_then(kernels):
             assert torch.allclose(found[0].hidden[layer], found[1].hidden[layer], atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["untied", "qwen2"])
+def test_narrow_passes_read_weights_in_bfloat16_where_that_is_exact(kind):
+    plain, lean, finer = (loud(OTHERS[kind]()) for _ in range(3))
+    with torch.no_grad():
+        for p in [*plain.model.parameters(), *lean.model.parameters()]:
+            p.copy_(p.bfloat16())
+    for target in (lean, finer):
+        target.optimize_for_inference()
+    assert lean.fused.halves and not finer.fused.halves
+    for tokens in (1, 4, 5):
+        with torch.inference_mode():
+            expected = plain.score(torch.arange(tokens)[None], torch.arange(tokens)[None], None, None)[1]
+            found = lean.score(torch.arange(tokens)[None], torch.arange(tokens)[None], None, None)[1]
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    for halved, stored in ((True, "bf16"), (False, "f32")):
+        operators = lean.fused.request(halved).get_compiled_model().get_runtime_model().get_ops()
+        products = [op.get_rt_info() for op in operators if op.get_rt_info()["layerType"].value == "FullyConnected"]
+        weights = [info["runtimePrecision"].value for info in products]
+        assert weights.count(stored) >= 4 * lean.layers + 1, weights
+
+
 def test_drafters_that_read_layers_and_others_take_turns_on_one_graph(monkeypatch):
     built = []
     monkeypatch.setattr(

@@ -128,7 +128,7 @@ def test_the_graph_multiplies_with_stored_integers(kind, stored):
     target = tiny(**WIDE) if kind is None else quantised(kind)
     target.optimize_for_inference()
     runs(target)
-    compiled = target.fused._request().get_compiled_model().get_runtime_model()
+    compiled = target.fused.request(False).get_compiled_model().get_runtime_model()
     products = [op for op in compiled.get_ops() if op.get_rt_info()["layerType"].value == "FullyConnected"]
     kinds = [op.get_rt_info()["runtimePrecision"].value for op in products]
     assert len(kinds) == 4 * target.layers + 1 and kinds.count(stored) >= 4 * target.layers

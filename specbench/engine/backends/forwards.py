@@ -4,12 +4,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from specbench.common.environment import installed
 from specbench.common.errors import SpecBenchError
 from specbench.engine.backends import weight_only
 from specbench.engine.backends.fused_llama import FusedLlama, like_llama, reproduces
 
 OPENVINO_COPIES = 1.5  # memory that it takes, by the bytes of the weights; measured with 40 and 106 M parameters
+HALVED_COPIES = 2.1  # the same of a graph of weights in bfloat16, by their bytes; measured with 106 M
 ROUNDING_COPIES = 0.65  # what rounding takes meanwhile, by the bytes of the weights as floats; measured with 40 M
 
 
@@ -36,11 +39,24 @@ def has_openvino() -> bool:
     return installed("openvino") is not None
 
 
-def openvino_bytes(layers: int, head: int, quantised: str | None = None) -> int:
-    """Bytes that OpenVINO's graph takes beside the model. layers, head: numbers that their weights hold."""
+def openvino_bytes(layers: int, head: int, quantised: str | None = None, halves: bool = False) -> int:
+    """Bytes that OpenVINO's graph takes beside the model. layers, head: numbers that their weights hold.
+
+    halves: with a second graph, of weights in bfloat16.
+    """
     bits = weight_only.FLOAT_BITS
     stored, rounding = (bits, 0.0) if quantised is None else (weight_only.bits(quantised), ROUNDING_COPIES * bits)
-    return int((OPENVINO_COPIES * (layers * stored + head * bits) + layers * rounding) / 8)
+    size = OPENVINO_COPIES * (layers * stored + head * bits) + layers * rounding
+    if halves:
+        size += HALVED_COPIES * (layers * (bits // 2 if quantised is None else stored) + head * bits // 2)
+    return int(size / 8)
+
+
+def exact_in_half(model: Any) -> bool:
+    """Does bfloat16 hold the weights that a pass of few tokens reads? Quantised layers stay integers."""
+    parts = [model.head] if model.quantised is not None else [model.head, model.decoder.layers]
+    weights = [p for part in parts for p in part.parameters() if p.ndim > 1]
+    return all(p.dtype == torch.float32 and not bool((p.view(torch.int32) & 0xFFFF).any()) for p in weights)
 
 
 def _kinds(model: Any) -> list[Callable[..., FusedLlama]]:
@@ -51,5 +67,6 @@ def _kinds(model: Any) -> list[Callable[..., FusedLlama]]:
         return others
     from specbench.engine.backends import openvino_llama
 
-    graph = partial(openvino_llama.OpenVinoLlama, quantised=model.quantised)
+    halves = exact_in_half(model) and openvino_bytes(layers, head, model.quantised, True) <= model.packing.room()
+    graph = partial(openvino_llama.OpenVinoLlama, quantised=model.quantised, halves=halves)
     return [graph, *others] if openvino_llama.supports(model.decoder) else others

@@ -7,6 +7,8 @@ products is the number of operators, 5 to 10 us each, so there are as few as pos
 and a layer's cached rows are copied in front of its new ones rather than multiplied apart.
 
 Weights of a quantised target (`weight_only`) stay integers, which the processor turns into float32 as it multiplies.
+Weights that bfloat16 holds exactly, as in most checkpoints, are read in that form by passes of a few tokens, in a second
+graph: half the bytes for the same products. With more tokens those kernels are slower than float32's.
 
 It is checked against the model's own forward when it is made. Layers alone, and some sublayers of them, run as
 `FusedLlama`'s, of which this is one.
@@ -22,6 +24,7 @@ import numpy
 import openvino
 import torch
 from openvino import opset15 as ops
+from openvino.op.util import Variable, VariableInfo
 from torch import Tensor, nn
 
 from specbench.engine.backends import weight_only
@@ -32,21 +35,25 @@ from specbench.engine.interface import Sublayers
 
 Node = Any  # of OpenVINO's graph
 FLOAT32 = openvino.Type.f32
+NARROW = 4  # tokens of a pass; with 5 the kernels of halved weights take twice as long (measured with AVX-512)
 
 
 class OpenVinoLlama(FusedLlama):
     """A decoder's layers, final norm and LM head, compiled on the first pass and again when a further layer is read.
 
     Layers that were read once stay readable: drafters that read some and others that read none decode in turn.
+
+    Args:
+        quantised: how the layers' weights are rounded. halves: narrow passes have a graph with weights in bfloat16.
     """
 
     name = "openvino"
 
-    def __init__(self, decoder: Any, head: nn.Linear, packing: Packing, quantised: str | None = None):
+    def __init__(self, decoder: Any, head: nn.Linear, packing: Packing, quantised: str | None = None, halves: bool = False):
         super().__init__(decoder, head, packing)
-        self.quantised = quantised
-        self.readable: tuple[int, ...] = ()  # layers whose outputs the compiled graph gives
-        self._compiled: Any = None  # a request to it
+        self.quantised, self.halves = quantised, halves
+        self.readable: tuple[int, ...] = ()  # layers whose outputs the compiled graphs give
+        self._requests: dict[bool, Any] = {}  # to the compiled graphs: of narrow passes, of others
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, kept: Sublayers | None = None
@@ -73,7 +80,7 @@ class OpenVinoLlama(FusedLlama):
         split = (mask[..., :0], mask) if cache is None else cache.split_mask(mask)
         bias = self._bias_over(*split, keys.shape[3])
         inputs = [x.numpy() for x in (hidden, cos, sin, bias, keys, values, torch.tensor([first]))]
-        request = self._request()
+        request = self.request(self.halves and tokens.numel() <= NARROW)
         logits = hidden.new_empty(len(tokens), tokens.shape[1] - first, self.head.out_features)
         request.set_output_tensor(1, openvino.Tensor(logits.numpy(), shared_memory=True))
         result = request.infer(inputs, share_inputs=True, share_outputs=True)
@@ -99,27 +106,28 @@ class OpenVinoLlama(FusedLlama):
         bias[..., rows:].masked_fill_(new, 0.0)
         return bias.repeat(1, 1, self.queries // self.keys, 1)
 
-    def _request(self) -> Any:
-        """A request to the compiled graph; its outputs are states, logits, new keys, new values and the readable layers."""
-        if self._compiled is None or not {*self.read} <= {*self.readable}:
-            self._compiled = None  # its copies of the weights go before others are made
+    def request(self, halved: bool) -> Any:
+        """A request to a compiled graph; its outputs are states, logits, new keys, new values and the readable layers."""
+        if not {*self.read} <= {*self.readable}:
+            self._requests.clear()  # their copies of the weights go before others are made
             self.readable = tuple(sorted({*self.readable, *self.read}))
+        if halved not in self._requests:
             settings = {
                 "INFERENCE_PRECISION_HINT": "f32",
                 "PERFORMANCE_HINT": "LATENCY",
                 "INFERENCE_NUM_THREADS": torch.get_num_threads(),
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # inputs stay float32: rows do not depend on their neighbours
             }
-            model = _Graph(self).build()
-            self._compiled = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
-        return self._compiled
+            compiled = openvino.Core().compile_model(_Graph(self, halved).build(), "CPU", settings)
+            self._requests[halved] = compiled.create_infer_request()
+        return self._requests[halved]
 
 
 class _Graph:
     """Builds the graph of a decoder. Shapes: B sequences, N new tokens, C cache rows, G queries of a key."""
 
-    def __init__(self, decoder: OpenVinoLlama):
-        self.of, self.layers = decoder, decoder.decoder.layers
+    def __init__(self, decoder: OpenVinoLlama, halved: bool):
+        self.of, self.halved, self.layers = decoder, halved, decoder.decoder.layers
         width = decoder.decoder.embed_tokens.embedding_dim
         count, heads, head_dim = len(self.layers), decoder.keys, decoder.head_dim
         self.hidden = _input(-1, -1, width)
@@ -143,14 +151,19 @@ class _Graph:
         stored = [ops.concat(list(part), 0) for part in zip(*new, strict=True)]
         states = _norm(hidden, self.of.decoder.norm)
         scored = ops.slice(states, self.first, _ints(2**31 - 1), _ints(1), _ints(1))
-        logits = _product(scored, self.of.head.weight, self.of.head.bias)
+        logits = _product(scored, self._weight(self.of.head.weight), self.of.head.bias)
         outputs = [states, logits, *stored, *(read[i] for i in self.of.readable)]
         inputs = [self.hidden, *self.rotary, self.bias, *self.cache, self.first]
-        return openvino.Model([ops.result(output) for output in outputs], inputs)
+        results = [ops.result(output) for output in outputs]
+        return _as_language_model(results, inputs) if self.halved else openvino.Model(results, inputs)
 
     def _linear(self, product: str, layer: int, x: Node) -> Node:
         weight, bias = self.of.joined[product][layer]
-        return _product(x, weight, bias, self.of.quantised)
+        kind = self.of.quantised
+        return _product(x, self._weight(weight) if kind is None else _compressed(weight, kind), bias)
+
+    def _weight(self, weight: Tensor) -> Node:
+        return _halved(weight) if self.halved else _constant(weight)
 
     def _attend(self, layer: int, x: Node, cached: Sequence[Node]) -> tuple[Node, Node, Node]:
         """Self-attention with its output product, and its new keys and values [B, H, N, Dh]."""
@@ -192,10 +205,37 @@ def _constant(weight: Tensor) -> Node:
     return ops.constant(weight.detach().numpy(), shared_memory=True)
 
 
-def _product(x: Node, weight: Tensor, bias: Tensor | None, quantised: str | None = None) -> Node:
+def _product(x: Node, weight: Node, bias: Tensor | None) -> Node:
     """x W^T + b."""
-    y = ops.matmul(x, _constant(weight) if quantised is None else _compressed(weight, quantised), False, True)
+    y = ops.matmul(x, weight, False, True)
     return y if bias is None else ops.add(y, _constant(bias))
+
+
+def _halved(weight: Tensor) -> Node:
+    """Weights that bfloat16 holds exactly, so stored, in the form that OpenVINO does not widen when it compiles."""
+    half = weight.detach().to(torch.bfloat16)
+    stored = openvino.Tensor(half.view(torch.int16).numpy(), list(half.shape), openvino.Type.bf16)
+    widened = ops.convert(openvino.op.Constant(stored, shared_memory=False), FLOAT32)
+    widened.get_rt_info()["decompression_0"] = ""
+    return widened
+
+
+def _as_language_model(results: list[Node], inputs: list[Node]) -> Any:
+    """The graph with an attention to a variable, which nothing reads.
+
+    By that OpenVINO's CPU plugin tells language models from others (`getModelType`), and only these may multiply with
+    halved weights.
+    """
+    described = VariableInfo()
+    described.data_shape, described.data_type, described.variable_id = (
+        openvino.PartialShape([1, 1, 1, 8]),
+        FLOAT32,
+        "unused",
+    )
+    variable = Variable(described)
+    value = ops.read_value(ops.constant(numpy.zeros((1, 1, 1, 8), numpy.float32)), variable)
+    unused = ops.result(ops.scaled_dot_product_attention(value, value, value))
+    return openvino.Model([*results, unused], [ops.assign(value, variable)], inputs, [variable])
 
 
 def _compressed(weight: Tensor, kind: str) -> Node:
