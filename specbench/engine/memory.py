@@ -5,6 +5,7 @@ the cache, the widest pass (a prompt of `max_context` tokens), and what loading 
 moment. Checked against a process's peak in `tests/engine/test_memory.py`. Knows no drafter, and no machine's free memory.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,8 @@ class Shape(Target):
     """A target on the meta device, whose tensors have no values."""
 
     def __init__(self, config: Any, dtype: torch.dtype):
-        super().__init__(random_model(config, dtype, torch.device("meta")))
+        self.written = config.dtype  # in the checkpoint
+        super().__init__(random_model(copy.deepcopy(config), dtype, torch.device("meta")))
 
     def _check(self) -> None:
         """There is nothing to run."""
@@ -154,6 +156,6 @@ def _copied(shape: Shape, dtype: torch.dtype, quantised: str | None) -> int:
     head = shape.head.weight.numel()
     numbers = sum(m.weight.numel() for m in decoder.values())
     if dtype == torch.float32 and forwards.has_openvino() and fused_llama.like_llama(shape.decoder):
-        halves = getattr(shape.config, "dtype", None) == torch.bfloat16
+        halves = shape.written in (torch.bfloat16, "bfloat16")
         return forwards.openvino_bytes(numbers, head, quantised, halves) + head * FLOAT
     return (numbers + head) * dtype.itemsize
