@@ -17,7 +17,7 @@ from specbench.common.storage import PROJECT, cache_root, cached, user_path
 from specbench.common.types import Name, Positive, Text, Tokens
 from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
-from specbench.engine import memory, vocabulary
+from specbench.engine import attention, memory, vocabulary
 from specbench.engine.backends import forwards, weight_only
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
@@ -90,6 +90,7 @@ class ModelSpec:
         if link is not None and self.weights == "random":
             raise SpecBenchError("model.weights=random: a server has no weights to verify with; set link=local")
         device = pick_device(self.device)
+        attention.prepare(device)
         dtype = pick_dtype("float32" if self.quantised and self.dtype == "auto" else self.dtype, device)
         if self.quantised is not None:
             self._require_quantisable(device, dtype)
