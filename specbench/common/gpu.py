@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of a GPU, by its management library (NVML). Nothing here needs a GPU: without one it is `UNKNOWN`.
+"""What NVIDIA's driver says of a GPU, by its management library (NVML). Without a GPU it is `UNKNOWN`.
 
 The library is loaded for each question and released after it, so that no handle outlives a change of the driver.
 """
@@ -6,7 +6,7 @@ The library is loaded for each question and released after it, so that no handle
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pynvml
@@ -127,3 +127,21 @@ def state(device: "torch.device") -> State:
             )
     except pynvml.NVMLError:
         return State()
+
+
+class Meter:
+    """What a GPU did since `start`."""
+
+    def __init__(self, device: "torch.device"):
+        self.device = device if device.type == "cuda" else None
+
+    def start(self) -> None:
+        self.begin = State() if self.device is None else state(self.device)
+
+    def read(self) -> State | None:
+        """The state now, with the energy used since; None off a GPU."""
+        if self.device is None:
+            return None
+        now = state(self.device)
+        known = now.energy_j is not None and self.begin.energy_j is not None
+        return replace(now, energy_j=now.energy_j - self.begin.energy_j if known else None)  # type: ignore[operator]

@@ -3,7 +3,7 @@
 import signal
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -44,6 +44,10 @@ class Chat:
                 _require_constant(self.tokenizer.get_chat_template())
                 text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, tokenize=False)
             return self._ids(text, add_special_tokens=False)
+
+    def text(self, stop_ids: Collection[int], tokens: list[int]) -> str:
+        """The text of an answer, without stop tokens."""
+        return self.tokenizer.decode([t for t in tokens if t not in stop_ids])
 
     def _ids(self, text: str, **options: Any) -> list[int]:
         if len(text) > MAX_CHARACTERS:

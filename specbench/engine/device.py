@@ -1,5 +1,6 @@
 """The device and precision of a target, where a configuration leaves them to the machine."""
 
+import gc
 import os
 
 import torch
@@ -51,3 +52,10 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return torch.bfloat16 if capabilities.get("amx_bf16") else torch.float32
+
+
+def free_unused() -> None:
+    """Return the memory of what nobody holds any longer to the device: modules that hold each other, cached blocks."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -56,7 +56,7 @@ class LanguageModel:
 
     @property
     def attention(self) -> dict[str, str]:
-        """PyTorch's attention kernels, see `attention.kernels`; empty where PyTorch has but one, or the layers are not here."""
+        """PyTorch's attention kernels, see `attention.kernels`; empty where it has but one, or the layers are not here."""
         return {}
 
     @property

@@ -98,7 +98,8 @@ def run(
     pace = ledger.pace()
     remaining = None if pace is None else pace * bench.missing(questions, ledger)
     failed = len(ledger.failed())
-    return CellResult(ledger, len(cell_arms) - 1, digests, failed, unmeasured, left, remaining, bench.text)
+    text = partial(chat.text, target.stop_ids)
+    return CellResult(ledger, len(cell_arms) - 1, digests, failed, unmeasured, left, remaining, text)
 
 
 def decode_early(

@@ -1,4 +1,4 @@
-"""How memory is measured on a GPU, on the CPU: torch's allocator is a fake that counts the caches of target and drafters."""
+"""How memory is measured on a GPU, on the CPU: torch's allocator is a fake that counts the caches."""
 
 from types import SimpleNamespace
 

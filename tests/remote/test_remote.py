@@ -235,7 +235,7 @@ def test_warming_up_is_never_cut(server, folder):
     chat = SimpleNamespace(encode=lambda messages: PROMPT)
     with client(server, folder, on_disconnect="stop", cut_after=2) as there:
         bound_drafters = [BoundDrafter("eagle2", make("eagle2", there), Lossless())]
-        Bench(there, chat, bound_drafters, Sampler(), RunSettings(20))._warm_up(Question("q", "c", ("anything",)))
+        Bench(there, chat, bound_drafters, Sampler(), RunSettings(20))._warm_up([Question("q", "c", ("anything",))])
         assert there.traffic.round_trips > 2
         assert benched(there, "eagle2").link.cut
 
