@@ -41,15 +41,15 @@ def _require_no_gpu() -> None:
     raise SpecBenchError(f"driver {driver} sees {names[0]}, and {reason}; or set model.device=cpu")
 
 
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and on a CPU with AMX, else float32.
+def pick_dtype(dtype: str, device: torch.device, on_gpu: str = "bfloat16") -> torch.dtype:
+    """`auto` is `on_gpu` on a GPU, bfloat16 on a CPU with AMX, else float32.
 
     avx512_bf16 alone is no faster in decoding: 1 token takes as long, 8 to 64 longer, and answers differ at ties.
     """
     if dtype != "auto":
         return getattr(torch, dtype)
     if device.type != "cpu":
-        return torch.bfloat16
+        return getattr(torch, on_gpu)
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return torch.bfloat16 if capabilities.get("amx_bf16") else torch.float32
 
