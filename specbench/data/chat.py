@@ -45,10 +45,6 @@ class Chat:
                 text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, tokenize=False)
             return self._ids(text, add_special_tokens=False)
 
-    def text(self, stop_ids: Collection[int], tokens: list[int]) -> str:
-        """The text of an answer, without stop tokens."""
-        return self.tokenizer.decode([t for t in tokens if t not in stop_ids])
-
     def _ids(self, text: str, **options: Any) -> list[int]:
         if len(text) > MAX_CHARACTERS:
             raise SpecBenchError(f"a prompt of {len(text):,} characters, more than {MAX_CHARACTERS:,}; shorten it")
@@ -111,3 +107,8 @@ class Pieces:
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(f"{i:03}" for i in ids)  # encodes to as many ids
+
+
+def answer_text(tokenizer: Any, stop_ids: Collection[int], tokens: list[int]) -> str:
+    """The text of an answer, without stop tokens."""
+    return tokenizer.decode([t for t in tokens if t not in stop_ids])

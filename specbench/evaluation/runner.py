@@ -20,7 +20,7 @@ from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.gpu import Meter
 from specbench.common.progress import progress, span
 from specbench.common.timing import BackgroundLoad, Clock
-from specbench.data.chat import Chat, Message
+from specbench.data.chat import Chat, Message, answer_text
 from specbench.data.prompts import Question
 from specbench.data.scoring import Check
 from specbench.engine.decode import Limits, Prefill, RunSettings, decode
@@ -131,7 +131,7 @@ class Bench:
 
     def text(self, tokens: list[int]) -> str:
         """The text of an answer, without stop tokens."""
-        return self.chat.text(self.target.stop_ids, tokens)
+        return answer_text(self.chat.tokenizer, self.target.stop_ids, tokens)
 
     def _missing(self, question: Question, ledger: Ledger) -> list[tuple[str, int]]:
         """Labels and turns of a question that lack a good row."""
