@@ -87,7 +87,7 @@ class TrainedDrafter(nn.Module, Drafter):
             with self.checkpoint.understood():
                 self.infer_shape(self.checkpoint)
                 self.build(target)
-        self.to(target.device, target.dtype)
+        self._move_own(target)
         self.packing = target.packing
         self.active_parameters = sum(p.numel() for p in self.parameters())
         if self.head.weight is not self.embedding.weight:  # else its numbers are multiplied, too
@@ -99,12 +99,28 @@ class TrainedDrafter(nn.Module, Drafter):
             self.check(self.checkpoint, target)
             self.provenance = {"checkpoint": self.checkpoint.source, "sha256": dict(self.checkpoint.digest)}
             self.contents |= self.checkpoint.contents()
+            self.checkpoint.release()
         elif self.weights is not None:
             folder = PROJECT / self.weights
             self.provenance = stored.load(self, folder, target.fingerprint())
             self.contents |= stored.contents_of(folder)
         if self.vocabulary is not None:
             self._narrow(target, self.vocabulary)
+
+    def _move_own(self, target: Target) -> None:
+        """Move its own modules to the target's device and dtype. The target's stay: it may be spread out."""
+        shared = set(target.model.modules())
+
+        def convert(x: Tensor) -> Tensor:
+            return x.to(target.device, target.dtype if x.is_floating_point() else None)
+
+        def move(part: nn.Module) -> None:
+            for child in part.children():
+                if child not in shared:
+                    move(child)
+            part._apply(convert, recurse=False)  # as `Module.to`, without the children
+
+        move(self)
 
     def _narrow(self, target: Target, count: int) -> None:
         """Slice the head, and every output layer of the drafter's own, to the ids of a draft vocabulary."""
@@ -127,6 +143,7 @@ class TrainedDrafter(nn.Module, Drafter):
         own = copy.deepcopy(self)
         if own.checkpoint is not None:
             own.infer_shape(own.checkpoint)
+            own.checkpoint.release()
         with torch.device("meta"):
             own.build(target)
         shared = {id(p) for p in target.model.parameters()}

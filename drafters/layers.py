@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from specbench.engine.attention import aligned_bias
+
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
 BLOCK = 128  # queries a block: fewer attend to fewer keys, more make wider, faster products
 
@@ -38,6 +40,7 @@ def visible_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     length = q.shape[2]
     if mask is not None and q.device.type != "cpu":  # CUDA's fast kernels take a mask or shared key heads, not both
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        mask = aligned_bias(mask, q.dtype)
     if mask is None or q.device.type != "cpu" or length < 2 * BLOCK:
         causal = mask is None and length > 1
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)

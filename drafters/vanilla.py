@@ -107,7 +107,10 @@ class Vanilla(TrainedDrafter):
         if self.start_from == "target":
             width = min(width, target.config.intermediate_size)
         model = LlamaForCausalLM(llama_config(target, self.layers, intermediate_size=width, tie_word_embeddings=False))
-        model.set_input_embeddings(target.embedding)
+        embedding = target.embedding
+        if embedding.weight.device != target.device:  # of a target that is spread over several
+            embedding = nn.Embedding.from_pretrained(embedding.weight.to(target.device))
+        model.set_input_embeddings(embedding)
         model.set_output_embeddings(target.head)
         if self.norm_from == "target":
             with torch.no_grad():

@@ -40,6 +40,10 @@ RESULTS = ROOT / "results"
 ENGINES = ("llama_cpp", "openvino", "served")
 DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml") if p.stem not in ENGINES)
 DRAFTING = [d for d in DRAFTERS if d != "none"]
+BATCHED = [  # that draft for several sequences at once
+    "none", "prompt_lookup", "suffix", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "eagle1", "eagle2",
+    "hass", "coral", "beagle", "moa", "self_speculation", "early_exit",
+]  # fmt: skip
 
 SIZES = {
     "vocab_size": 61,

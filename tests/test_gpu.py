@@ -3,8 +3,11 @@
 `test_device` checks on `meta` that no tensor stays on the CPU and that a cycle waits for the device twice. Nothing records
 a run of the tests below; the first one has to show:
 
-    kernels     attention with boolean masks and grouped heads gives the baseline's ids in float32; sampling runs in
-                bfloat16
+    kernels     attention with masks and grouped heads gives the baseline's ids in float32, by Transformers' forward and by
+                the fused one that `make bench` takes, alone and in batches; sampling runs in bfloat16; cuDNN's attention
+                is off, whatever length comes
+    driver      it says what headers and rows hold of it, or that it does not
+    memory      a peak that is measured in this process does not count other drafters
     waits       the profiler counts what `test_device` counts
     compiled    CUDA graphs (`reduce-overhead`) say what eager passes say, though every replay overwrites the last one's
                 outputs, and cached rows that a drafter taps are views of what the next pass writes
@@ -14,7 +17,7 @@ a run of the tests below; the first one has to show:
 and beyond these tests, by hand on one machine or two GPUs:
 
     clock       draft, target, verification and rest of a row add up to its decode time (`timing.Clock` synchronises)
-    memory      `timing.PeakMemory` against nvidia-smi; an allocation too large is one failed row, and the next one runs
+    memory      the driver's number against nvidia-smi; an allocation too large is one failed row, and the next one runs
     halves      real targets in bfloat16 differ from the baseline at numerical ties only (the table says so)
     several     model.device_map=auto over two GPUs; train.shard_target over NCCL; two processes train what one does
     speed-up    the papers' settings (`make bench MODEL=…`), which a CPU says nothing about
@@ -22,14 +25,21 @@ and beyond these tests, by hand on one machine or two GPUs:
 
 import pytest
 import torch
-from conftest import DRAFTING, TRAINED, make, tiny
+from conftest import BATCHED, DRAFTING, TRAINED, make, tiny
 from corpora import prompts_of
 from drafting import batch_of
 
+from specbench.common import environment, gpu, timing
+from specbench.common.errors import SpecBenchError
+from specbench.engine import attention
+from specbench.engine.batch import decode_together
 from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.loading import ModelSpec
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
+from specbench.evaluation import isolated
+from specbench.evaluation.runner import BoundDrafter
 from specbench.training.writer import Lengths, write
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -37,8 +47,23 @@ PROMPT = [3, 4, 5, 6]
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-def on_gpu(dtype=torch.float32) -> Target:
-    return Target(tiny().model.to("cuda", dtype))
+DEVICE = torch.device("cuda", 0)
+
+
+def on_gpu(dtype=torch.float32, fused=False) -> Target:
+    attention.prepare(DEVICE)
+    target = Target(tiny().model.to(DEVICE, dtype))
+    if fused:
+        target.optimize_for_inference()
+        assert target.kernels == "fused"
+    return target
+
+
+def fast(drafter, target):
+    """A drafter as `make bench` has it."""
+    made = make(drafter, target)
+    made.optimize_for_inference()
+    return made
 
 
 def events(target, drafter, sampler=None, count=32):
@@ -55,6 +80,65 @@ def ids(found):
 def test_greedy_ids_are_the_baselines_on_a_gpu(drafter):
     target = on_gpu()
     assert ids(events(target, make(drafter, target))) == ids(events(target, make("none", target)))
+
+
+@pytest.mark.parametrize("drafter", DRAFTING)
+def test_the_fused_forward_gives_the_ids_of_transformers_own(drafter):
+    expected, target = ids(events(on_gpu(), make("none", on_gpu()))), on_gpu(fused=True)
+    assert ids(events(target, fast("none", target))) == expected
+    assert ids(events(target, fast(drafter, target))) == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("drafter", BATCHED)
+def test_a_batch_gives_the_ids_of_its_sequences_alone(drafter, fused):
+    target = on_gpu(fused=fused)
+    made, prompts = fast(drafter, target), [PROMPT, [*PROMPT, 9, 8], PROMPT[:2]]
+    found = decode_together(target, made, prompts, Limits(24), Lossless(), Sampler(), [None] * 3)
+    plain = make("none", target)
+    for prompt, one in zip(prompts, found.events, strict=True):
+        assert ids(one) == ids(decode(target, plain, prompt, Limits(24), Lossless(), Sampler()))
+
+
+def test_a_quantised_target_is_refused_before_it_is_loaded(home):
+    spec = ModelSpec("tiny", path=str(home / "model"), device="cuda", quantised="int8")
+    with pytest.raises(SpecBenchError, match="is for CPUs"):
+        spec.load()
+
+
+def test_cudnn_makes_no_plans_for_attention():
+    """A plan takes tens of milliseconds; a hundred new lengths would take seconds."""
+    target = on_gpu(torch.bfloat16, fused=True)
+    assert "cudnn" not in target.attention.values() and not torch.backends.cuda.cudnn_sdp_enabled()
+    made, clock = make("none", target), timing.Clock(DEVICE)
+    events(target, made)  # warm
+    begin = clock()
+    found = events(target, made, count=100)
+    assert len(ids(found)) == 100 and (clock() - begin) / 100 < 0.02
+
+
+def test_the_driver_describes_the_gpu():
+    described, now = gpu.description(DEVICE), gpu.state(DEVICE)
+    assert gpu.visible() is not None and described["driver"] != gpu.UNKNOWN
+    assert 1 < described["memory_gib"] < 1000 and 10 < described["power_limit_w"] < 10_000
+    assert now.sm_mhz is None or now.sm_mhz > 0
+    meter = gpu.Meter(DEVICE)
+    meter.start()
+    events(on_gpu(), make("none", on_gpu()))
+    assert meter.read().energy_j is None or meter.read().energy_j >= 0
+    assert environment.hardware(DEVICE)["gpu"]["cuda"] == torch.version.cuda
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle2"])
+def test_a_peak_measured_beside_other_drafters_does_not_count_them(drafter):
+    target = on_gpu()
+    bound = BoundDrafter(drafter, make(drafter, target), Lossless())
+    alone = isolated.memory_on_gpu(target, bound, PROMPT, 16)
+    other = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
+    again = isolated.memory_on_gpu(target, bound, PROMPT, 16)
+    assert other.numel() and abs(again["peak"] - alone["peak"]) < 1 << 20
+    assert alone["loaded"] < alone["peak"] <= alone["reserved"] and alone["device"] >= alone["reserved"]
+    assert alone.get("driver", alone["device"]) >= alone["reserved"]
 
 
 @pytest.mark.parametrize("drafter", DRAFTING)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from specbench.common import gpu
 from specbench.common.storage import PROJECT
 
 if TYPE_CHECKING:
@@ -77,7 +78,15 @@ def hardware(device: "torch.device") -> dict[str, Any]:
         "waiting": os.environ.get("OMP_WAIT_POLICY", "default").lower(),  # of threads: spinning or sleeping
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": torch.cuda.device_count(),
+        **({"gpu": _gpu(device)} if device.type == "cuda" else {}),
     }
+
+
+def _gpu(device: "torch.device") -> dict[str, Any]:
+    """Its driver and limits, and the libraries that torch was built with."""
+    import torch
+
+    return {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), **gpu.description(device)}
 
 
 def versions() -> dict[str, str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from specbench.common import gpu
+
 
 class Clock:
     """A clock in seconds, which waits for the work that a GPU was given."""
@@ -66,9 +68,9 @@ class PeakMemory:
             self.reset = False
 
     def read(self) -> dict[str, int | bool]:
-        """Bytes by source."""
+        """Bytes by source; on a GPU without `driver` where that does not say."""
         if self.device.type == "cuda":
-            return {"allocator": torch.cuda.max_memory_allocated(self.device), "driver": _driver_bytes(self.device)}
+            return self._read_gpu()
         try:
             line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
             return {"resident": int(line.split()[1]) * 1024, "since_start": self.reset}
@@ -78,23 +80,18 @@ class PeakMemory:
             scale = 1 if platform.system() == "Darwin" else 1024
             return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale, "since_start": False}
 
+    def _read_gpu(self) -> dict[str, int | bool]:
+        """allocator, reserved: peaks of torch's allocator. driver: of this process. device: of all processes, now."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        peaks = {
+            "allocator": torch.cuda.max_memory_allocated(self.device),
+            "reserved": torch.cuda.max_memory_reserved(self.device),
+            "device": total - free,
+        }
+        driver = gpu.process_bytes(self.device)
+        return peaks if driver is None else {**peaks, "driver": driver}
+
     def bytes(self) -> int:
         """Peak bytes: the allocator's on a GPU, else of the process."""
         peaks = self.read()
         return int(peaks["allocator"] if "allocator" in peaks else peaks["resident"])
-
-
-def _driver_bytes(device: torch.device) -> int:
-    """This process's memory as the NVIDIA driver counts it; 0 where the driver does not say."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        mine = [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
-        return int(mine[0].usedGpuMemory or 0) if mine else 0
-    except pynvml.NVMLError:
-        return 0
-    finally:
-        pynvml.nvmlShutdown()

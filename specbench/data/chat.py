@@ -3,7 +3,7 @@
 import signal
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -107,3 +107,8 @@ class Pieces:
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(f"{i:03}" for i in ids)  # encodes to as many ids
+
+
+def answer_text(tokenizer: Any, stop_ids: Collection[int], tokens: list[int]) -> str:
+    """The text of an answer, without stop tokens."""
+    return tokenizer.decode([t for t in tokens if t not in stop_ids])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specbench.common.errors import SpecBenchError
+from specbench.engine.attention import aligned_bias, kernels
 from specbench.engine.backends import forwards
 from specbench.engine.backends.fused_llama import Append, FusedLlama
 from specbench.engine.cache import KVCache
@@ -59,6 +60,14 @@ class CausalLM(LanguageModel):
     @property
     def kernels(self) -> str:
         return super().kernels if self.fused is None else self.fused.name
+
+    @property
+    def attention(self) -> dict[str, str]:
+        if self.device.type != "cuda":
+            return {}
+        first: Any = self.decoder.layers[0].self_attn
+        heads = first.k_proj.out_features // first.head_dim if hasattr(first, "k_proj") else 1
+        return kernels(heads, first.head_dim, self.dtype, self.device)
 
     def optimize_for_inference(self) -> None:
         """Make passes over few tokens fast, for decoding, by fused forward and packed products where these are faster.
@@ -142,7 +151,17 @@ class CausalLM(LanguageModel):
     def _masks(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor | dict[str, Tensor] | None:
-        """The mask that each layer type needs, for a pass whose rows come behind the cache's."""
+        """The mask that each layer type needs, for a pass whose rows come behind the cache's; off the CPU as a bias."""
+        masks = self._bool_masks(tokens, positions, mask, cache)
+        if masks is None or tokens.device.type == "cpu":
+            return masks
+        if isinstance(masks, Tensor):
+            return aligned_bias(masks, self.dtype)
+        return {kind: aligned_bias(one, self.dtype) for kind, one in masks.items()}
+
+    def _bool_masks(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None
+    ) -> Tensor | dict[str, Tensor] | None:
         if self.window is None:
             return mask
         start = cache.length if cache is not None else 0

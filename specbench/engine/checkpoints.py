@@ -3,6 +3,8 @@
 Only tensors are read: safetensors, or pickles with `weights_only=True`; `TrainedDrafter.map_checkpoint` maps their names.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -23,15 +25,21 @@ def read(source: str) -> Checkpoint:
     files = next((found for pattern in FILES if (found := sorted(folder.glob(pattern)))), [])
     if not files:
         raise SpecBenchError(f"checkpoint={source} holds no weights ({', '.join(FILES)})")
+    _read_all(files)  # what is damaged is refused now; a study's other drafters need the memory until this one is bound
+    config = folder / CONFIG
+    settings = read_settings(config) if config.is_file() else {}
+    return Checkpoint(source, str(folder), partial(_read_all, files), settings, hashing.of_files(files))
+
+
+def _read_all(files: Sequence[Path]) -> dict[str, Tensor]:
+    """The tensors of all files. Raises `SpecBenchError` for damage, or a name in two of them."""
     tensors: dict[str, Tensor] = {}
     for path in files:
         read = read_tensors(path)
         if twice := sorted(tensors.keys() & read.keys()):
             raise SpecBenchError(f"{path} holds {some(twice)} a second time; remove the file that does not belong there")
         tensors |= read
-    config = folder / CONFIG
-    settings = read_settings(config) if config.is_file() else {}
-    return Checkpoint(source, str(folder), tensors, settings, hashing.of_files(files))
+    return tensors
 
 
 def _from_hub(hub_id: str) -> Path:

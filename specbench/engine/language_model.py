@@ -55,6 +55,16 @@ class LanguageModel:
         return "plain"
 
     @property
+    def attention(self) -> dict[str, str]:
+        """PyTorch's attention kernels, see `attention.kernels`; empty where it has but one, or the layers are not here."""
+        return {}
+
+    @property
+    def computed_by(self) -> dict[str, Any]:
+        """What computes its passes, as headers name it."""
+        return {"kernels": self.kernels, **({"attention": found} if (found := self.attention) else {})}
+
+    @property
     def device(self) -> torch.device:
         return self.head.weight.device
 

@@ -17,7 +17,7 @@ from specbench.common.storage import PROJECT, cache_root, cached, user_path
 from specbench.common.types import Name, Positive, Text, Tokens
 from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
-from specbench.engine import memory, vocabulary
+from specbench.engine import attention, memory, vocabulary
 from specbench.engine.backends import forwards, weight_only
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
@@ -41,6 +41,7 @@ class ModelSpec:
     Attributes:
         name: also the folder of its results and weights.
         path, hub, revision, wheel: where it comes from; see `model_folder`.
+        gpu_dtype: what `dtype=auto` is on a GPU; replays, which need float32, and CPUs are not concerned.
         device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
         forward: `lean` decodes by the fastest forward that reproduces the model's own (`backends.forwards`) and packed
             products; `plain` by Transformers' own.
@@ -62,6 +63,7 @@ class ModelSpec:
     wheel: Wheel | Wheels | None = None
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    gpu_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     device_map: Literal["auto"] | None = None
     forward: Literal["lean", "plain"] = "lean"
     quantised: weight_only.Kind | None = None
@@ -90,7 +92,8 @@ class ModelSpec:
         if link is not None and self.weights == "random":
             raise SpecBenchError("model.weights=random: a server has no weights to verify with; set link=local")
         device = pick_device(self.device)
-        dtype = pick_dtype("float32" if self.quantised and self.dtype == "auto" else self.dtype, device)
+        attention.prepare(device)
+        dtype = pick_dtype("float32" if self.quantised and self.dtype == "auto" else self.dtype, device, self.gpu_dtype)
         if self.quantised is not None:
             self._require_quantisable(device, dtype)
         room = Room(self, device, dtype, processes, beside, sequences)

@@ -1,6 +1,6 @@
 """The frozen target: a causal LM run over trees; forward hooks read the layers that a drafter taps. Knows no drafter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from specbench.engine.cache import KVCache, StaticRows
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.pretrained import random_model, read_model
-from specbench.engine.tensors import finite
+from specbench.engine.tensors import finite, some
 from specbench.engine.verify import LocalVerifier, Verifier, VerifyConfig
 
 NON_IDENTITY = (
@@ -59,6 +59,7 @@ class Target(CausalLM):
             processes: if several, each holds its part of every decoder layer and gathers a layer when it runs (FSDP).
         """
         model = read_model(Path(path), dtype, device_map)
+        _require_on_gpus(getattr(model, "hf_device_map", {}), device)
         if processes > 1:
             mesh = init_device_mesh(device.type, (processes,))
             for layer in model.get_decoder().layers:
@@ -279,3 +280,13 @@ class Target(CausalLM):
                 f"model type {kind} does more than its LM head after the final norm (scaled logits?); this harness does "
                 "not support it"
             )
+
+
+def _require_on_gpus(device_map: Mapping[str, Any], device: torch.device) -> None:
+    """Raises `SpecBenchError` if a target for GPUs was spread over more than these. device_map: device by module."""
+    outside = [name for name, place in device_map.items() if str(place) in ("cpu", "disk")]
+    if outside and device.type != "cpu":
+        raise SpecBenchError(
+            f"model.device_map=auto: the GPUs have no room for {some(outside)}, which would run from the CPU or the disk; "
+            "free GPU memory, use more GPUs, or choose a smaller model= or model.dtype"
+        )

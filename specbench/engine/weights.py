@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,22 @@ def load_skip(folder: Path, fingerprint: str, layers: int) -> tuple[Sublayers, d
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors as the authors named them."""
+    """Tensors as the authors named them, in memory only from their first use until `release`."""
 
     source: str  # folder or hub id, as given
     folder: str
-    tensors: Mapping[str, Tensor]
+    read: Callable[[], Mapping[str, Tensor]]
     config: Mapping[str, Any]  # `config.json`, empty if there is none
     digest: Mapping[str, str]  # SHA-256 by file of tensors
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By name; raises `SpecBenchError` for damage."""
+        return self.read()
+
+    def release(self) -> None:
+        """Forget the tensors, which may be large; they are read again when needed."""
+        self.__dict__.pop("tensors", None)
 
     def __deepcopy__(self, memo: Any) -> "Checkpoint":
         return self  # immutable, and tensors are large

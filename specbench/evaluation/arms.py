@@ -160,7 +160,7 @@ def header(
             "dtype": str(target.dtype).removeprefix("torch."),
             **({} if target.quantised is None else {"quantised": target.quantised}),
             "device": str(target.device),
-            "kernels": target.kernels,
+            **target.computed_by,
             "parameters": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),
             "bytes": _bytes(target.model),
             "vocabulary": target.vocab_size,

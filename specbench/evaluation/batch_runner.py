@@ -10,10 +10,11 @@ from specbench.data.chat import Message
 from specbench.data.prompts import Question
 from specbench.engine.batch import DecodedBatch, decode_together
 from specbench.engine.decode import Limits, Prefill
+from specbench.evaluation import warm_up
 from specbench.evaluation.audit import audit
 from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.blocks import Ledger
-from specbench.records.rows import Batched, Failure, QuestionEnd, Row
+from specbench.records.rows import Batched, Failure, GpuUse, QuestionEnd, Row
 
 
 class BatchBench(Bench):
@@ -35,18 +36,13 @@ class BatchBench(Bench):
         self.questions, self._tried = questions, set()
         super().run(questions, ledger, budget, *rest)
 
-    def _warm_up(self, question: Question) -> dict[str, float]:
+    def _untimed(self, bound: BoundDrafter, prompt: list[int]) -> int:
         """As for one sequence, with a whole batch: kernels are made for its shapes."""
-        prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]
-        limits = Limits(16, self.target.stop_ids)
-        token_s: dict[str, float] = {}
-        for bound in list(self.bound_drafters) * self.settings.warmup:
-            batch = decode_together(
-                self.target, bound.drafter, [prompt] * self.batch, limits, bound.rule, self.sampler, [None] * self.batch
-            )
-            tokens = sum(1 if isinstance(event, Prefill) else len(event.tokens) for one in batch.events for event in one)
-            token_s[bound.label] = max(batch.ended) / tokens
-        return token_s
+        limits = Limits(warm_up.TOKENS, self.target.stop_ids)
+        batch = decode_together(
+            self.target, bound.drafter, [prompt] * self.batch, limits, bound.rule, self.sampler, [None] * self.batch
+        )
+        return sum(1 if isinstance(event, Prefill) else len(event.tokens) for one in batch.events for event in one)
 
     def _decode_question(self, question: Question, index: int, ledger: Ledger, pace: Pace, wait: bool) -> bool:
         """Decode the batch that begins with a question, unless an earlier batch held it."""
@@ -123,11 +119,12 @@ class BatchBench(Bench):
         limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
         generators = [self._generator(row, bound.rule) for row in rows]
         self.background.start()
+        self.meter.start()
         try:
             batch = decode_together(
                 self.target, bound.drafter, prompts, limits, bound.rule, self.sampler, generators, self.clock
             )
-            fill(rows, batch, self.background.read())
+            fill(rows, batch, self.background.read(), GpuUse.read(self.meter))
             for row, prompt, reference in zip(rows, prompts, references or [], strict=references is not None):
                 if self.sampler.greedy and not bound.rule.lossy:
                     row.audit = audit(self.target, prompt, reference.tokens, row.tokens)
@@ -138,8 +135,8 @@ class BatchBench(Bench):
         return rows
 
 
-def fill(rows: Sequence[Row], batch: DecodedBatch, others: float | None) -> None:
-    """Counts of each sequence, and its share of the batch's seconds by the tokens that its cycles emitted."""
+def fill(rows: Sequence[Row], batch: DecodedBatch, others: float | None, use: GpuUse | None = None) -> None:
+    """Counts of each sequence, and its share of the batch's seconds and energy by the tokens that its cycles emitted."""
     for row, events in zip(rows, batch.events, strict=True):
         for event in events:
             if isinstance(event, Prefill):
@@ -153,4 +150,4 @@ def fill(rows: Sequence[Row], batch: DecodedBatch, others: float | None) -> None
         row.draft_s, row.target_s, row.verify_s = share * batch.drafting, share * batch.verifying, 0.0
         row.rest_s = row.decode_s - row.draft_s - row.target_s
         row.batch = Batched(len(rows), tokens, batch.prefilled, batch.seconds, max(0.0, ended - batch.prefilled))
-        row.others = others
+        row.others, row.gpu = others, None if use is None else use.share(share)

@@ -10,7 +10,7 @@ from typing import Any
 
 from specbench.common.budget import Budget
 from specbench.config.run_spec import RunSpec
-from specbench.data.chat import Chat
+from specbench.data.chat import Chat, answer_text
 from specbench.data.prompts import Question
 from specbench.engine.drafter import ServedEngine
 from specbench.engine.target import Target
@@ -99,7 +99,8 @@ def run(
     pace = ledger.pace()
     remaining = None if pace is None else pace * bench.missing(questions, ledger)
     failed = len(ledger.failed())
-    return CellResult(ledger, len(cell_arms) - 1, digests, failed, unmeasured, left, remaining, bench.text)
+    text = partial(answer_text, chat.tokenizer, target.stop_ids)
+    return CellResult(ledger, len(cell_arms) - 1, digests, failed, unmeasured, left, remaining, text)
 
 
 def decode_early(

@@ -1,4 +1,7 @@
-"""Measurements in a fresh process: peak memory, which a process cannot reset for all its libraries."""
+"""Measurements in a fresh process: peak memory, which a process cannot reset for all its libraries.
+
+Not on a GPU: its allocator's peak can be reset, and a second process would have to hold the target once more.
+"""
 
 import gc
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.evaluation import arms, costs
+from specbench.evaluation.runner import BoundDrafter
 
 
 def call(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -41,7 +45,7 @@ def memory(spec: RunSpec, prompt: list[int], tokens: int, timed: Timed) -> dict[
         timed: the calling process's choice of matrix products, which is not timed again.
 
     Returns:
-        loaded, peak: of the allocator on a GPU, else of the process. driver: as the GPU's driver sees it. kv: of caches.
+        loaded, peak: of the process. kv: of caches.
     """
     made = arms.make(spec)
     target = loaded(spec, made[0], timed)
@@ -50,17 +54,43 @@ def memory(spec: RunSpec, prompt: list[int], tokens: int, timed: Timed) -> dict[
     peak = timing.PeakMemory(target.device)
     peak.start()
     before = peak.bytes()
+    return {"loaded": before, **_peak(peak, target, bound, prompt, tokens)}
+
+
+def memory_on_gpu(target: Target, bound: BoundDrafter, prompt: list[int], tokens: int) -> dict[str, float]:
+    """The same in this process, whose other drafters do not count.
+
+    Returns:
+        loaded: of the weights of target and drafter. peak: these, and by how much the allocator's use grew while one
+        prompt was decoded. reserved, driver, device: see `timing.PeakMemory`; other drafters included.
+    """
+    for cache in _caches(target, bound.drafter):
+        cache.storage = {}  # of earlier prompts: it is allocated again, and counted
+    gc.collect()
+    peak = timing.PeakMemory(target.device)
+    peak.start()
+    before = peak.bytes()
+    found = _peak(peak, target, bound, prompt, tokens)
+    weights = _weight_bytes(target, bound.drafter)
+    return {"loaded": weights, **found, "peak": weights + found["peak"] - before}
+
+
+def _peak(peak: timing.PeakMemory, target: Target, bound: BoundDrafter, prompt: list[int], tokens: int) -> dict[str, float]:
+    """What is read of the peak after one prompt was decoded."""
     peak.start()
     for _ in decode(target, bound.drafter, prompt, Limits(tokens, target.stop_ids), bound.rule, Sampler()):
         pass
-    driver = {"driver": peak.read()["driver"]} if target.device.type == "cuda" else {}
-    return {"loaded": before, "peak": peak.bytes(), "kv": _cached_bytes(target, bound.drafter), **driver}
+    on_gpu = {name: value for name, value in peak.read().items() if name in ("reserved", "driver", "device")}
+    return {"peak": peak.bytes(), "kv": sum(cache.nbytes for cache in _caches(target, bound.drafter)), **on_gpu}
 
 
-def training(spec: RunSpec) -> dict[str, float]:
-    """The cost of a training step of a run's drafter, from its initial weights; see `costs.training`."""
+def training(spec: RunSpec, target: Target | None = None) -> dict[str, float]:
+    """The cost of a training step of a run's drafter, from its initial weights; see `costs.training`.
+
+    target: loaded already; None: it is loaded here.
+    """
     drafter = replace(spec, checkpoint=None).make_drafter(weights=None)
-    target = loaded(spec, drafter)
+    target = target or loaded(spec, drafter)
     drafter.vocabulary = None  # a loss reads the whole head
     drafter.bind(target)
     return costs.training(target, drafter)
@@ -72,9 +102,20 @@ def loaded(spec: RunSpec, drafter: Any, timed: Timed | None = None) -> Target:
     return arms.load(spec, [drafter], arms.Reused(timed={} if timed is None else timed))[0]
 
 
-def _cached_bytes(target: Target, drafter: Any) -> int:
-    """Allocated bytes of the key/value caches of target and drafter."""
-    modules = drafter.modules() if isinstance(drafter, nn.Module) else [drafter]
+def _caches(target: Target, drafter: Any) -> list[KVCache]:
+    """The key/value caches of target and drafter."""
     own = [target.cache] if isinstance(target, Target) else []  # a remote target's is on the server
-    caches = [*own, *(x for module in modules for x in vars(module).values() if isinstance(x, KVCache))]
-    return sum(cache.nbytes for cache in {id(c): c for c in caches}.values())
+    caches = [*own, *(x for part in _parts(drafter) for x in vars(part).values() if isinstance(x, KVCache))]
+    return list({id(cache): cache for cache in caches}.values())
+
+
+def _weight_bytes(target: Target, drafter: Any) -> int:
+    """Bytes of the parameters and buffers of target and drafter, each tensor once."""
+    parts = [part for part in (*target.model.modules(), *_parts(drafter)) if isinstance(part, nn.Module)]
+    tensors = [x for part in parts for x in (*part.parameters(recurse=False), *part.buffers(recurse=False))]
+    return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
+
+
+def _parts(drafter: Any) -> list[Any]:
+    """The modules of the drafter with the weights, or itself if it is none."""
+    return list(drafter.trained.modules()) if isinstance(drafter.trained, nn.Module) else [drafter]

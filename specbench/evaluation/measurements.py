@@ -71,7 +71,15 @@ def _generate(load: Workload, arm: Arm) -> dict[str, float]:
 
 
 def _memory(load: Workload, arm: Arm) -> dict[str, float]:
+    if load.target.device.type == "cuda":
+        return isolated.memory_on_gpu(load.target, arm.bound, load.prompts[0], load.tokens)
     return isolated.call(isolated.memory, arm.spec, load.prompts[0], load.tokens, load.target.packing.timed)
+
+
+def _training(load: Workload, arm: Arm) -> dict[str, float]:
+    if load.target.device.type == "cuda":
+        return isolated.training(arm.spec, load.target)
+    return isolated.call(isolated.training, arm.spec)
 
 
 def _quality(load: Workload, arm: Arm) -> dict[str, float]:
@@ -129,7 +137,7 @@ def _local(measure: Callable[[Workload, Arm], dict[str, float]]) -> Callable[[Wo
 QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "memory": Quantity(_memory),
     "training": Quantity(
-        lambda _, arm: isolated.call(isolated.training, arm.spec),
+        _training,
         lambda arm: not _is_engine(arm) and arm.spec.trained and not arm.bound.drafter.counted,
     ),
     "drafting": Quantity(_decoding(costs.drafting), lambda arm: not (_is_baseline(arm) or _is_engine(arm))),

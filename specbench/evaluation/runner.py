@@ -10,15 +10,17 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from specbench.common.budget import Budget, Pace, longest
 from specbench.common.errors import SpecBenchError, format_exception, warn
+from specbench.common.gpu import Meter
 from specbench.common.progress import progress, span
 from specbench.common.timing import BackgroundLoad, Clock
-from specbench.data.chat import Chat, Message
+from specbench.data.chat import Chat, Message, answer_text
 from specbench.data.prompts import Question
 from specbench.data.scoring import Check
 from specbench.engine.decode import Limits, Prefill, RunSettings, decode
@@ -28,12 +30,12 @@ from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.evaluation import served
+from specbench.evaluation import served, warm_up
 from specbench.evaluation.audit import audit
 from specbench.evaluation.trace import CalibratedDrafter
 from specbench.records.blocks import Ledger, locked
 from specbench.records.metrics import BASELINE, OTHERS
-from specbench.records.rows import Failure, LinkUse, QuestionEnd, Row
+from specbench.records.rows import Failure, GpuUse, LinkUse, QuestionEnd, Row
 from specbench.remote.client import LinkLost
 from specbench.remote.draft_only import concatenated, draft_alone
 from specbench.remote.target import RemoteTarget
@@ -70,8 +72,8 @@ class Bench:
     ):
         self.target, self.chat, self.bound_drafters = target, chat, bound_drafters
         self.sampler, self.settings, self.replay = sampler, settings, replay
-        self.clock, self.background, self.warned = Clock(target.device), BackgroundLoad(), False
-        self.remote = target if isinstance(target, RemoteTarget) else None
+        self.clock, self.background, self.meter = Clock(target.device), BackgroundLoad(), Meter(target.device)
+        self.warned, self.remote = False, target if isinstance(target, RemoteTarget) else None
         if replay and target.dtype != torch.float32:
             dtype = str(target.dtype).removeprefix("torch.")
             raise SpecBenchError(f"replay=true: {dtype} answers differ at ties; set model.dtype=float32, or replay=false")
@@ -104,7 +106,7 @@ class Bench:
                 question.check.require()
         names = ["plain" if b.label == BASELINE else b.label for b in self.bound_drafters]
         title = ", ".join(names) if len(names) < 4 else f"{len(names)} drafters"
-        if token_s := self._warm_up(todo[0]):
+        if token_s := self._warm_up(todo):
             work = (
                 f"{len(todo)} question{'s' * (len(todo) > 1)}, {self._duration(todo, ledger, token_s, budget, total_work)}"
             )
@@ -129,7 +131,7 @@ class Bench:
 
     def text(self, tokens: list[int]) -> str:
         """The text of an answer, without stop tokens."""
-        return self.chat.tokenizer.decode([t for t in tokens if t not in self.target.stop_ids])
+        return answer_text(self.chat.tokenizer, self.target.stop_ids, tokens)
 
     def _missing(self, question: Question, ledger: Ledger) -> list[tuple[str, int]]:
         """Labels and turns of a question that lack a good row."""
@@ -245,6 +247,7 @@ class Bench:
         limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
         generator = self._generator(row, bound.rule)
         self.background.start()
+        self.meter.start()
         events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler, generator, self.clock)
         begin = self.clock()
         lost: LinkLost | None = None
@@ -263,7 +266,7 @@ class Bench:
                 raise
             lost = error
         row.decode_s = self.clock() - begin
-        row.others = self.background.read()
+        row.others, row.gpu = self.background.read(), GpuUse.read(self.meter)
         if self.remote is not None:
             row.link = LinkUse(**asdict(self.remote.traffic), cut=None if lost is None else str(lost))
             if lost is not None and self.remote.on_disconnect == "continue":
@@ -319,25 +322,23 @@ class Bench:
         if target is self.target:
             row.audit = audit(self.target, prompt, answer, row.tokens)
 
-    def _warm_up(self, question: Question) -> dict[str, float]:
-        """Run each drafter once, since first calls pay for kernels and memory that later ones find ready.
-
-        Returns seconds a token, by label; empty where nothing is timed.
-        """
+    def _warm_up(self, todo: Sequence[Question]) -> dict[str, float]:
+        """Run each drafter, see `warm_up`. Returns seconds a token, by label; empty where nothing is timed."""
         if self.remote is not None:
             self.remote.cutting = False
-        prompt = self.chat.encode([{"role": "user", "content": question.turns[0]}])[:64]  # any ids do; few always fit
-        limits = Limits(16, self.target.stop_ids)
-        token_s: dict[str, float] = {}
-        for bound in list(self.bound_drafters) * (0 if self.replay else self.settings.warmup):
-            row, begin = Row(bound.label, "", "", 0, 0, [], 0.0, 0.0), time.monotonic()
-            if isinstance(bound.drafter, ServedEngine):
-                self._served(row, bound, prompt, None)
-            else:
-                for event in decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler):
-                    row.tokens += [event.token] if isinstance(event, Prefill) else event.tokens
-            token_s[bound.label] = (time.monotonic() - begin) / max(1, len(row.tokens))
-        return token_s
+        prompt = warm_up.prompt(self.chat, todo, self.target.device, self.target.max_context)
+        times = 0 if self.replay else self.settings.warmup
+        runs = {bound.label: partial(self._untimed, bound, prompt) for bound in self.bound_drafters}
+        return warm_up.run(self.target.device, times, runs)
+
+    def _untimed(self, bound: BoundDrafter, prompt: list[int]) -> int:
+        """Decode a few tokens; returns how many."""
+        if isinstance(bound.drafter, ServedEngine):
+            self._served(row := Row(bound.label, "", "", 0, 0, [], 0.0, 0.0), bound, prompt, None)
+            return len(row.tokens)
+        limits = Limits(warm_up.TOKENS, self.target.stop_ids)
+        events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler)
+        return sum(1 if isinstance(event, Prefill) else len(event.tokens) for event in events)
 
     def _duration(
         self, todo: Sequence[Question], ledger: Ledger, token_s: dict[str, float], budget: Budget, total_work: float

@@ -11,7 +11,7 @@ from specbench.common.errors import SpecBenchError, warn
 from specbench.common.types import is_name
 from specbench.config.cli import typed_overrides
 from specbench.data.prompts import Question
-from specbench.engine.device import pick_device
+from specbench.engine.device import free_unused, pick_device
 from specbench.evaluation import arms, cell, study_runs
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.cell import CellResult, Live
@@ -93,7 +93,8 @@ def decode(run: StudyRun, trained: Trained, budget: Budget, live: Live) -> Decod
     if not ready:
         raise SpecBenchError(f"study {run.name}: no cell has its prompts, see above")
     work = [one.cell.work(one.questions) for one in ready]
-    return [(one.cell, decoder.decode(one, sum(work[n:]) / work[n])) for n, one in enumerate(ready)]
+    decoded = [(one.cell, decoder.decode(one, sum(work[n:]) / work[n])) for n, one in enumerate(ready)]
+    return [(one, result) for one, result in decoded if result is not None]
 
 
 def _ready(run: StudyRun) -> Iterator[Ready]:
@@ -107,23 +108,44 @@ def _ready(run: StudyRun) -> Iterator[Ready]:
 
 
 class _Decoder:
-    """Decodes the cells of a study. The target stays loaded until a cell needs it in another precision."""
+    """Decodes the cells of a study. The target stays loaded until a cell needs it in another precision.
+
+    Raises `SpecBenchError` if the first cell's target cannot be loaded.
+    """
+
+    target: Any = None
+    model: Any = None  # of the target; None: the last one could not be loaded
 
     def __init__(self, run: StudyRun, absent: Collection[str], budget: Budget, live: Live):
         self.run, self.absent, self.budget, self.live = run, absent, budget, live
         self._load(run.cells[0])
 
     def _load(self, study_cell: StudyCell) -> None:
-        self.model = study_cell.base.model
+        """Load a cell's target, once the last one is freed: memory may not hold both."""
+        self.target = self.model = None
+        free_unused()
         drafters = study_runs.largest(self.run.cells, study_cell, self.absent)
         self.target, self.chat = arms.load(study_cell.base, drafters)
+        self.model = study_cell.base.model
 
-    def decode(self, ready: Ready, total_work: float) -> CellResult:
-        """Decode one cell, whose arms are freed afterwards. total_work: see `cell.run`."""
+    def decode(self, ready: Ready, total_work: float) -> CellResult | None:
+        """Decode one cell, whose arms are freed afterwards; None, with a line, if its target cannot be loaded.
+
+        total_work: see `cell.run`.
+        """
+        base = ready.cell.base
+        try:
+            if base.model != self.model:
+                self._load(ready.cell)
+        except SpecBenchError as error:
+            warn(f"{ready.title}: {error}")
+            return None
+        result = self._decode(ready, total_work)
+        free_unused()
+        return result
+
+    def _decode(self, ready: Ready, total_work: float) -> CellResult:
         base, run = ready.cell.base, self.run
-        if base.model != self.model:
-            del self.target
-            self._load(ready.cell)
         cell_arms = self._bind(ready)
         print(f"{ready.title}: {ready.cell.title}", file=sys.stderr, flush=True)
         measured = ready.cell.number == studies.measuring_cell(run.study)

@@ -104,4 +104,6 @@ def machine_key(header: Mapping[str, Any]) -> str:
     hardware, config = header["hardware"], header["config"]
     machine = [hardware["device"], hardware.get("instructions"), hardware["cores"]]
     engine = [config.get("threads") or hardware.get("threads"), config.get("backend"), config["model"].get("forward")]
-    return digest([*machine, *engine, header["target"].get("kernels"), header.get("timing")])
+    attention = header["target"].get("attention")  # older blocks, and those of CPUs, name none
+    chosen = [] if attention is None else [attention]
+    return digest([*machine, *engine, header["target"].get("kernels"), header.get("timing"), *chosen])

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +19,7 @@ from specbench.common.storage import atomic_path
 from specbench.records.schema import Measure, Natural, Seconds
 
 if TYPE_CHECKING:
+    from specbench.common.gpu import Meter
     from specbench.engine.interface import Step
 
 VERDICTS = ("identical", "numerical tie", "bug", "simulated acceptance")  # of an audit
@@ -88,6 +89,31 @@ class Batched:
 
 
 @dataclass
+class GpuUse:
+    """The GPU of a generation, as its driver sees it; None where that does not say, see `specbench.common.gpu`.
+
+    Attributes:
+        energy_j: of the whole generation, its prompt included, whatever else ran on the GPU. sm_mhz, throttled, others: at
+            its end: clock, why it is lowered, other processes with memory there.
+    """
+
+    energy_j: Seconds | None = None
+    sm_mhz: Natural | None = None
+    throttled: list[str] | None = None
+    others: Natural | None = None
+
+    @classmethod
+    def read(cls, meter: Meter) -> GpuUse | None:
+        """None off a GPU."""
+        state = meter.read()
+        return None if state is None else cls(**asdict(state))
+
+    def share(self, part: float) -> GpuUse:
+        """Of a batch, one sequence's."""
+        return replace(self, energy_j=None if self.energy_j is None else self.energy_j * part)
+
+
+@dataclass
 class Row(PromptRecord):
     """One generation: a drafter (or the baseline, `none`) on one turn of one question.
 
@@ -120,6 +146,7 @@ class Row(PromptRecord):
     confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.engine.replay`
     link: LinkUse | None = None  # to a target on a server
     batch: Batched | None = None
+    gpu: GpuUse | None = None
     served: Served | None = None  # another engine's answer, timed by its own clock; it has no cycles
     # What the drafter generated after `tokens` without the target, once the connection was cut; unverified.
     alone: list[Natural] = field(default_factory=list)

@@ -33,6 +33,7 @@ class Machine(TypedDict):
     device: str
     cores: Natural
     instructions: NotRequired[str]
+    gpu: NotRequired[dict[str, str | float | None]]  # driver, libraries and limits; `unknown` where the driver does not say
 
 
 @with_config(OPEN)
@@ -193,6 +194,7 @@ class TargetInfo(TypedDict):
     dtype: str
     parameters: Count
     quantised: NotRequired[str]
+    attention: NotRequired[dict[str, str]]  # PyTorch's kernels by pass, on GPUs
     bytes: NotRequired[Count]
     vocabulary: NotRequired[Count]
 

@@ -11,11 +11,13 @@ from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
+from specbench.training.corpus import Writer
 from specbench.training.job import TrainJob
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings
 from specbench.training.shards import Shards
 from specbench.training.trainer import check
+from specbench.training.writer import row_bytes, rows_that_fit, writes_quantised
 
 TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual length
 LOGIT_COPIES = 4  # float32 tensors of the logits' size that a loss over the vocabulary holds at once
@@ -41,6 +43,8 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool) -> str:
     vocabularies = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
     logits = 4 * job.batch * row_tokens * min(max(vocabularies), target.vocab_size)
     memory = 3 * weights + LOGIT_COPIES * logits  # gradients, two moments, the loss over the vocabulary
+    if missing:  # their answers are written before, and their cache is freed
+        memory = max(memory, _answer_cache(text))
     disk = unread * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
     _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
     seconds = training_tokens * _training_seconds(drafter, target, settings, job.batch, online)
@@ -49,6 +53,14 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool) -> str:
         f"disk {disk / 1e9:.2f} GB of {_free_disk(shards.folder) / 1e9:.0f} GB free; memory "
         f"about {memory / 1e9:.1f} GB of {environment.free_memory(target.device) / 1e9:.0f} GB free"
     )
+
+
+def _answer_cache(text: Writer) -> int:
+    """Bytes of the keys and values of the answers that are written side by side."""
+    target, settings = text.target, text.settings
+    quantise = writes_quantised(target, settings.precision)
+    rows = rows_that_fit(target, settings.rows, settings.text_tokens, quantise)
+    return rows * row_bytes(target, settings.text_tokens, quantise)
 
 
 def _free_disk(folder: Path) -> int:

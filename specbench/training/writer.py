@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from specbench.common import environment
+from specbench.engine import memory
 from specbench.engine.backends.quantised import multiplies_bytes, quantised
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.rows import Rows
@@ -21,6 +23,7 @@ from specbench.training.corpus_file import Text
 
 Precision = Literal["auto", "target", "int8"]
 GROUPS = 8  # of rows that attend together: more are more calls a layer, and less attention over empty slots
+CACHE_SHARE = 0.8  # of free memory: passes need some, too
 SAMPLE = 64  # tokens of the target's own text, from which the ranges of 8-bit inputs are taken
 
 
@@ -93,21 +96,50 @@ def fastest(device: torch.device) -> Literal["target", "int8"]:
     return "int8" if device.type == "cpu" and multiplies_bytes() else "target"
 
 
+def writes_quantised(target: Target, precision: Precision) -> bool:
+    """Does a quantised copy of the target write?"""
+    return precision == "int8" or (precision == "auto" and fastest(target.device) == "int8")
+
+
+def row_bytes(target: Target, whole: int, quantise: bool) -> int:
+    """Bytes of the keys and values of one row of so many tokens."""
+    dtype = torch.bfloat16 if quantise else target.dtype
+    return memory.cached_numbers(target) * whole * dtype.itemsize
+
+
+def rows_that_fit(target: Target, rows: int, whole: int, quantise: bool) -> int:
+    """How many of these rows are written side by side: as many as free memory holds, at least one.
+
+    A row's text does not depend on it. Raises `NoRoom` if there is no room for one.
+    """
+    size = row_bytes(target, whole, quantise)
+    free = environment.free_memory(target.device)
+    fit = min(rows, int(CACHE_SHARE * free / size))
+    if fit < 1:
+        raise memory.NoRoom(
+            f"writing answers needs {size / 1e9:.1f} GB of cache for a text of {whole:,} tokens and {target.device} has "
+            f"{free / 1e9:.1f} GB free; lower train.corpus.text_tokens, or take a smaller model="
+        )
+    return fit
+
+
 def write(
     target: Target, prompts: Iterator[Prompt], lengths: Lengths, rows: int = 128, precision: Precision = "target"
 ) -> Iterator[Text]:
-    """Dialogues in the order in which they end.
+    """Dialogues in the order in which they end. Raises `NoRoom` if memory does not suffice for one.
 
     Args:
         prompts: each fits into `lengths.whole` with its first turn.
-        rows: written side by side.
+        rows: written side by side, as far as memory suffices.
         precision: `int8` writes with a quantised copy of the target, `auto` where that is faster, `target` never.
     """
+    quantise = writes_quantised(target, precision)
+    rows = rows_that_fit(target, rows, lengths.whole, quantise)
     slots: list[_Row | None] = [_Row(prompt) for prompt in itertools.islice(prompts, rows)]
     if not slots:
         return
     model: CausalLM = target
-    if precision == "int8" or (precision == "auto" and fastest(target.device) == "int8"):
+    if quantise:
         model = CausalLM(quantised(target.model, target.greedy(target.stop_ids[:1] or (0,), SAMPLE)))
     cache_dtype = None if model is target else torch.bfloat16
     table = Rows(model, len(slots), lengths.whole, max(16, len(slots) // GROUPS), cache_dtype)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import DRAFTERS, make, tiny
+from conftest import BATCHED, DRAFTERS, make, tiny
 from decoding import GREEDY
 
 from specbench.common.errors import SpecBenchError
@@ -21,10 +21,6 @@ from specbench.engine.tree import build
 from specbench.engine.verify import Lossless
 
 PROMPTS = [[5], list(range(3, 40)), [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13]]
-BATCHED = [
-    "none", "prompt_lookup", "suffix", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "eagle1", "eagle2",
-    "hass", "coral", "beagle", "moa", "self_speculation", "early_exit",
-]  # fmt: skip
 
 
 def generators(sampler):

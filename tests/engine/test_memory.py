@@ -196,7 +196,7 @@ def test_a_drafter_that_cannot_be_made_or_is_not_here_counts_nothing_and_is_refu
 
 def test_a_copy_of_a_drafter_does_not_copy_its_checkpoint():
     made = drafter("eagle2")
-    made.checkpoint = Checkpoint("there", "there", {"fc.weight": torch.zeros(3)}, {}, {})
+    made.checkpoint = Checkpoint("there", "there", lambda: {"fc.weight": torch.zeros(3)}, {}, {})
     assert copy.deepcopy(made).checkpoint is made.checkpoint
 
 

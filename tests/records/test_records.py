@@ -772,6 +772,8 @@ CHANGES = [  # what changes, and whether it makes another cell, another machine
     ("config.backend", "compile", False, True),
     ("config.model.forward", "lean", False, True),
     ("timing", 99, False, True),
+    ("target.attention", {"prompt": "flash", "tree": "efficient"}, False, True),
+    ("hardware.gpu", {"driver": "570.1", "cudnn": 91002, "power_limit_w": "unknown", "cuda": None}, False, False),
 ]
 
 

@@ -173,7 +173,7 @@ def test_costs_over_a_link_are_measured_or_refused(server, folder):
             )
             load = measurements.Workload(there, [PROMPT], 8, arm.bound)
             assert measurements.QUANTITIES["drafting"].measure(load, arm)["ms"] > 0
-            assert isolated._cached_bytes(there, arm.bound.drafter) >= 0
+            assert all(cache.nbytes >= 0 for cache in isolated._caches(there, arm.bound.drafter))
             for name in ("overhead", "target_pass", "generate"):
                 with pytest.raises(SpecBenchError, match="on the server"):
                     measurements.QUANTITIES[name].measure(load, arm)
@@ -235,7 +235,7 @@ def test_warming_up_is_never_cut(server, folder):
     chat = SimpleNamespace(encode=lambda messages: PROMPT)
     with client(server, folder, on_disconnect="stop", cut_after=2) as there:
         bound_drafters = [BoundDrafter("eagle2", make("eagle2", there), Lossless())]
-        Bench(there, chat, bound_drafters, Sampler(), RunSettings(20))._warm_up(Question("q", "c", ("anything",)))
+        Bench(there, chat, bound_drafters, Sampler(), RunSettings(20))._warm_up([Question("q", "c", ("anything",))])
         assert there.traffic.round_trips > 2
         assert benched(there, "eagle2").link.cut
 

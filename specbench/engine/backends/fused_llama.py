@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from specbench.engine.attention import aligned_bias
 from specbench.engine.backends.packed_linear import Packing, Product
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Sublayers
@@ -108,8 +109,7 @@ class FusedLlama:
 
     def _bias(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The mask as a bias on scores, repeated for the G queries that share a key. -> [B or 1, 1, G * T, S]"""
-        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        return bias.repeat(1, 1, self.queries // self.keys, 1)
+        return aligned_bias(mask, dtype, self.queries // self.keys)
 
     def _attend(
         self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], bias: Tensor | None, append: Append | None

@@ -1,0 +1,41 @@
+"""What runs before the first row: first calls pay for kernels and memory that later ones find ready."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from specbench.data.chat import Chat
+from specbench.data.prompts import Question
+
+TOKENS = 16  # of each answer
+SHORT = 64  # tokens of a prompt on a CPU, where any ids do, and few always fit
+GPU_S = 5.0  # at least, on a GPU: libraries are loaded lazily, clocks rise, memory grows up to the longest prompt's
+
+
+def prompt(chat: Chat, questions: Sequence[Question], device: torch.device, max_context: int) -> list[int]:
+    """Ids of a first turn: on a GPU of the longest one, cut to leave room for an answer."""
+    if device.type != "cuda":
+        return _encoded(chat, questions[0])[:SHORT]
+    longest = max((_encoded(chat, question) for question in questions), key=len)
+    return longest[: max(1, max_context - TOKENS)]
+
+
+def _encoded(chat: Chat, question: Question) -> list[int]:
+    return chat.encode([{"role": "user", "content": question.turns[0]}])
+
+
+def run(device: torch.device, times: int, arms: Mapping[str, Callable[[], int]]) -> dict[str, float]:
+    """Run every arm in turn, `times` times, and on a GPU until `GPU_S` are over; 0: not at all.
+
+    arms: by label, a generation; it returns how many tokens there were. Returns seconds a token, of the last generations.
+    """
+    token_s: dict[str, float] = {}
+    begin, rounds = time.monotonic(), 0
+    while rounds < times or (times and device.type == "cuda" and time.monotonic() - begin < GPU_S):
+        for label, generate in arms.items():
+            before = time.monotonic()
+            tokens = generate()
+            token_s[label] = (time.monotonic() - before) / max(1, tokens)
+        rounds += 1
+    return token_s
