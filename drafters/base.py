@@ -40,7 +40,8 @@ class TrainedDrafter(nn.Module, Drafter):
     Attributes, besides those of every drafter:
         checkpoint: weights in their authors' layout, set before `bind`.
         parallel: one forward drafts all levels (heads); otherwise each level takes one.
-        formats: servers (`vllm`, `sglang`) that have a model of its kind, see `export_tensors`. served_as: its method there.
+        formats: servers (`vllm`, `sglang`) that have a model of its kind, see `export_tensors`.
+        served_as: what they call its method.
         compiled: names of the functions of its network, which `compile_network` compiles.
         lm: the language model that it is; None if it is none.
         sliced_head: the head's rows of the draft vocabulary, which it reads instead of the whole head; None without one.

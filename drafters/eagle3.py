@@ -10,8 +10,8 @@ While drafting, a takes the place of g as it is: no fc, no norm. The layers are 
 *inputs* of layers 2, L//2 and L - 3 (from 0), which are the outputs of layers 1, L//2 - 1 and L - 4.
 
 Training-time test: n passes over a text (7 in the official code), pass s = 0 … n - 1 reading the outputs of the one before,
-with gradients through all of them. Which states and keys a pass sees is HASS's alignment (`Eagle.aligned`; the official code
-counts rows from a chain's root and shifts tokens, here rows stay where their tokens are). The loss is
+with gradients through all of them. Which states and keys a pass sees is HASS's alignment, see `Eagle.aligned`: the official
+code counts rows from a chain's root and shifts tokens, here rows stay where their tokens are. The loss is
 
     L = sum_s beta^s mean over i of  - sum over the draft vocabulary of p'(x) log p_hat_s(x),    beta = 0.8
 
@@ -21,9 +21,9 @@ target is not in it add nothing. Decoding is EAGLE-2's.
 EAGLE-3.1 as published by its implementations (SpecForge, speculators; no paper): `fc_norm`, a norm on each of the three
 states before fc; `norm_output`, the output goes through the head's norm before it is fed back.
 
-The draft vocabulary is the first `draft_vocabulary` ids of the target's list of frequent ids (`specbench.engine.vocabulary`):
-the official code counts them in its training text. The list's SHA-256 is kept with trained weights, and a head is refused
-beside another list. Where the target is sampled, q is zero for all other ids.
+The draft vocabulary is the first `draft_vocabulary` ids of the target's list of frequent ids, `specbench.engine.vocabulary`
+(official code: the most frequent ids of the training answers). The list's SHA-256 is kept with trained weights, and weights
+are refused beside another list. Where the target is sampled, q is zero for all other ids.
 
 Published heads: the official layout (`midlayer.*`, `d2t` with offsets: id in the target = index + d2t[index]), which
 SpecForge writes, too; and that of speculators (`layers.0.*`, its `transformer_layer_config`, `norm_before_residual`).
@@ -133,22 +133,6 @@ class Eagle3(Eagle):
     def _config(self, target: Target) -> Any:  # a LlamaConfig
         own = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
         return llama_config(target, layers=1, **({"attention_bias": False} | own | self.shape))
-
-    def bind(self, target: Target) -> None:
-        super().bind(target)
-        if self.weights is None or self.checkpoint is not None:
-            return
-        of_head = self.provenance.get("vocabulary")
-        if of_head != (digest := self.head_digest):
-            raise SpecBenchError(
-                f"drafter weights in {self.weights} have a head over the ids of another list ({_short(of_head)}) than "
-                f"{OPTION} takes ({_short(digest)}); restore that list, or train the drafter anew"
-            )
-
-    @property
-    def head_digest(self) -> str | None:
-        """SHA-256 of the list whose ids its head has; None: all of the target's."""
-        return None if self.listed is None or self.vocabulary is not None else self.listed.digest
 
     def _narrow(self, target: Target, count: int) -> None:
         if self.listed is not None:
@@ -335,7 +319,3 @@ def _vocabulary(ids: Tensor, target: Target) -> vocabularies.DraftVocabulary:
 
 def _prefix(checkpoint: Checkpoint) -> str:
     return "layers.0" if any(n.startswith("layers.0.") for n in checkpoint.tensors) else "midlayer"
-
-
-def _short(digest: str | None) -> str:
-    return "all ids" if digest is None else digest[:12]
