@@ -41,6 +41,7 @@ class TrainedDrafter(nn.Module, Drafter):
         checkpoint: weights in their authors' layout, set before `bind`.
         parallel: one forward drafts all levels (heads); otherwise each level takes one.
         formats: servers (`vllm`, `sglang`) that have a model of its kind, see `export_tensors`.
+        served_as: what they call its method.
         compiled: names of the functions of its network, which `compile_network` compiles.
         lm: the language model that it is; None if it is none.
         sliced_head: the head's rows of the draft vocabulary, which it reads instead of the whole head; None without one.
@@ -50,6 +51,7 @@ class TrainedDrafter(nn.Module, Drafter):
     takes_checkpoint = True
     parallel = False
     formats: tuple[str, ...] = ()
+    served_as = "eagle"
 
     growth: TreePolicy
     lm: CausalLM | None = None
@@ -122,20 +124,25 @@ class TrainedDrafter(nn.Module, Drafter):
 
         move(self)
 
+    def draft_from(self, target: Target, count: int, option: str = "drafter.vocabulary") -> vocabularies.DraftVocabulary:
+        """Draft from the target's `count` most frequent ids alone. Raises `SpecBenchError`, which names the option."""
+        if count < (width := self.growth.candidates_needed):
+            raise SpecBenchError(f"{option}={count}: the tree takes {width} candidates a node; list as many ids")
+        self.listed = vocabularies.listed(target, count, option)
+        self.contents[vocabularies.FILE] = self.listed.digest
+        return self.listed
+
     def _narrow(self, target: Target, count: int) -> None:
         """Slice the head, and every output layer of the drafter's own, to the ids of a draft vocabulary."""
-        if count < (width := self.growth.candidates_needed):
-            raise SpecBenchError(f"drafter.vocabulary={count}: the tree takes {width} candidates a node; list as many ids")
-        self.listed = vocabularies.listed(target, count)
-        self.contents[vocabularies.FILE] = self.listed.digest
+        listed = self.draft_from(target, count)
         for part in list(self.modules()):
             for name, layer in part.named_children():
                 if isinstance(layer, nn.Linear) and layer.out_features == target.vocab_size and layer is not self.head:
-                    sliced = vocabularies.slice_head(layer, self.listed.ids)
+                    sliced = vocabularies.slice_head(layer, listed.ids)
                     setattr(part, name, sliced)
                     self.active_parameters += sum(p.numel() for p in sliced.parameters())
                     self.active_parameters -= sum(p.numel() for p in layer.parameters())
-        self.sliced_head = self.target_logits = vocabularies.Head(self.lm or target, self.listed.ids)
+        self.sliced_head = self.target_logits = vocabularies.Head(self.lm or target, listed.ids)
         self.active_parameters -= self.sliced_head.saved
 
     def outline(self, target: Target) -> Outline:

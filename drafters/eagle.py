@@ -82,6 +82,7 @@ class Eagle(TrainedDrafter):
     """
 
     batches = True
+    detached = True  # no gradient flows from a draft pass into the one before
     phased: tuple[str, ...] = ("regression", "classification", "noise")
     formats = ("vllm", "sglang")
 
@@ -146,13 +147,16 @@ class Eagle(TrainedDrafter):
             raise checkpoint.refuse("its layer has an input norm, which EAGLE's has not; it belongs to another method")
         own = {n: n.replace("layers.0.", "layer.") for n in tensors if n.startswith(("fc.", "layers.0."))}
         used = set(own)
-        embedding = tensors.get("embed_tokens.weight")
-        if embedding is not None:
-            ours = self.embedding.weight[: len(embedding)]
-            if embedding.shape != ours.shape or not torch.allclose(embedding[:512].to(ours), ours[:512], atol=1e-2):
-                raise checkpoint.refuse("its embedding is not the target's: it was trained for another target")
-            used.add("embed_tokens.weight")
-        return {mine: tensors[theirs] for theirs, mine in own.items()}, used
+        self.require_embedding(checkpoint)
+        return {mine: tensors[theirs] for theirs, mine in own.items()}, used | ({"embed_tokens.weight"} & tensors.keys())
+
+    def require_embedding(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint with another embedding than the target's."""
+        if (theirs := checkpoint.tensors.get("embed_tokens.weight")) is None:
+            return
+        ours = self.embedding.weight[: len(theirs)]
+        if theirs.shape != ours.shape or not torch.allclose(theirs[:512].to(ours), ours[:512], atol=1e-2):
+            raise checkpoint.refuse("its embedding is not the target's: it was trained for another target")
 
     def check(self, checkpoint: Checkpoint, target: Target) -> None:
         """The order of fc's halves, which have the same shape: the one whose predictions agree with the target's text."""
@@ -196,6 +200,10 @@ class Eagle(TrainedDrafter):
         kind = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[server]
         return tensors, config | {"architectures": [kind], "tie_word_embeddings": False}
 
+    def known_states(self, last: Tensor, hidden: Mapping[int, Tensor]) -> Tensor:
+        """What pairs hold of the target's states: the last ones. last, and each layer's, [..., D] -> [..., D]"""
+        return last
+
     def network(
         self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
@@ -227,7 +235,8 @@ class Eagle(TrainedDrafter):
         self.row_tokens = following[-1:]  # [1 + R] of the root, then of every node expanded in this cycle
         read = states.tokens if self.inputs == "unshifted" else following
         mask = prefix_causal_mask(self.stable, len(following), following.device)
-        predicted = self._extend(states.last, read, states.positions, mask)
+        known = self.known_states(states.last, states.hidden)
+        predicted = self._extend(known, read, states.positions, mask)
         self.stable = self.cache.length
         self.rows = predicted[-1:]  # [1 + R, D] f_hat of the root, then of every node expanded in this cycle
 
@@ -271,7 +280,8 @@ class Eagle(TrainedDrafter):
         predicted = states
         for step in range(1, steps + 1):
             if step > 1:
-                states = torch.where(first, states, behind_one(predicted[:, :-1].detach()))
+                before = predicted[:, :-1].detach() if self.detached else predicted[:, :-1]
+                states = torch.where(first, states, behind_one(before))
             mask = None  # causal
             if step > 1 or batch.starts is not None:
                 mask = pairs.restrict_mask(step_mask(step, tokens.shape[1], tokens.device))[:, None]
@@ -284,7 +294,8 @@ class Eagle(TrainedDrafter):
 
     def draft_states(self, batch: Batch, steps: int) -> Iterator[Tensor]:
         """Per draft pass of a chain f_hat [B, T, D], that of f_i at i; zeros at 0."""
-        return map(behind_one, self.aligned(batch.states[:, :-1], batch, steps))
+        known = self.known_states(batch.states, batch.hidden)
+        return map(behind_one, self.aligned(known[:, :-1], batch, steps))
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         for states in self.draft_states(batch, steps):

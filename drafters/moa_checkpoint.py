@@ -56,17 +56,19 @@ def _rope(options: Mapping[str, Any]) -> dict[str, Any] | None:
     return rope if rope["rope_theta"] else None
 
 
-def attention_shape(part: str, checkpoint: Checkpoint) -> dict[str, Any]:
+def attention_shape(part: str, checkpoint: Checkpoint, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """One attention's part of a Llama configuration; empty if its tensors are not there.
 
     A projection's rows are those of all heads together; the number of heads and the rope base are in the configuration
     alone. Without them the file is refused, since a wrong guess that divides the rows would load and draft badly.
+
+    options: of this attention, where they are not one of MoA's layouts.
     """
     q, k = (checkpoint.tensors.get(f"{part}.self_attn.{x}_proj.weight") for x in "qk")
     gate = checkpoint.tensors.get(f"{part}.mlp.gate_proj.weight")
     if q is None or k is None or gate is None:
         return {}
-    options = _options(part, checkpoint.config)
+    options = _options(part, checkpoint.config) if options is None else options
     heads, head_dim, rope = options.get("num_attention_heads", 0), options.get("head_dim", 0), _rope(options)
     lacks = ["num_attention_heads"] * (not heads and not head_dim) + ["rope_theta"] * (rope is None)
     if lacks:

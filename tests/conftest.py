@@ -42,7 +42,7 @@ DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml") if 
 DRAFTING = [d for d in DRAFTERS if d != "none"]
 BATCHED = [  # that draft for several sequences at once
     "none", "prompt_lookup", "suffix", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "eagle1", "eagle2",
-    "hass", "coral", "beagle", "moa", "self_speculation", "early_exit",
+    "hass", "eagle3", "coral", "beagle", "moa", "self_speculation", "early_exit",
 ]  # fmt: skip
 
 SIZES = {

@@ -19,6 +19,7 @@ FAMILY = (
     "eagle2_feature",
     "eagle2_token",
     "hass",
+    "eagle3",
     "coral",
     "eagle2_router",
 )

@@ -322,7 +322,7 @@ def test_a_gpus_recipes_train_every_drafter_at_toy_size(home):
     """Packed rows, half precision over weights in float32, every conversation held several times."""
     everywhere = [a for a in train(home, "gpu") if not a.startswith(("drafter=", "train.name=", "train.batch="))]
     small = ["train=gpu", "model.dtype=bfloat16", "train.batch=2", "train.row_tokens=64", "train.corpus.rows=16"]
-    drafters = ["vanilla", "medusa", "eagle2", "hass", "coral", "beagle", "moa"]
+    drafters = ["vanilla", "medusa", "eagle2", "hass", "eagle3", "coral", "beagle", "moa"]
     own = [f"train.out={home / 'out'}/gpu-${{drafter.name}}", "train.name=gpu-${drafter.name}"]
     run(home, "train", "-m", *everywhere, *small, f"drafter={','.join(drafters)}", *own, "train.settings.steps=5")
     for drafter in drafters:

@@ -67,26 +67,26 @@ def digest_of(ids: Tensor) -> str:
     return hashlib.sha256(ids.to("cpu", torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
 
 
-def listed(target: Target, count: int) -> DraftVocabulary:
+def listed(target: Target, count: int, option: str = "drafter.vocabulary") -> DraftVocabulary:
     """The target's `count` most frequent ids, on its device; of a target with random weights, the first ones.
 
-    Raises `SpecBenchError` if its list is missing, damaged, another target's, or too short.
+    Raises `SpecBenchError`, which names the `option`, if its list is missing, damaged, another target's, or too short.
     """
     if target.made_from is not None:
         ids, source = torch.arange(target.vocab_size), "the target"
     elif target.listing is None:
-        raise SpecBenchError("drafter.vocabulary: this target came from no configuration, so no list of ids is its own")
+        raise SpecBenchError(f"{option}: this target came from no configuration, so no list of ids is its own")
     else:
-        ids, source = _read(target.listing, target), str(target.listing)
+        ids, source = _read(target.listing, target, option), str(target.listing)
     if count > len(ids):
-        raise SpecBenchError(f"drafter.vocabulary={count}: {source} has {len(ids)} ids; ask for no more, or for null, all")
+        raise SpecBenchError(f"{option}={count}: {source} has {len(ids)} ids; ask for no more, or for null, all")
     return DraftVocabulary(ids[:count].to(target.device), target.vocab_size, digest_of(ids))
 
 
-def _read(path: Path, target: Target) -> Tensor:
+def _read(path: Path, target: Target, option: str) -> Tensor:
     """The ids of a list. [n]"""
     if not path.is_file() or not (path.parent / PROVENANCE).is_file():
-        raise SpecBenchError(f"drafter.vocabulary: no list of frequent ids at {path}; make it with {MAKE}")
+        raise SpecBenchError(f"{option}: no list of frequent ids at {path}; make it with {MAKE}")
     provenance: Provenance = read_json(path.parent / PROVENANCE, Provenance)
     require_target(f"{path} was made for another target,", provenance, target.fingerprint(), f"make one with {MAKE}")
     ids = read_tensors(path, f"make it again with {MAKE}").get("ids", torch.empty(0))

@@ -36,6 +36,7 @@ class Provenance(TypedDict, total=False):
     target: str
     target_fingerprint: str
     sha256: Sha256  # of the weights; absent in older files
+    vocabulary: Sha256  # of the list of ids that the output layer has; absent where it has all
     calibration: list[list[float]] | None
     history: list[dict[str, Any]]
 
@@ -53,6 +54,7 @@ def save(
 ) -> None:
     """Write a drafter's own tensors in bfloat16, or tables as they are, and where they come from, the weights last.
 
+    The provenance also names the list whose ids alone the drafter's output layer has, if it has one, see `load`.
     So a folder with new weights is complete, and a process that is killed before leaves none, or earlier ones that
     `matching` refuses.
 
@@ -60,6 +62,7 @@ def save(
         beside: writes what else belongs to the weights, whose SHA-256 it is given.
     """
     tensors = dict(made) if isinstance(made, Mapping) else trained(made)
+    ids = {} if (digest := _list_of(made)) is None else {"vocabulary": digest}
     tensors = {
         n: t.to("cpu", torch.bfloat16 if t.is_floating_point() else t.dtype).contiguous() for n, t in tensors.items()
     }
@@ -68,7 +71,7 @@ def save(
         sha256 = sha256_of(temporary)
         beside(sha256)
         with atomic_path(folder / PROVENANCE) as path:
-            path.write_text(json.dumps({**provenance, "sha256": sha256}, indent=1) + "\n")
+            path.write_text(json.dumps({**provenance, **ids, "sha256": sha256}, indent=1) + "\n")
 
 
 def matching(folder: Path) -> dict[str, Any]:
@@ -105,9 +108,15 @@ def read(folder: Path, fingerprint: str) -> tuple[dict[str, Any], dict[str, Tens
 def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
     """Fill a drafter's own tensors; returns the provenance.
 
-    Raises `SpecBenchError` for files that are missing or damaged, another target's, or do not fit the network.
+    Raises `SpecBenchError` for files that are missing or damaged, another target's, or do not fit the network, and for an
+    output layer over the ids of another list than the module's.
     """
     path, (provenance, tensors) = folder / WEIGHTS, read(folder, fingerprint)
+    if (theirs := provenance.get("vocabulary")) != (ours := _list_of(module)):
+        raise SpecBenchError(
+            f"drafter weights in {path} have an output layer over {_named(theirs)}, this drafter over {_named(ours)}; "
+            "restore the list of frequent ids that they were trained with, or train the drafter anew"
+        )
 
     def refuse(reason: str) -> SpecBenchError:
         return SpecBenchError(f"drafter weights in {path} do not fit this network ({reason}); check the drafter's options")
@@ -115,6 +124,16 @@ def load(module: nn.Module, folder: Path, fingerprint: str) -> dict[str, Any]:
     own = trained(module)
     fill(own, tensors, tensors.keys() - own.keys(), refuse)
     return provenance
+
+
+def _list_of(made: Any) -> str | None:
+    """SHA-256 of the list whose ids alone the output layer of a drafter has; None: all of the target's."""
+    listed = getattr(made, "listed", None)
+    return None if listed is None else str(listed.digest)
+
+
+def _named(digest: str | None) -> str:
+    return "all ids of the target" if digest is None else f"the ids of a list with the SHA-256 {digest[:12]}…"
 
 
 def require_target(made: str, provenance: Mapping[str, Any], fingerprint: str, hint: str) -> None:

@@ -98,7 +98,8 @@ def _ids(e: Entry) -> float | None:
     groups, active = drafter.get("groups"), drafter.get("active")
     if isinstance(groups, int) and isinstance(active, int):  # a router
         return target * active // groups
-    return float(drafter.get("vocabulary") or target) or None
+    listed = drafter.get("vocabulary") or drafter.get("draft_vocabulary") or target
+    return float(min(listed, target) if target else listed) or None
 
 
 def place_label(at: Mapping[str, Any]) -> str:

@@ -453,8 +453,8 @@ def test_what_a_server_cannot_hold_is_refused_with_the_reason(drafter, server):
 
 
 def test_a_format_says_which_drafters_it_takes_as_they_are_configured():
-    assert exportable("vllm") == ["medusa"], "EAGLE's heads have a bias here, which vLLM would drop"
-    assert exportable("sglang") == ["coral", "eagle1", "eagle2", "eagle2-chain", "eagle2_small", "hass"]
+    assert exportable("vllm") == ["eagle3", "medusa"], "EAGLE's heads have a bias here, which vLLM would drop"
+    assert exportable("sglang") == ["coral", "eagle1", "eagle2", "eagle2-chain", "eagle2_small", "eagle3", "hass"]
     for drafter in exportable("sglang"):
         assert make(drafter, target := tiny()).export_tensors("sglang", target)
 

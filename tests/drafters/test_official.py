@@ -217,6 +217,31 @@ def test_hass_losses_and_gradients_are_the_authors_with_hidden_keys_hidden():
     assert_gradients(made, target, ours_as["grad_norms"])
 
 
+def test_eagle3s_losses_and_gradients_are_the_authors_pass_by_pass():
+    """Theirs are means over all B x T positions, masked or not; ours over the scored ones.
+
+    Their last position is scored against padding, whose likeliest id, 0, is not in the draft vocabulary.
+    """
+    target, (reference, given) = target_of("eagle3"), lost("eagle3")
+    tokens, scored = given["tokens"], F.pad(given["loss_mask"][:, :-1], (1, 0)).bool()
+    factor, before = int(scored.sum()) / tokens.numel(), 0.0
+    for steps, theirs in enumerate(reference["ploss"], start=1):
+        made = drafter_of("eagle3", target, f"++drafter.steps={steps}", "++drafter.beta=0.8")
+        states, hidden, _ = target.tapped(tokens, made.taps)
+        torch.testing.assert_close(torch.cat([hidden[i] for i in made.read], -1), given["states"], **CLOSE)
+        metrics = made.loss(Batch(tokens, states, torch.ones_like(scored), scored, hidden=hidden))
+        total = float(metrics["loss"].detach()) * factor
+        assert total - before == pytest.approx(reference["weights"][steps - 1] * theirs, rel=1e-5)
+        before = total
+    assert before == pytest.approx(reference["loss"], rel=1e-5)
+    hits = reference["accuracy"][0] * float(given["loss_mask"].sum())
+    assert float(metrics["agreement"]) * int(scored.sum()) == pytest.approx(hits, abs=1e-3)
+    metrics["loss"].backward()
+    norms = {n.removeprefix("grad_norm."): float(x) / factor for n, x in given.items() if n.startswith("grad_norm.")}
+    assert len(norms) == 13
+    assert_gradients(made, target, norms)
+
+
 @pytest.mark.parametrize("case", ["one_window", "windows_of_7", "windows_of_7_tli1"])
 def test_moas_states_loss_and_gradients_are_the_authors_under_their_mask(case):
     """The network's parts are run under the authors' mask: ours hides a window's own keys from its first query as well.

@@ -117,7 +117,7 @@ def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
         (("title:", "tittle:"), (), "study.tittle"),
         (("drafter=eagle2, tree=chain", "tree=chain"), (), "arm chain names no drafter"),
         (("over: chain", "over: rope"), (), "no arm is called rope"),
-        (("[drafter=eagle2, tree", "[drafter=eagle3, tree"), (), "eagle3"),
+        (("[drafter=eagle2, tree", "[drafter=eagle9, tree"), (), "eagle9"),
         (("metric: tau", "metric: beauty"), (), "must be 'tau'"),
         (("is: more}]}\n  -", "is: more, within: 0.1}]}\n  -"), (), "a test expects"),
         (("title", "title"), ("arms=[eagle9]",), "no arm eagle9"),

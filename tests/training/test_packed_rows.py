@@ -20,9 +20,10 @@ def laid_out(target):
     for number, length in enumerate(n for row in LENGTHS for n in row):
         start = [(7 * number + k) % 60 for k in range(3)]
         tokens = torch.tensor([start + plain(target, start, length - 3)])
-        states, _, _ = target.tapped(tokens, Taps())
+        states, hidden, _ = target.tapped(tokens, Taps(hidden=tuple(range(target.layers))))
         scored = torch.arange(length) >= (number + 2) % 3  # the first ones of some do not count
-        sequences.append((tokens[0], states[0], scored))
+        known = torch.stack([states, *hidden.values()])  # [1 + L, 1, T, D]
+        sequences.append((tokens[0], known[:, 0], scored))
 
     def rows(groups):
         width = max(sum(len(s[0]) for s in group) for group in groups)
@@ -31,7 +32,7 @@ def laid_out(target):
             torch.zeros(len(groups), width, dtype=torch.long),
         )
         states, valid = (
-            torch.randn(len(groups), width, target.hidden_size),
+            torch.randn(1 + target.layers, len(groups), width, target.hidden_size),
             torch.zeros(len(groups), width, dtype=torch.bool),
         )
         scored = valid.clone()
@@ -39,11 +40,11 @@ def laid_out(target):
             at = 0
             for ids, known, counts in group:
                 place = slice(at, at + len(ids))
-                tokens[row, place], states[row, place], scored[row, place] = ids, known, counts
+                tokens[row, place], states[:, row, place], scored[row, place] = ids, known, counts
                 valid[row, place], starts[row, place] = True, at
                 at += len(ids)
             starts[row, at:] = at
-        return Batch(tokens, states, valid, scored, starts=starts)
+        return Batch(tokens, states[0], valid, scored, starts=starts, hidden=dict(enumerate(states[1:])))
 
     packed = rows([sequences[:3], sequences[3:]])
     return replace(rows([[s] for s in sequences]), starts=None), packed
@@ -70,7 +71,7 @@ def test_a_packed_loss_is_the_padded_loss(drafter, confined):
         torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("drafter", ["hass", "medusa"])
+@pytest.mark.parametrize("drafter", ["hass", "medusa", "eagle3"])
 def test_so_are_its_gradients(drafter):
     target = tiny()
     gradients = []

@@ -63,7 +63,7 @@ def test_states_are_read_in_float32_unless_that_is_slower(pays):
     assert (exact.float() - asked.float()).norm() < 0.03 * exact.float().norm()
 
 
-LOSSES = ["eagle2", "hass", "coral", "medusa", "beagle", "beagle +drafter.stage=late", "vanilla", "moa"]
+LOSSES = ["eagle2", "hass", "eagle3", "coral", "medusa", "beagle", "beagle +drafter.stage=late", "vanilla", "moa"]
 
 
 @pytest.mark.parametrize("drafter", LOSSES)
