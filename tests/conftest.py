@@ -109,7 +109,7 @@ def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     part = config.drafter
     while part:
-        for files in ("weights", "searched"):
+        for files in ("weights", "searched", "corpus"):
             if files in part:
                 part[files] = None
         part = part.get("base")

@@ -30,6 +30,7 @@ KNOWN = {
     "moa": (PURPLE, "*"),
     "prompt_lookup": (BLACK, "o"),
     "suffix": (BLACK, "D"),
+    "rest": (BLUE, "p"),
     "token_recycling": (GREEN, "h"),
     "lookahead": (PURPLE, "s"),
     "hybrid": (ORANGE, "d"),
