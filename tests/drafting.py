@@ -21,6 +21,7 @@ FAMILY = (
     "hass",
     "coral",
     "eagle2_router",
+    "dflash",
 )
 
 

@@ -28,6 +28,7 @@ KNOWN = {
     "hass": (GREEN, "D"),
     "beagle": (ORANGE, "P"),
     "moa": (PURPLE, "*"),
+    "dflash": (SKY, "X"),
     "prompt_lookup": (BLACK, "o"),
     "suffix": (BLACK, "D"),
     "rest": (BLUE, "p"),
