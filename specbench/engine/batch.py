@@ -63,7 +63,7 @@ def decode_together(
     Raises `SpecBenchError` as `decode`, or if drafter or target cannot run several sequences at once.
     """
     lockstep, begin = Lockstep(clock), clock()
-    targets = target_rows(target, len(prompts), lockstep)
+    targets = target_rows(target, len(prompts), lockstep, drafter.taps.resolve(target.layers).hidden)
     drafters = drafter.for_sequences(len(prompts), lockstep)
     timed = lockstep.run(
         [
@@ -84,21 +84,26 @@ def _timed_events(clock: Clock, *arguments: Any) -> list[tuple[Prefill | Step, f
     return [(event, clock()) for event in decode(*arguments)]
 
 
-def target_rows(target: Target, count: int, lockstep: Lockstep) -> list[Target]:
-    """The target for each of `count` sequences: caches of their own in one storage, passes behind them in common."""
+def target_rows(target: Target, count: int, lockstep: Lockstep, layers: tuple[int, ...] = ()) -> list[Target]:
+    """The target for each of `count` sequences: caches of their own in one storage, passes behind them in common.
+
+    layers: that the sequences' drafters tap.
+    """
     if target.window is not None or len(target.new_cache(0).stored) > 1 or target.compiled:
         raise SpecBenchError(
             "batch: several sequences at once need a target on one device, without sliding windows and backend=compile"
         )
-    call = partial(lockstep.call, in_one_pass(target.score, partial(target.score, last_only=True)), VERIFY)
+    pass_of_all = partial(target.score_tapped, layers)
+    both = (partial(pass_of_all, last_only=last_only) for last_only in (False, True))
+    call = partial(lockstep.call, in_one_pass(*both), VERIFY)
     rows = [copy.copy(target) for _ in range(count)]
     for row, cache in zip(rows, Slots(target.new_cache(0), count).sequences, strict=True):
-        row.cache, row.score = cache, partial(_score, call)  # type: ignore[method-assign]
+        row.cache, row.score_tapped = cache, partial(_score, call)  # type: ignore[method-assign]
     return rows
 
 
-def _score(call: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
-    """`CausalLM.score` of one sequence; only a prompt's pass, which runs alone, asks for the last logits alone."""
+def _score(call: Callable[..., tuple[Tensor, ...]], layers: tuple[int, ...], *arguments: Any) -> tuple[Tensor, ...]:
+    """`Target.score_tapped` of one sequence; only a prompt's pass, which runs alone, asks for the last logits alone."""
     return call(*arguments[:4])
 
 

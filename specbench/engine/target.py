@@ -171,20 +171,27 @@ class Target(CausalLM):
 
     def _pass(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> TargetStates:
         """Run N tokens behind the cache. mask [N, S]."""
-        with self._reading(self.taps.hidden):
-            masks = None if mask is None else mask[None, None]
-            last, logits = self.score(tokens[None], positions[None], masks, self.cache, last_only)
-        return self._states(tokens, positions, last[0], logits[0])
+        masks = None if mask is None else mask[None, None]
+        found = self.score_tapped(self.taps.hidden, tokens[None], positions[None], masks, self.cache, last_only)
+        return self._states(tokens, positions, *(x[0] for x in found))
 
-    def _states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor) -> TargetStates:
-        """What the pass computed for its N tokens, whose rows are not kept yet."""
+    def score_tapped(
+        self, layers: tuple[int, ...], tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last_only: bool
+    ) -> tuple[Tensor, ...]:
+        """States and logits as of `score`, then the outputs of these layers, [B, N, D] each."""
+        with self._reading(layers):
+            last, logits = self.score(tokens, positions, mask, cache, last_only)
+        return last, logits, *(self._tapped[i] for i in layers)
+
+    def _states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor, *hidden: Tensor) -> TargetStates:
+        """What the pass computed for its N tokens, whose rows are not kept yet. hidden: [N, D] of each tapped layer."""
         start = self.cache.length
         return TargetStates(
             tokens=tokens,
             positions=positions,
             last=last,
             logits=logits,
-            hidden={i: self._tapped[i][0].to(self.device) for i in self.taps.hidden},
+            hidden={i: x.to(self.device) for i, x in zip(self.taps.hidden, hidden, strict=True)},
             kv={i: self._to_device(self.cache.rows(i, start, start + len(tokens))) for i in self.taps.kv},
         )
 

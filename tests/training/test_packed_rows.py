@@ -15,14 +15,14 @@ LENGTHS = ((9, 14, 5), (20, 8))  # of the sequences of each packed row, the seco
 
 
 def laid_out(target):
-    """The same sequences, with the same states and scored positions: (padded, packed)."""
-    sequences = []
+    """The same sequences, with the same states, outputs of layers and scored positions: (padded, packed)."""
+    sequences, layers = [], tuple(range(target.layers))
     for number, length in enumerate(n for row in LENGTHS for n in row):
         start = [(7 * number + k) % 60 for k in range(3)]
         tokens = torch.tensor([start + plain(target, start, length - 3)])
-        states, _, _ = target.tapped(tokens, Taps())
+        states, hidden, _ = target.tapped(tokens, Taps(hidden=layers))
         scored = torch.arange(length) >= (number + 2) % 3  # the first ones of some do not count
-        sequences.append((tokens[0], states[0], scored))
+        sequences.append((tokens[0], states[0], scored, torch.stack([hidden[i][0] for i in layers])))
 
     def rows(groups):
         width = max(sum(len(s[0]) for s in group) for group in groups)
@@ -34,16 +34,16 @@ def laid_out(target):
             torch.randn(len(groups), width, target.hidden_size),
             torch.zeros(len(groups), width, dtype=torch.bool),
         )
-        scored = valid.clone()
+        scored, hidden = valid.clone(), torch.randn(len(layers), len(groups), width, target.hidden_size)
         for row, group in enumerate(groups):
             at = 0
-            for ids, known, counts in group:
+            for ids, known, counts, outputs in group:
                 place = slice(at, at + len(ids))
                 tokens[row, place], states[row, place], scored[row, place] = ids, known, counts
-                valid[row, place], starts[row, place] = True, at
+                valid[row, place], starts[row, place], hidden[:, row, place] = True, at, outputs
                 at += len(ids)
             starts[row, at:] = at
-        return Batch(tokens, states, valid, scored, starts=starts)
+        return Batch(tokens, states, valid, scored, hidden=dict(enumerate(hidden)), starts=starts)
 
     packed = rows([sequences[:3], sequences[3:]])
     return replace(rows([[s] for s in sequences]), starts=None), packed
