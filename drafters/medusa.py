@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.base import TrainedDrafter, best_ids
+from drafters.base import best_ids
+from drafters.levels import LevelDrafter
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Ids, Layers, Name, OptionalUnits, Text, Weight
 from specbench.engine.interface import Batch, TargetStates
@@ -50,7 +51,7 @@ def _parse(name: str) -> dict[str, str] | None:
     return next((match.groupdict() for pattern in NAMES if (match := pattern.fullmatch(name))), None)
 
 
-class Medusa(TrainedDrafter):
+class Medusa(LevelDrafter):
     """K residual heads on the last state, no cache.
 
     Args:
@@ -61,7 +62,6 @@ class Medusa(TrainedDrafter):
     """
 
     phased: tuple[str, ...] = ("decay",)
-    parallel = True
     batches = True
     formats = ("vllm",)
 
@@ -77,24 +77,14 @@ class Medusa(TrainedDrafter):
         head_rank: OptionalUnits = 0,
         vocabulary: Ids | None = None,
     ):
-        self.heads = heads
+        self.heads = self.deepest = heads
         super().__init__(name, growth, weights, vocabulary)
         if head_per_level and head_rank:
             raise SpecBenchError(f"drafter.head_rank={head_rank} corrects the target's head; leave out head_per_level")
         self.layers, self.decay, self.head_per_level = layers, decay, head_per_level
-        self.head_rank, self.deepest = head_rank, heads
+        self.head_rank = head_rank
         if not isinstance(growth, AccuracyTree):
-            self._require_depth()
-
-    def _require_depth(self) -> None:
-        if self.growth.depth > self.heads:
-            raise SpecBenchError(
-                f"tree of depth {self.growth.depth}, but drafter.heads={self.heads}; choose a tree= of that depth"
-            )
-
-    def set_tree_policy(self, growth: TreePolicy) -> None:
-        super().set_tree_policy(growth)
-        growth.limit_depth(self.heads)
+            self.require_depth(f"drafter.heads={heads}")
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -103,7 +93,7 @@ class Medusa(TrainedDrafter):
                 self.growth.calibrate(measured)
             else:
                 self.growth.guess(self.heads)
-        self._require_depth()
+        self.require_depth(f"drafter.heads={self.heads}")
         self.nodes = self.growth.nodes
 
     def build(self, target: Target) -> None:
@@ -204,12 +194,6 @@ class Medusa(TrainedDrafter):
         self.levels = self.target_logits(last)  # [K, V]
         if self.head_rank:
             self.levels = self.levels + torch.stack([c(x) for c, x in zip(self.corrections, last, strict=True)])
-
-    def root_logits(self) -> Tensor:
-        return self.levels[0]
-
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        return self.levels[depth].expand(tokens.shape[0], -1)
 
     # Training -----------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,9 @@
-"""Greedy decoding with and without the loop: what most tests compare."""
+"""Greedy decoding with and without the loop, which most tests compare; sampled tokens against their distribution."""
+
+from collections import Counter
 
 import torch
+from scipy.stats import chi2
 
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Step
@@ -29,3 +32,26 @@ def plain(target, prompt, count):
     for _ in range(count):
         ids.append(int(target.model(torch.tensor([ids], device=target.device)).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+@torch.inference_mode()
+def pairs_of(target, prompt, sampler):
+    """Probability of every pair of tokens that may follow a prompt, by full forwards."""
+
+    def after(ids):
+        p = sampler.probabilities(target.model(torch.tensor([ids])).logits[0, -1])
+        return {int(t): float(p[t]) for t in p.nonzero()[:, 0]}
+
+    return {(a, b): p * q for a, p in after(prompt).items() for b, q in after([*prompt, a]).items()}
+
+
+def p_value_of_pairs(target, drafter, prompt, sampler, runs):
+    """By chi-square, of the first two tokens of `runs` answers; and in how many of them a draft was verified."""
+    expected, found, drafted = pairs_of(target, prompt, sampler), Counter(), 0
+    for seed in range(runs):
+        tokens, steps = generate(target, drafter, prompt, cap=2, sampler=sampler, seed=seed)
+        found[tuple(tokens)] += 1
+        drafted += any(s.nodes for s in steps)
+    assert found.keys() <= expected.keys()
+    statistic = sum((found[pair] - runs * p) ** 2 / (runs * p) for pair, p in expected.items())
+    return chi2.sf(statistic, len(expected) - 1), drafted

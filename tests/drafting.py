@@ -22,6 +22,7 @@ FAMILY = (
     "eagle3",
     "coral",
     "eagle2_router",
+    "dflash",
 )
 
 

@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 
 from specbench.common.environment import installed
 from specbench.common.storage import sha256_of
+from specbench.data.corpus_file import PACKED, PACKED_PROVENANCE, unpack
 from specbench.data.download import file_from_wheel
 from specbench.data.prompts import read_jsonl
 from specbench.engine.decode import Limits, Prefill, decode
@@ -21,7 +22,6 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation.audit import MAX_ULPS, MIN_ULPS, audit
 from specbench.training.corpus import settle_precision
-from specbench.training.corpus_file import PACKED, PACKED_PROVENANCE, unpack
 
 SAMPLED = Sampler(0.8, top_k=4)
 TOKENS = 25  # of an answer: enough for a dozen cycles

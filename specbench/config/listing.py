@@ -68,8 +68,9 @@ def drafters(model: str | None = None) -> Rows:
     rows: Rows = [("drafter", "what", "needs", "here")]
     for file in _files("drafter"):
         parts = _trained(file.node)
-        needs = "training" if parts else "nothing"
-        rows.append((file.path.stem, file.sentence, needs, _weights(parts, model, published)))
+        needs = "training" if parts else "a corpus" if "corpus" in file.node else "nothing"
+        here = _corpus(file.node["corpus"], model) if needs == "a corpus" else _weights(parts, model, published)
+        rows.append((file.path.stem, file.sentence, needs, here))
     return rows
 
 
@@ -82,10 +83,18 @@ def _trained(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _weights(parts: Sequence[Mapping[str, Any]], model: str, published: Mapping[str, str]) -> str:
-    folders = [str(part["weights"]).replace("${model.name}", model) for part in parts]
-    if all((PROJECT / folder / "model.safetensors").is_file() for folder in folders):
+    if all((_folder(part["weights"], model) / "model.safetensors").is_file() for part in parts):
         return "yes"
     return "on the hub" if parts[0]["name"] in published else "no"
+
+
+def _corpus(folder: str, model: str) -> str:
+    return "yes" if (_folder(folder, model) / "corpus.safetensors.xz").is_file() else "no"
+
+
+def _folder(option: str, model: str) -> Path:
+    """The folder that an option of a file names, for a target."""
+    return PROJECT / option.replace("${model.name}", model)
 
 
 # Models and prompts ---------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from specbench.reporting.cells import Entry
 WORDS = {BASELINE: "plain", "vanilla": "vanilla SD"}
 TREES = {  # names of tree policies by class
     "Chain": "chain", "Static": "static", "Dynamic": "dynamic", "AccuracyTree": "calibrated", "Calibrated": "calibrated",
-    "Fitted": "fitted", "FittedStatic": "fitted static", "CostAwareTree": "rate", "Rate": "rate",
+    "Fitted": "fitted", "FittedStatic": "fitted static", "CostAwareTree": "rate", "Rate": "rate", "MarginalTree": "ddtree",
 }  # fmt: skip
 PAPER = "paper"
 CELLS = ("link", "top_p", "top_k")  # options of whole cells, named wherever they differ

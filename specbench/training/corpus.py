@@ -24,10 +24,10 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path, write_file
 from specbench.common.types import Count, Rows, Seed, Temperature, Times, Tokens
+from specbench.data import corpus_file
 from specbench.data.chat import Chat, Message
+from specbench.data.corpus_file import Text
 from specbench.engine.target import Target
-from specbench.training import corpus_file
-from specbench.training.corpus_file import Text
 from specbench.training.writer import Lengths, Precision, Prompt, fastest, write
 
 MAX_CHARACTERS = 12  # of a token; longer questions are dropped without counting their tokens

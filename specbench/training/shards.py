@@ -21,9 +21,9 @@ from torch import Tensor
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
+from specbench.data.corpus_file import Text
 from specbench.engine.target import Target
 from specbench.training.corpus import Writer
-from specbench.training.corpus_file import Text
 from specbench.training.precision import wide
 
 VALIDATION = "validation"

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from specbench.common import environment
+from specbench.data.corpus_file import Text
 from specbench.engine import memory
 from specbench.engine.backends.quantised import multiplies_bytes, quantised
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.rows import Rows
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
-from specbench.training.corpus_file import Text
 
 Precision = Literal["auto", "target", "int8"]
 GROUPS = 8  # of rows that attend together: more are more calls a layer, and less attention over empty slots

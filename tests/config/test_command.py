@@ -201,6 +201,9 @@ def test_weights_of_drafters_are_here_or_on_the_hub_or_not(tmp_path, monkeypatch
         folder.mkdir(parents=True)
         (folder / "model.safetensors").touch()
     here = column(listing.drafters("llama2-7b"), "here")
+    assert here["rest"] == "no"
+    (tmp_path / "drafters" / "weights" / "llama2-7b" / "corpus.safetensors.xz").touch()
+    assert column(listing.drafters("llama2-7b"), "here")["rest"] == "yes"
     assert {here[name] for name in ("eagle1", "eagle2", "eagle2-chain", "hybrid", "none", "suffix")} == {"yes"}
     assert {here[name] for name in ("hass", "vanilla", "ouroboros")} == {"on the hub"}
     assert {here[name] for name in ("medusa", "coral", "coral_router", "eagle2_router")} == {"no"}, (
@@ -209,6 +212,7 @@ def test_weights_of_drafters_are_here_or_on_the_hub_or_not(tmp_path, monkeypatch
     needs = column(listing.drafters(), "needs")
     assert {needs[name] for name in ("eagle2", "hybrid", "ouroboros")} == {"training"}
     assert {needs[name] for name in ("none", "self_speculation", "lookahead")} == {"nothing"}
+    assert needs["rest"] == "a corpus"
 
 
 def test_models_and_prompts_are_here_once_a_cache_holds_them(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from specbench.common.storage import sha256_of
 from specbench.data import chat
 from specbench.data.chat import Chat
 from specbench.data.conversations import Conversations
+from specbench.data.corpus_file import PACKED, PACKED_PROVENANCE, Text, unpack
 from specbench.data.prompts import read_jsonl
 from specbench.engine import checkpoints, loading, pretrained, weights
 from specbench.engine.loading import ModelSpec
@@ -32,7 +33,6 @@ from specbench.engine.policies import Chain
 from specbench.engine.pretrained import config_of, read_gguf, read_tokenizer
 from specbench.engine.target import Target
 from specbench.training.corpus import CorpusSettings, Writer
-from specbench.training.corpus_file import PACKED, PACKED_PROVENANCE, Text, unpack
 from specbench.training.features import Corpus, held_out
 from specbench.training.shards import Sequence, save_shard
 

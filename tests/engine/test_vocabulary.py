@@ -17,12 +17,12 @@ from tree_checks import check
 from drafters.medusa import Medusa
 from specbench import export, run, train
 from specbench.common.errors import SpecBenchError
+from specbench.data.corpus_file import unpack
 from specbench.engine import vocabulary
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
 from specbench.training.corpus import CorpusSettings, Writer
-from specbench.training.corpus_file import unpack
 from specbench.training.features import Answer
 from specbench.training.replay import chains, replay
 

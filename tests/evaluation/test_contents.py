@@ -15,6 +15,7 @@ from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import sha256_of
 from specbench.config import run_spec
+from specbench.data.corpus_file import PACKED_PROVENANCE
 from specbench.data.prompts import PromptSet
 from specbench.engine import pretrained
 from specbench.engine.model_files import contents_of
@@ -26,7 +27,6 @@ from specbench.records import identity
 from specbench.records.blocks import NAME, read_block
 from specbench.records.rows import Row
 from specbench.training.corpus import CorpusSettings
-from specbench.training.corpus_file import PACKED_PROVENANCE
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ from corpora import SMALL, STOP, Words, chats_of, prompts_of
 from decoding import plain
 
 from specbench.common.errors import SpecBenchError
+from specbench.data.corpus_file import unpack
 from specbench.engine.backends.quantised import EXACT, Int8Linear, quantised
 from specbench.engine.interface import Taps
 from specbench.engine.rows import Rows
 from specbench.training.corpus import CorpusSettings, Writer
-from specbench.training.corpus_file import unpack
 from specbench.training.features import Corpus, held_out, packed
 from specbench.training.shards import Shards
 from specbench.training.writer import Lengths, Prompt, write

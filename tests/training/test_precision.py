@@ -7,8 +7,8 @@ from conftest import make, tiny
 from corpora import trainer
 from drafting import batch_of
 
+from specbench.data.corpus_file import Text
 from specbench.training import precision
-from specbench.training.corpus_file import Text
 from specbench.training.features import Corpus
 from specbench.training.shards import read, save_shard
 

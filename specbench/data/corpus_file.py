@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, with_config
 from safetensors.torch import load, save
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.io import OPEN, parse, read_bytes, read_json
@@ -33,11 +33,20 @@ class Text:
 
 
 @with_config(OPEN)
+class PackedSettings(TypedDict, total=False):
+    """What is read of a packed corpus's settings."""
+
+    validation: Annotated[int, Field(ge=0)]
+
+
+@with_config(OPEN)
 class PackedHeader(TypedDict):
     """What is read of `corpus.json`."""
 
     corpus: str
     sha256: str
+    target_fingerprint: NotRequired[str]
+    settings: NotRequired[PackedSettings]
 
 
 def to_line(text: Text) -> bytes:
@@ -90,13 +99,13 @@ def unpack_checked(folder: Path, corpus: str) -> list[Text]:
     path, header = folder / PACKED, read_header(folder)
     if header is None or header["corpus"] != corpus or not path.is_file():
         return []
-    if sha256_of(path) != header["sha256"]:
+    return unpack(path, header["sha256"])
+
+
+def unpack(path: Path, sha256: str | None = None) -> list[Text]:
+    """The texts of a packed corpus. Raises `SpecBenchError` for a file that is damaged, or has another hash than given."""
+    if sha256 is not None and sha256_of(path) != sha256:
         raise SpecBenchError(f"{path} has not the SHA-256 that {PACKED_PROVENANCE} names; fetch it again")
-    return unpack(path)
-
-
-def unpack(path: Path) -> list[Text]:
-    """The texts of a packed corpus. Raises `SpecBenchError` for a damaged file."""
     with refusing(f"{path} is damaged or cut off; fetch it again"):
         tensors = load(lzma.decompress(read_bytes(path)))
         planes = tensors["tokens"].long()  # [bytes, n]
