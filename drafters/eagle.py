@@ -148,9 +148,7 @@ class Eagle(TrainedDrafter):
         used = set(own)
         embedding = tensors.get("embed_tokens.weight")
         if embedding is not None:
-            ours = self.embedding.weight[: len(embedding)]
-            if embedding.shape != ours.shape or not torch.allclose(embedding[:512].to(ours), ours[:512], atol=1e-2):
-                raise checkpoint.refuse("its embedding is not the target's: it was trained for another target")
+            checkpoint.require_shared("embedding", embedding, self.embedding.weight)
             used.add("embed_tokens.weight")
         return {mine: tensors[theirs] for theirs, mine in own.items()}, used
 

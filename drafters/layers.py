@@ -9,13 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
 from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+
+from specbench.engine.cache import KVCache
 
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
 BLOCK = 128  # queries a block: fewer attend to fewer keys, more make wider, faster products
@@ -63,6 +66,13 @@ def _of_layer(
 
 
 AttentionInterface.register(ATTENTION, _of_layer)
+
+
+@torch.no_grad()
+def start_norm(norm: LlamaRMSNorm, source: nn.Module) -> None:
+    """Give a norm the factors of the target's, which maps ones to them (Gemma's stores them minus one)."""
+    weight: Any = source.weight
+    norm.weight.copy_(source(torch.ones_like(weight)))
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -116,3 +126,36 @@ class CrossAttention(nn.Module):
         q = rotate(split_heads(self.q(normed), self.head_dim), self.cross_rotary, positions)
         y = x + self.o(attend(q, keys, values, mask))
         return y + self.mlp(self.mlp_norm(y))
+
+
+class PrefixLayers(nn.Module):
+    """Decoder layers and a norm over the states of all tokens so far; heads draft from the last one's output."""
+
+    cache: KVCache
+    prefix_layers: nn.ModuleList
+
+    def build_prefix(self, config: Any, layers: int, norm: nn.Module) -> None:
+        """norm: the target's final one, from which this one starts."""
+        self.prefix_layers = nn.ModuleList(LlamaDecoderLayer(config, layer_idx=i) for i in range(layers))
+        self.prefix_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        start_norm(self.prefix_norm, norm)
+        self.prefix_rotary = LlamaRotaryEmbedding(config)
+        self.cache = KVCache(layers, 0)
+
+    def prefix(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """x [B, T, D], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
+        rotary = self.prefix_rotary(x, positions)
+        for layer in self.prefix_layers:
+            x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
+        return self.prefix_norm(x)
+
+    def reset(self, capacity: int) -> None:
+        self.cache.begin(capacity)
+
+    def last_prefix(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Run N verified states behind the cache, keep their rows; the last one's output. x [N, D] -> [D]"""
+        mask = prefix_causal_mask(self.cache.length, len(x), x.device)
+        mask = None if mask is None else mask[None, None]
+        output = self.prefix(x[None], positions[None], mask, self.cache)[0, -1]
+        self.cache.keep()
+        return output

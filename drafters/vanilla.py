@@ -31,6 +31,7 @@ from transformers import LlamaForCausalLM
 
 from drafters.base import TrainedDrafter, argmax_at, level_inputs, llama_config, unread_tokens
 from drafters.distillation import DistillationLoss
+from drafters.layers import start_norm
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import user_path
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
@@ -110,10 +111,7 @@ class Vanilla(TrainedDrafter):
         model.set_input_embeddings(target.embedding)
         model.set_output_embeddings(target.head)
         if self.norm_from == "target":
-            with torch.no_grad():
-                # A norm maps ones to its factors, which Gemma's stores minus one.
-                norm = target.decoder.norm
-                model.model.norm.weight.copy_(norm(torch.ones_like(norm.weight)))
+            start_norm(model.model.norm, target.decoder.norm)
         if self.start_from == "target" and self.weights is None:
             self._take_layers(model.model.layers, target)
         return model
@@ -211,12 +209,7 @@ class Vanilla(TrainedDrafter):
 
     def _states(self, batch: Batch) -> Tensor:
         """The draft model's states of a batch's tokens. [B, T, D']"""
-        mask = None  # causal
-        if batch.starts is not None:
-            length = batch.tokens.shape[1]
-            causal = torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).tril()
-            mask = batch.restrict_mask(causal)[:, None]
-        return self.lm.run(batch.tokens, batch.positions, mask, None)
+        return self.lm.run(batch.tokens, batch.positions, batch.causal_mask(), None)
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """The same in every step: a draft model reads tokens alone."""

@@ -14,6 +14,7 @@ from specbench.engine.interface import Batch, Taps
 FAMILY = (
     "vanilla",
     "medusa",
+    "hydra",
     "eagle2",
     "eagle2_unshifted",
     "eagle2_feature",

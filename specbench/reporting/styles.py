@@ -21,6 +21,7 @@ KNOWN = {
     "none": (GREY, "8"),
     "vanilla": (BLACK, "X"),
     "medusa": (GREY, "v"),
+    "hydra": (SKY, "v"),
     "eagle1": (SKY, "s"),
     "eagle2": (BLUE, "o"),
     "coral": (VERMILION, "^"),

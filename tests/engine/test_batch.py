@@ -19,8 +19,8 @@ from specbench.engine.verify import Lossless
 
 PROMPTS = [[5], list(range(3, 40)), [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13]]
 BATCHED = [
-    "none", "prompt_lookup", "suffix", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "eagle1", "eagle2",
-    "hass", "coral", "beagle",
+    "none", "prompt_lookup", "suffix", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "hydra", "eagle1",
+    "eagle2", "hass", "coral", "beagle",
 ]  # fmt: skip
 
 
