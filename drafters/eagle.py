@@ -40,7 +40,7 @@ embedding first (official code); noise is U(-noise, noise) as in the paper, what
 little at first, unless `balanced_start` compensates (not in the paper).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.base import Noise, TrainedDrafter, argmax_at, level_inputs, llama_config, noisy, to_serving_config
+from drafters.base import Noise, TrainedDrafter, level_inputs, llama_config, noisy, to_serving_config
 from drafters.distillation import DistillationLoss
 from drafters.layers import prefix_causal_mask
 from specbench.common.errors import SpecBenchError
@@ -284,10 +284,6 @@ class Eagle(TrainedDrafter):
         """Per draft pass of a chain f_hat [B, T, D], that of f_i at i; zeros at 0."""
         return map(behind_one, self.aligned(batch.states[:, :-1], batch, steps))
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        for states in self.draft_states(batch, steps):
-            yield argmax_at(states, self.target_logits)
-
 
 def _own_text(target: Target) -> tuple[Tensor, Tensor]:
     """A little greedy text of the target's own: tokens [1, T] and states [1, T, D]."""
@@ -300,16 +296,16 @@ def behind_one(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, 0))
 
 
-def following(batch: Batch) -> Batch:
-    """What pair i predicts: the batch one position on. A pair belongs to the sequence of its state."""
-    same = batch.same_sequence(1)
+def following(batch: Batch, ahead: int = 1) -> Batch:
+    """What pair i predicts: the batch so many positions on. A pair belongs to the sequence of its state."""
+    same = batch.same_sequence(ahead)
     return Batch(
-        tokens=batch.tokens[:, 1:],
-        states=batch.states[:, 1:],
+        tokens=batch.tokens[:, ahead:],
+        states=batch.states[:, ahead:],
         valid=same,
-        scored=batch.scored[:, 1:] & same,
+        scored=batch.scored[:, ahead:] & same,
         vocabulary=batch.vocabulary,
-        starts=None if batch.starts is None else batch.starts[:, :-1],
+        starts=None if batch.starts is None else batch.starts[:, :-ahead],
     )
 
 

@@ -75,6 +75,30 @@ def start_norm(norm: LlamaRMSNorm, source: nn.Module) -> None:
     norm.weight.copy_(source(torch.ones_like(weight)))
 
 
+def start_layer(layer: nn.Module, source: nn.Module) -> bool:
+    """Give a layer of Llama's kind the weights of one of the target's, cut to its width; False if they do not fit."""
+    own, up = layer.state_dict(), layer.get_submodule("mlp.up_proj")
+    tensors = _narrower(source.state_dict(), up.out_features)  # type: ignore[arg-type]
+    for name, tensor in own.items():
+        if name.endswith(".bias"):  # Llama has one on the attention's output too, Qwen2 has not
+            tensors.setdefault(name, torch.zeros_like(tensor))
+    if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in tensors.items()}:
+        return False
+    layer.load_state_dict(tensors)
+    return True
+
+
+def _narrower(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """A layer's tensors with the `width` neurons of its MLP whose weights have the largest product of norms."""
+    down, up, gate = (tensors.get(f"mlp.{name}_proj.weight") for name in ("down", "up", "gate"))
+    if down is None or up is None or gate is None or width >= len(up):
+        return tensors
+    neurons = (down.norm(dim=0) * up.norm(dim=1) * gate.norm(dim=1)).topk(width).indices.sort().values
+    dims = {f"mlp.{name}_proj.{part}": 0 for name in ("up", "gate") for part in ("weight", "bias")}
+    dims["mlp.down_proj.weight"] = 1
+    return {name: t.index_select(dims[name], neurons) if name in dims else t for name, t in tensors.items()}
+
+
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Cross-attention; zeros for a query without a visible key. -> [B, T, Hq * Dh]
 

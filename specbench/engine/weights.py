@@ -191,10 +191,14 @@ class Checkpoint:
         """Around code that reads names, shapes and configuration: turns any error into one that names this checkpoint."""
         return refusing(f"checkpoint={self.source}: its tensors and config.json do not make this drafter")
 
-    def require_shared(self, part: str, copy: Tensor, own: Tensor) -> None:
-        """Refuse a file whose copy of a table of the target's, [V', D], is another one's; looks at its first rows."""
+    def shares(self, copy: Tensor, own: Tensor) -> bool:
+        """Is this copy of a table the target's, [V, D]? Looks at its first rows."""
         own = own[: len(copy)]
-        if copy.shape != own.shape or not torch.allclose(copy[:512].to(own), own[:512], atol=1e-2):
+        return copy.shape == own.shape and torch.allclose(copy[:512].to(own), own[:512], atol=1e-2)
+
+    def require_shared(self, part: str, copy: Tensor, own: Tensor) -> None:
+        """Refuse a file whose copy of a table of the target's is another one's."""
+        if not self.shares(copy, own):
             raise self.refuse(f"its {part} is not the target's: it was trained for another target")
 
     def refuse(self, reason: str) -> SpecBenchError:

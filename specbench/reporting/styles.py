@@ -22,6 +22,7 @@ KNOWN = {
     "vanilla": (BLACK, "X"),
     "medusa": (GREY, "v"),
     "hydra": (SKY, "v"),
+    "clover2": (GREEN, "v"),
     "eagle1": (SKY, "s"),
     "eagle2": (BLUE, "o"),
     "coral": (VERMILION, "^"),
