@@ -81,9 +81,13 @@ class Eagle(TrainedDrafter):
         balanced_start: scale the initial fc so that embeddings and states contribute alike.
     """
 
+    token_norm: nn.Module
+    state_norm: nn.Module
+    last_norm: nn.Module
+
     batches = True
     phased: tuple[str, ...] = ("regression", "classification", "noise")
-    formats = ("vllm", "sglang")
+    formats: tuple[str, ...] = ("vllm", "sglang")
 
     def __init__(
         self,
@@ -121,6 +125,8 @@ class Eagle(TrainedDrafter):
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.deeper = nn.ModuleList([LlamaDecoderLayer(config, layer_idx=i) for i in range(1, self.layers)])
         self.rotary = LlamaRotaryEmbedding(config)
+        for norm in ("token_norm", "state_norm", "last_norm"):
+            setattr(self, norm, nn.Identity())  # EAGLE has none
         self.cache = KVCache(self.layers, 0)
         untrained = self.weights is None and self.checkpoint is None and target.device.type != "meta"
         if self.balanced_start and parts == 2 and untrained:
@@ -198,13 +204,13 @@ class Eagle(TrainedDrafter):
         self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """f_hat of B x T pairs. states [B, T, D], tokens [B, T], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
-        embedded = self.embedding(tokens).to(states)
+        embedded, states = self.token_norm(self.embedding(tokens).to(states)), self.state_norm(states)
         parts = {"feature": [states], "token": [embedded]}.get(self.inputs, [embedded, states])
         x = self.fc(torch.cat(parts, -1))
         rotary = self.rotary(x, positions)
         for layer in (self.layer, *self.deeper):
             x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
-        return x
+        return self.last_norm(x)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows, network = super().for_sequences(count, lockstep), in_one_pass(self.network)

@@ -69,10 +69,10 @@ AttentionInterface.register(ATTENTION, _of_layer)
 
 
 @torch.no_grad()
-def start_norm(norm: LlamaRMSNorm, source: nn.Module) -> None:
+def start_norm(norm: nn.Module, source: nn.Module) -> None:
     """Give a norm the factors of the target's, which maps ones to them (Gemma's stores them minus one)."""
-    weight: Any = source.weight
-    norm.weight.copy_(source(torch.ones_like(weight)))
+    own, factors = norm.get_parameter("weight"), source.get_parameter("weight")
+    own.copy_(source(torch.ones_like(factors)))
 
 
 def start_layer(layer: nn.Module, source: nn.Module) -> bool:

@@ -21,6 +21,7 @@ FAMILY = (
     "eagle2_token",
     "hass",
     "coral",
+    "mtp",
     "eagle2_router",
 )
 

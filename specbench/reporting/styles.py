@@ -28,6 +28,7 @@ KNOWN = {
     "coral": (VERMILION, "^"),
     "coral_router": (VERMILION, "<"),
     "hass": (GREEN, "D"),
+    "mtp": (ORANGE, "s"),
     "beagle": (ORANGE, "P"),
     "moa": (PURPLE, "*"),
     "prompt_lookup": (BLACK, "o"),

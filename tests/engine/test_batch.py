@@ -20,7 +20,7 @@ from specbench.engine.verify import Lossless
 PROMPTS = [[5], list(range(3, 40)), [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13]]
 BATCHED = [
     "none", "prompt_lookup", "suffix", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "hydra", "eagle1",
-    "eagle2", "hass", "coral", "beagle",
+    "eagle2", "hass", "coral", "beagle", "mtp",
 ]  # fmt: skip
 
 
