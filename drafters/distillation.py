@@ -13,6 +13,7 @@ without any array of positions x vocabulary (as in Liger-Kernel's fused cross-en
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,6 +86,28 @@ class DistillationLoss:
             shown = shown[:, logged[self.scored]]
         means = shown.sum(-1) / max(1, shown.shape[1])
         return {"loss": loss, **dict(zip(("regression", "classification", "agreement"), means, strict=True))}
+
+
+class HardLabels(DistillationLoss):
+    """The same with the text's tokens as labels: p is 1 at the token after each state, CE = - log p_hat of it.
+
+    States without such a token in their sequence, or whose token is outside a confined vocabulary, do not count.
+    """
+
+    def __init__(self, batch: Batch, head: nn.Linear):
+        labels, known = batch.tokens.roll(-1, 1), F.pad(batch.same_sequence(1), (0, 1))
+        if batch.vocabulary is not None:
+            index = torch.full((head.weight.shape[0],), -1, device=labels.device)
+            index[batch.vocabulary] = torch.arange(len(batch.vocabulary), device=labels.device)
+            labels = index[labels]
+            known = known & (labels >= 0)
+        super().__init__(replace(batch, scored=batch.scored & known), head)
+        self.labels = labels[self.scored]  # [M]
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for labels in self.labels.split(self.chunk):
+            p = torch.zeros(len(labels), len(self.rows), device=labels.device)
+            yield p.scatter_(1, labels[:, None], 1.0), labels[:, None]
 
 
 class _OverVocabulary(torch.autograd.Function):

@@ -40,7 +40,7 @@ embedding first (official code); noise is U(-noise, noise) as in the paper, what
 little at first, unless `balanced_start` compensates (not in the paper).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.base import Noise, TrainedDrafter, argmax_at, level_inputs, llama_config, noisy, to_serving_config
+from drafters.base import Noise, TrainedDrafter, level_inputs, llama_config, noisy, to_serving_config
 from drafters.distillation import DistillationLoss
 from drafters.layers import prefix_causal_mask
 from specbench.common.errors import SpecBenchError
@@ -81,10 +81,14 @@ class Eagle(TrainedDrafter):
         balanced_start: scale the initial fc so that embeddings and states contribute alike.
     """
 
+    token_norm: nn.Module
+    state_norm: nn.Module
+    last_norm: nn.Module
+
     batches = True
     detached = True  # no gradient flows from a draft pass into the one before
     phased: tuple[str, ...] = ("regression", "classification", "noise")
-    formats = ("vllm", "sglang")
+    formats: tuple[str, ...] = ("vllm", "sglang")
 
     def __init__(
         self,
@@ -122,6 +126,8 @@ class Eagle(TrainedDrafter):
         self.layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
         self.deeper = nn.ModuleList([LlamaDecoderLayer(config, layer_idx=i) for i in range(1, self.layers)])
         self.rotary = LlamaRotaryEmbedding(config)
+        for norm in ("token_norm", "state_norm", "last_norm"):
+            setattr(self, norm, nn.Identity())  # EAGLE has none
         self.cache = KVCache(self.layers, 0)
         untrained = self.weights is None and self.checkpoint is None and target.device.type != "meta"
         if self.balanced_start and parts == 2 and untrained:
@@ -152,11 +158,8 @@ class Eagle(TrainedDrafter):
 
     def require_embedding(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint with another embedding than the target's."""
-        if (theirs := checkpoint.tensors.get("embed_tokens.weight")) is None:
-            return
-        ours = self.embedding.weight[: len(theirs)]
-        if theirs.shape != ours.shape or not torch.allclose(theirs[:512].to(ours), ours[:512], atol=1e-2):
-            raise checkpoint.refuse("its embedding is not the target's: it was trained for another target")
+        if (theirs := checkpoint.tensors.get("embed_tokens.weight")) is not None:
+            checkpoint.require_shared("embedding", theirs, self.embedding.weight)
 
     def check(self, checkpoint: Checkpoint, target: Target) -> None:
         """The order of fc's halves, which have the same shape: the one whose predictions agree with the target's text."""
@@ -208,13 +211,13 @@ class Eagle(TrainedDrafter):
         self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """f_hat of B x T pairs. states [B, T, D], tokens [B, T], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
-        embedded = self.embedding(tokens).to(states)
+        embedded, states = self.token_norm(self.embedding(tokens).to(states)), self.state_norm(states)
         parts = {"feature": [states], "token": [embedded]}.get(self.inputs, [embedded, states])
         x = self.fc(torch.cat(parts, -1))
         rotary = self.rotary(x, positions)
         for layer in (self.layer, *self.deeper):
             x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
-        return x
+        return self.last_norm(x)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows, network = super().for_sequences(count, lockstep), in_one_pass(self.network)
@@ -297,10 +300,6 @@ class Eagle(TrainedDrafter):
         known = self.known_states(batch.states, batch.hidden)
         return map(behind_one, self.aligned(known[:, :-1], batch, steps))
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        for states in self.draft_states(batch, steps):
-            yield argmax_at(states, self.target_logits)
-
 
 def _own_text(target: Target) -> tuple[Tensor, Tensor]:
     """A little greedy text of the target's own: tokens [1, T] and states [1, T, D]."""
@@ -313,16 +312,16 @@ def behind_one(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, 0))
 
 
-def following(batch: Batch) -> Batch:
-    """What pair i predicts: the batch one position on. A pair belongs to the sequence of its state."""
-    same = batch.same_sequence(1)
+def following(batch: Batch, ahead: int = 1) -> Batch:
+    """What pair i predicts: the batch so many positions on. A pair belongs to the sequence of its state."""
+    same = batch.same_sequence(ahead)
     return Batch(
-        tokens=batch.tokens[:, 1:],
-        states=batch.states[:, 1:],
+        tokens=batch.tokens[:, ahead:],
+        states=batch.states[:, ahead:],
         valid=same,
-        scored=batch.scored[:, 1:] & same,
+        scored=batch.scored[:, ahead:] & same,
         vocabulary=batch.vocabulary,
-        starts=None if batch.starts is None else batch.starts[:, :-1],
+        starts=None if batch.starts is None else batch.starts[:, :-ahead],
     )
 
 

@@ -61,7 +61,7 @@ class Hass(Eagle):
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The sum over steps; other values logged are step 1's, comparable with EAGLE's."""
         truth, weight = following(batch), 1.0
-        teacher, add_terms = DistillationLoss(truth, self.head, uses=self.steps), self.step_terms(truth)
+        teacher, add_terms = self.teacher(truth), self.step_terms(truth)
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
         for predicted in self.aligned(self.noisy(batch), batch, self.steps):
@@ -71,6 +71,10 @@ class Hass(Eagle):
             total, weight = total + weight * metrics["loss"], weight * self.beta
             logged = logged or metrics
         return logged | {"loss": total}
+
+    def teacher(self, truth: Batch) -> DistillationLoss:
+        """What every step is held to."""
+        return DistillationLoss(truth, self.head, uses=self.steps)
 
     @property
     def regression_weight(self) -> float:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
 from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
@@ -18,6 +19,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specbench.engine.attention import aligned_bias
+from specbench.engine.cache import KVCache
 
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
 BLOCK = 128  # queries a block: fewer attend to fewer keys, more make wider, faster products
@@ -66,6 +68,37 @@ def _of_layer(
 
 
 AttentionInterface.register(ATTENTION, _of_layer)
+
+
+@torch.no_grad()
+def start_norm(norm: nn.Module, source: nn.Module) -> None:
+    """Give a norm the factors of the target's, which maps ones to them (Gemma's stores them minus one)."""
+    own, factors = norm.get_parameter("weight"), source.get_parameter("weight")
+    own.copy_(source(torch.ones_like(factors)))
+
+
+def start_layer(layer: nn.Module, source: nn.Module) -> bool:
+    """Give a layer of Llama's kind the weights of one of the target's, cut to its width; False if they do not fit."""
+    own, up = layer.state_dict(), layer.get_submodule("mlp.up_proj")
+    tensors = _narrower(source.state_dict(), up.out_features)  # type: ignore[arg-type]
+    for name, tensor in own.items():
+        if name.endswith(".bias"):  # Llama has one on the attention's output too, Qwen2 has not
+            tensors.setdefault(name, torch.zeros_like(tensor))
+    if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in tensors.items()}:
+        return False
+    layer.load_state_dict(tensors)
+    return True
+
+
+def _narrower(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """A layer's tensors with the `width` neurons of its MLP whose weights have the largest product of norms."""
+    down, up, gate = (tensors.get(f"mlp.{name}_proj.weight") for name in ("down", "up", "gate"))
+    if down is None or up is None or gate is None or width >= len(up):
+        return tensors
+    neurons = (down.norm(dim=0) * up.norm(dim=1) * gate.norm(dim=1)).topk(width).indices.sort().values
+    dims = {f"mlp.{name}_proj.{part}": 0 for name in ("up", "gate") for part in ("weight", "bias")}
+    dims["mlp.down_proj.weight"] = 1
+    return {name: t.index_select(dims[name], neurons) if name in dims else t for name, t in tensors.items()}
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -119,3 +152,36 @@ class CrossAttention(nn.Module):
         q = rotate(split_heads(self.q(normed), self.head_dim), self.cross_rotary, positions)
         y = x + self.o(attend(q, keys, values, mask))
         return y + self.mlp(self.mlp_norm(y))
+
+
+class PrefixLayers(nn.Module):
+    """Decoder layers and a norm over the states of all tokens so far; heads draft from the last one's output."""
+
+    cache: KVCache
+    prefix_layers: nn.ModuleList
+
+    def build_prefix(self, config: Any, layers: int, norm: nn.Module) -> None:
+        """norm: the target's final one, from which this one starts."""
+        self.prefix_layers = nn.ModuleList(LlamaDecoderLayer(config, layer_idx=i) for i in range(layers))
+        self.prefix_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        start_norm(self.prefix_norm, norm)
+        self.prefix_rotary = LlamaRotaryEmbedding(config)
+        self.cache = KVCache(layers, 0)
+
+    def prefix(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """x [B, T, D], positions [B, T], mask [B, 1, T, S] -> [B, T, D]"""
+        rotary = self.prefix_rotary(x, positions)
+        for layer in self.prefix_layers:
+            x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
+        return self.prefix_norm(x)
+
+    def reset(self, capacity: int) -> None:
+        self.cache.begin(capacity)
+
+    def last_prefix(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Run N verified states behind the cache, keep their rows; the last one's output. x [N, D] -> [D]"""
+        mask = prefix_causal_mask(self.cache.length, len(x), x.device)
+        mask = None if mask is None else mask[None, None]
+        output = self.prefix(x[None], positions[None], mask, self.cache)[0, -1]
+        self.cache.keep()
+        return output

@@ -21,7 +21,7 @@ confined vocabulary, positions whose label lies outside it do not count.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,8 @@ class Medusa(LevelDrafter):
 
     phased: tuple[str, ...] = ("decay",)
     batches = True
-    formats = ("vllm",)
+    formats: tuple[str, ...] = ("vllm",)
+    head_bias = False  # do own output layers carry one?
 
     def __init__(
         self,
@@ -104,9 +105,10 @@ class Medusa(LevelDrafter):
         )
         for parameter in self.blocks.parameters():
             nn.init.zeros_(parameter)
-        outputs = [nn.Linear(width, target.vocab_size, bias=False) for _ in range(self.heads * self.head_per_level)]
+        own = self.heads * self.head_per_level
+        outputs = [nn.Linear(width, target.vocab_size, bias=self.head_bias) for _ in range(own)]
         for output in outputs:
-            output.load_state_dict({"weight": target.head.weight})
+            output.load_state_dict({"weight": target.head.weight}, strict=False)
         self.outputs = nn.ModuleList(outputs)
         rank = self.head_rank
         self.corrections = nn.ModuleList(
@@ -142,15 +144,13 @@ class Medusa(LevelDrafter):
                 named[f"blocks.{parsed['head']}.{parsed['block']}.{parsed['part']}"] = tensor
             elif self.head_per_level:
                 named[f"outputs.{parsed['head']}.weight"] = tensor
-            elif tensor.shape != self.head.weight.shape or not torch.allclose(
-                tensor.to(self.head.weight), self.head.weight
-            ):
-                raise checkpoint.refuse("its output layer is not the target's: it was trained for another target")
+            else:
+                checkpoint.require_shared("output layer", tensor, self.head.weight)
         return named, used
 
     def export_tensors(self, server: str, target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """vLLM's names. It does not share the target's head with Medusa: the file holds a copy, or one a head."""
-        if server != "vllm":
+        if server not in self.formats:
             return super().export_tensors(server, target)
         tensors = {}
         for name, tensor in trained(self).items():
@@ -179,9 +179,7 @@ class Medusa(LevelDrafter):
 
     def network(self, states: Tensor, level: int) -> Tensor:
         """Residual blocks of head `level` (from 0), before the output layer. [..., D] -> [..., D]"""
-        for block in self.blocks[level]:  # type: ignore[attr-defined]
-            states = states + F.silu(block(states))
-        return states
+        return residual_blocks(states, self.blocks[level])  # type: ignore[arg-type]
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 
@@ -199,21 +197,35 @@ class Medusa(LevelDrafter):
 
     def output(self, hidden: Tensor, level: int, ids: Tensor | None = None) -> Tensor:
         """Logits of head `level` (from 0) over some ids, or all, from `network`'s output. [M, D] -> [M, K]"""
-        rows: Any
-        if ids is None and not self.head_per_level:
-            logits = self.target_logits(hidden)
+        own: Any = self.outputs[level] if self.head_per_level else self.head
+        if ids is None:
+            logits = own(hidden) if self.head_per_level else self.target_logits(hidden)
         else:
-            rows = self.outputs[level].weight if self.head_per_level else self.head.weight
-            logits = F.linear(hidden, rows if ids is None else rows[ids])
+            logits = F.linear(hidden, own.weight[ids], None if own.bias is None else own.bias[ids])
         if not self.head_rank:
             return logits
         correction: Any = self.corrections[level]
         rows = correction[1].weight
         return logits + F.linear(correction[0](hidden), rows if ids is None else rows[ids])
 
+    def inputs(self, batch: Batch) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """What heads read: head `level` at states of these rows [M] and columns [M] of the batch. -> [M, …]"""
+        return lambda level, rows, columns: batch.states[rows, columns]
+
+    def head_loss(
+        self, cross_entropy: Tensor, logits: Tensor, hidden: Tensor, states: Tensor, vocabulary: Tensor | None
+    ) -> Tensor:
+        """A head's loss from its cross-entropy with the text.
+
+        Args:
+            logits: [M, K] over the vocabulary, or all ids. hidden: [M, D] `network`'s output.
+            states: [M, D] the target's, which predict the same tokens.
+        """
+        return cross_entropy
+
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Head k at state i predicts token i + k + 1; `agreement` is head 1's."""
-        total = batch.states.new_zeros(())
+        total, read = batch.states.new_zeros(()), self.inputs(batch)
         logged: dict[str, Tensor] = {}
         counts = batch.scored[:, 1:]  # [B, T - ahead] by state: do all tokens drafted from it, up to the label, count?
         for level in range(self.heads):
@@ -221,14 +233,18 @@ class Medusa(LevelDrafter):
             if batch.tokens.shape[1] <= ahead:
                 break
             counts = counts[:, :-1] & batch.scored[:, ahead - 1 : -1] & batch.same_sequence(ahead)
-            states, labels = batch.states[:, :-ahead][counts], batch.tokens[:, ahead:][counts]  # [M, D], [M]
+            rows, columns = counts.nonzero(as_tuple=True)  # [M] each
+            labels = batch.tokens[rows, columns + ahead]
             if batch.vocabulary is not None:
                 index = torch.full((self.head.weight.shape[0],), -100, device=labels.device)
                 index[batch.vocabulary] = torch.arange(len(batch.vocabulary), device=labels.device)
                 labels = index[labels]
-            logits = self.output(self.network(states, level), level, batch.vocabulary).float()
+            hidden = self.network(read(level, rows, columns), level)
+            logits = self.output(hidden, level, batch.vocabulary).float()
             cross_entropy = F.cross_entropy(logits, labels, reduction="sum") / (labels >= 0).sum().clamp(min=1)
-            total = total + self.decay ** (level + 1) * cross_entropy
+            states = batch.states[rows, columns + ahead - 1]
+            loss = self.head_loss(cross_entropy, logits, hidden, states, batch.vocabulary)
+            total = total + self.decay ** (level + 1) * loss
             if level < 2:
                 logged[f"head_{level + 1}"] = cross_entropy.detach()
             if level == 0:
@@ -237,14 +253,15 @@ class Medusa(LevelDrafter):
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """Step j is head j at the state j positions back; there are no more steps than heads."""
+        read = self.inputs(batch)
         for step in range(1, min(steps, self.heads) + 1):
-            yield partial(self._drafted, batch.states, step)
+            yield partial(self._drafted, partial(read, step - 1), step)
 
-    def _drafted(self, states: Tensor, step: int, chosen: Tensor) -> Tensor:
-        """Head `step`'s prediction of the token after each chosen position. states [B, T, D], chosen [B, T] -> [M]"""
-        row, column = chosen.nonzero(as_tuple=True)
-        read = states[row, (column - step).clamp(min=0)]
-        return best_ids(read, lambda part: self.output(self.network(part, step - 1), step - 1))
+    def _drafted(self, read: Callable[[Tensor, Tensor], Tensor], step: int, chosen: Tensor) -> Tensor:
+        """Head `step`'s prediction of the token after each chosen position. chosen [B, T] -> [M]"""
+        rows, columns = chosen.nonzero(as_tuple=True)
+        found = read(rows, (columns - step).clamp(min=0))
+        return best_ids(found, lambda part: self.output(self.network(part, step - 1), step - 1))
 
     @torch.no_grad()
     def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]], top_k: int = 10) -> list[list[float]]:
@@ -252,12 +269,14 @@ class Medusa(LevelDrafter):
         top_k = min(top_k, self.head.out_features)
         hits, cases = torch.zeros(self.heads, top_k), torch.zeros(self.heads, 1)
         for tokens, states, begin in sequences:
+            every = torch.ones_like(tokens, dtype=torch.bool)[None]
+            read = self.inputs(Batch(tokens[None], states[None], every, every))
             for level in range(self.heads):
                 ahead = level + 2
                 if len(tokens) <= begin + ahead - 1:
                     continue
-                hidden = self.network(states[begin - 1 : -ahead], level)
-                logits = self.output(hidden, level)
+                columns = torch.arange(begin - 1, len(tokens) - ahead, device=tokens.device)
+                logits = self.output(self.network(read(level, torch.zeros_like(columns), columns), level), level)
                 labels = tokens[begin - 1 + ahead :]
                 hits[level] += (logits.topk(top_k, -1).indices == labels[:, None]).sum(0).cpu()
                 cases[level] += len(labels)
@@ -266,3 +285,11 @@ class Medusa(LevelDrafter):
             self.growth.calibrate(accuracy)
             self.nodes = self.growth.nodes
         return accuracy
+
+
+def residual_blocks(x: Tensor, blocks: Iterable[nn.Module], dropout: float = 0.0) -> Tensor:
+    """x + SiLU(block(x)), block after block, with dropout before each. [..., D] -> [..., D]"""
+    for block in blocks:
+        x = F.dropout(x, dropout, training=dropout > 0)
+        x = x + F.silu(block(x))
+    return x

@@ -31,6 +31,7 @@ from transformers import LlamaForCausalLM
 
 from drafters.base import TrainedDrafter, argmax_at, level_inputs, llama_config, unread_tokens
 from drafters.distillation import DistillationLoss
+from drafters.layers import start_layer, start_norm
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import user_path
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
@@ -113,10 +114,7 @@ class Vanilla(TrainedDrafter):
         model.set_input_embeddings(embedding)
         model.set_output_embeddings(target.head)
         if self.norm_from == "target":
-            with torch.no_grad():
-                # A norm maps ones to its factors, which Gemma's stores minus one.
-                norm = target.decoder.norm
-                model.model.norm.weight.copy_(norm(torch.ones_like(norm.weight)))
+            start_norm(model.model.norm, target.decoder.norm)
         if self.start_from == "target" and self.weights is None:
             self._take_layers(model.model.layers, target)
         return model
@@ -127,17 +125,11 @@ class Vanilla(TrainedDrafter):
         layer: Any
         sources = [*target.decoder.layers[: len(layers) - late], *target.decoder.layers[target.layers - late :]]
         for layer, source in zip(layers, sources, strict=True):
-            tensors = _narrower(source.state_dict(), layer.mlp.up_proj.out_features)
-            for name, own in layer.state_dict().items():
-                if name.endswith(".bias"):  # Llama has one on the attention's output too, Qwen2 has not
-                    tensors.setdefault(name, torch.zeros_like(own))
-            try:
-                layer.load_state_dict(tensors)
-            except RuntimeError as error:
+            if not start_layer(layer, source):
                 raise SpecBenchError(
                     f"drafter.start_from=target: a layer of model type {target.config.model_type} does not fit into one of "
                     f"Llama's kind with drafter.intermediate_size={self.intermediate_size} (null is the target's)"
-                ) from error
+                )
 
     def infer_shape(self, checkpoint: Checkpoint) -> None:
         """The checkpoint is a whole language model, as with `path`."""
@@ -214,24 +206,8 @@ class Vanilla(TrainedDrafter):
 
     def _states(self, batch: Batch) -> Tensor:
         """The draft model's states of a batch's tokens. [B, T, D']"""
-        mask = None  # causal
-        if batch.starts is not None:
-            length = batch.tokens.shape[1]
-            causal = torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).tril()
-            mask = batch.restrict_mask(causal)[:, None]
-        return self.lm.run(batch.tokens, batch.positions, mask, None)
+        return self.lm.run(batch.tokens, batch.positions, batch.causal_mask(), None)
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """The same in every step: a draft model reads tokens alone."""
         yield from [argmax_at(self._states(batch), self.target_logits)] * steps
-
-
-def _narrower(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
-    """A layer's tensors with the `width` neurons of its MLP whose weights have the largest product of norms."""
-    down, up, gate = (tensors.get(f"mlp.{name}_proj.weight") for name in ("down", "up", "gate"))
-    if down is None or up is None or gate is None or width >= len(up):
-        return tensors
-    neurons = (down.norm(dim=0) * up.norm(dim=1) * gate.norm(dim=1)).topk(width).indices.sort().values
-    dims = {f"mlp.{name}_proj.{part}": 0 for name in ("up", "gate") for part in ("weight", "bias")}
-    dims["mlp.down_proj.weight"] = 1
-    return {name: t.index_select(dims[name], neurons) if name in dims else t for name, t in tensors.items()}

@@ -14,6 +14,7 @@ from specbench.engine.interface import Batch, Taps
 FAMILY = (
     "vanilla",
     "medusa",
+    "hydra",
     "eagle2",
     "eagle2_unshifted",
     "eagle2_feature",
@@ -21,6 +22,7 @@ FAMILY = (
     "hass",
     "eagle3",
     "coral",
+    "mtp",
     "eagle2_router",
     "dflash",
 )

@@ -164,6 +164,13 @@ class Batch:
         same = self.starts[:, :, None] == self.starts[:, None, :]  # [B, T, T]
         return mask & same.repeat(1, 1, mask.shape[-1] // same.shape[-1])
 
+    def causal_mask(self) -> Tensor | None:
+        """What a token sees, itself included: [B, 1, T, T] bool; None: all up to it, as layers do without a mask."""
+        if self.starts is None:
+            return None
+        length = self.tokens.shape[1]
+        return self.restrict_mask(torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril())[:, None]
+
     def same_sequence(self, ahead: int) -> Tensor:
         """[B, T - ahead] bool: is the token `ahead` positions on of the same sequence, and not padding?"""
         length = self.tokens.shape[1]

@@ -220,6 +220,16 @@ class Checkpoint:
         """Around code that reads names, shapes and configuration: turns any error into one that names this checkpoint."""
         return refusing(f"checkpoint={self.source}: its tensors and config.json do not make this drafter")
 
+    def shares(self, copy: Tensor, own: Tensor) -> bool:
+        """Is this copy of a table the target's, [V, D]? Looks at its first rows."""
+        own = own[: len(copy)]
+        return copy.shape == own.shape and torch.allclose(copy[:512].to(own), own[:512], atol=1e-2)
+
+    def require_shared(self, part: str, copy: Tensor, own: Tensor) -> None:
+        """Refuse a file whose copy of a table of the target's is another one's."""
+        if not self.shares(copy, own):
+            raise self.refuse(f"its {part} is not the target's: it was trained for another target")
+
     def refuse(self, reason: str) -> SpecBenchError:
         """An error that names this checkpoint."""
         return SpecBenchError(f"checkpoint={self.source}: {reason}")

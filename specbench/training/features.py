@@ -113,13 +113,8 @@ class Corpus:
 
     def _compute_states(self, batch: Batch, target: Target, dtype: torch.dtype) -> None:
         """Fill in the states and tapped layers of a batch."""
-        mask = None
-        if batch.starts is not None:
-            longest = batch.tokens.shape[1]
-            causal = torch.ones(longest, longest, dtype=torch.bool, device=batch.tokens.device).tril()
-            mask = batch.restrict_mask(causal)[:, None]
         with wide(self.reading, target.device, target.hidden_size):
-            states, hidden, kv = target.tapped(batch.tokens, self.taps, batch.positions, mask)
+            states, hidden, kv = target.tapped(batch.tokens, self.taps, batch.positions, batch.causal_mask())
         # autocast may have computed them in another precision
         batch.hidden = {layer: h.to(target.dtype) for layer, h in hidden.items()}
         batch.kv = {layer: (k.to(target.dtype), v.to(target.dtype)) for layer, (k, v) in kv.items()}

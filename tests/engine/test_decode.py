@@ -294,7 +294,7 @@ def network_of(made):
     """Where a drafter's network is called: owner, function, and which calls count; None where it has no network."""
     while hasattr(made, "base"):  # a router, a hybrid, Ouroboros
         made = made.base
-    if hasattr(made, "heads") and hasattr(made, "outputs"):  # Medusa: one forward is all heads, of which this is the first
+    if getattr(made, "parallel", False):  # Medusa: one forward is all heads, of which this is the first
         return made, "network", lambda states, level: level == 0
     found = [
         (owner, name)
