@@ -78,7 +78,12 @@ def start_norm(norm: nn.Module, source: nn.Module) -> None:
 
 
 def start_layer(layer: nn.Module, source: nn.Module) -> bool:
-    """Give a layer of Llama's kind the weights of one of the target's, cut to its width; False if they do not fit."""
+    """Give a layer of Llama's kind the weights of one of the target's, cut to its width; False if they do not fit.
+
+    Nor do those of a target whose layers are on another machine.
+    """
+    if any(p.is_meta for p in source.parameters()):
+        return False
     own, up = layer.state_dict(), layer.get_submodule("mlp.up_proj")
     tensors = _narrower(source.state_dict(), up.out_features)  # type: ignore[arg-type]
     for name, tensor in own.items():

@@ -39,7 +39,7 @@ class Mtp(Hass):
 
     Args:
         steps: n. beta: weights of the steps are proportional to beta^k.
-        noise, bias: as of `Eagle`. eagle: other options of it, of which the loss's terms are fixed.
+        noise, bias: as of `Eagle`. eagle: other options of `Hass`; its further terms of the loss are off unless given.
     """
 
     phased = ("steps", "beta", "noise")
@@ -57,7 +57,7 @@ class Mtp(Hass):
         **eagle: Any,
     ):
         objective: dict[str, Any] = {"regression": 0.0, "classification": 1.0, "topk_weight": 0.0}
-        super().__init__(name, growth, weights, steps, beta, noise=noise, bias=bias, **objective, **eagle)
+        super().__init__(name, growth, weights, steps, beta, noise=noise, bias=bias, **{**objective, **eagle})
 
     def build(self, target: Target) -> None:
         super().build(target)

@@ -94,7 +94,7 @@ def test_a_head_is_exported_to_a_new_folder_only(home, tmp_path):
         (
             "suffix",
             "vllm",
-            "format=vllm: it has no weights to export (vllm takes medusa; sglang takes coral,",
+            "format=vllm: it has no weights to export (vllm takes eagle3, medusa; sglang takes coral,",
         ),
         ("beagle", "sglang", "sglang has no model of Beagle's kind"),
         ("medusa", "sglang", "sglang has no model of Medusa's kind"),
@@ -154,10 +154,10 @@ BAD = {
     "fewer than none": (["batch=-2"], "batch"),
     "a batch and a replay": (["batch=2", "replay=true"], "replay=true is for one sequence at a time"),
     "a batch over a link": (["batch=2", "link=4g"], "link=4g is for one sequence at a time"),
-    "a batch of a drafter that cannot": (["drafter=moa", "batch=2"], "drafter=moa drafts for one sequence at a time"),
+    "a batch of a drafter that cannot": (["drafter=clover2", "batch=2"], "drafter=clover2 drafts for one sequence at a time"),
     "a batch larger than memory": (["batch=100000", "drafter=none"], "a smaller batch="),
     "unknown key": (["decode.nonsense=1"], "nonsense"),
-    "unknown drafter": (["drafter=eagel"], "eagle2"),
+    "unknown drafter": (["drafter=eagel"], "eagle3"),
     "missing weights": (["drafter=eagle2", "drafter.weights=/nowhere"], "train them"),
     "another target's weights": (
         ["drafter=eagle2", "drafter.weights=drafters/weights/smollm2-135m/eagle2"],
