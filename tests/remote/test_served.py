@@ -369,7 +369,9 @@ def test_a_run_puts_a_row_beside_the_baseline_and_nobody_is_faster(home, tmp_pat
     assert header["arms"]["served"]["served"]["owned_by"] == "vllm"
     assert not [r for r in rows if r.kind == "measurement" and r.drafter == "served"], "its memory is not ours to measure"
     (entry,) = [e for e in cells.collect(blocks.below(tmp_path)) if e.name == "served"]
-    assert entry.summary.speed > 0 and entry.summary.speed_up is None and entry.summary.lossless.startswith("another engine; ")
+    assert (
+        entry.summary.speed > 0 and entry.summary.speed_up is None and entry.summary.lossless.startswith("another engine; ")
+    )
     assert [e.name for e in overview.ranking(cells.collect(blocks.below(tmp_path)))] == ["none", "served"]
     asked = len(stub.asked)
     run(home, *asked_of(home, url, tmp_path, "memory=1", "trace=1", "drafter.engine='stub, eagle2'"))
