@@ -14,7 +14,7 @@ questions, and no held-out dialogue. Its suffix array is made once and kept in t
 
     tokens, order    [n] int32 each, n = tokens and one `END` a dialogue
 
-The default target's 6.7 M tokens take about 15 seconds on two cores, and 54 MB.
+6.7 M tokens of the default target take about 15 seconds on two cores, and 54 MB.
 
 Deviations and choices: the authors take the first `matches` occurrences in the order of the suffix array, whose
 continuations begin with the smallest ids, here they are taken at equal distances in it; their tree is cut to about 64
