@@ -44,11 +44,10 @@ from drafters.distillation import DistillationLoss
 from drafters.layers import rotate, split_heads
 from drafters.levels import LevelDrafter
 from specbench.common.types import Ids, Layers, Name, Nodes, Positive, Text, Times, Units
-from specbench.engine.batch import DRAFT, in_one_pass
+from specbench.engine.batch import share_network
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
-from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 
 ANCHORS = 64  # blocks of `drafts` that run together
@@ -121,9 +120,8 @@ class DFlash(LevelDrafter):
         return self.norm(x)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
-        rows, network = super().for_sequences(count, lockstep), in_one_pass(self.network)
-        for row, cache in zip(rows, Slots(self.cache, count).sequences, strict=True):
-            row.cache, row.network = cache, partial(lockstep.call, network, DRAFT)
+        rows = super().for_sequences(count, lockstep)
+        share_network(self, rows, lockstep)
         return rows
 
     # Decoding -----------------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ little at first, unless `balanced_start` compensates (not in the paper).
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -55,11 +54,10 @@ from drafters.distillation import DistillationLoss
 from drafters.layers import prefix_causal_mask
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
-from specbench.engine.batch import DRAFT, in_one_pass
+from specbench.engine.batch import share_network
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
-from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
@@ -220,9 +218,8 @@ class Eagle(TrainedDrafter):
         return self.last_norm(x)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
-        rows, network = super().for_sequences(count, lockstep), in_one_pass(self.network)
-        for row, cache in zip(rows, Slots(self.cache, count).sequences, strict=True):
-            row.cache, row.network = cache, partial(lockstep.call, network, DRAFT)
+        rows = super().for_sequences(count, lockstep)
+        share_network(self, rows, lockstep)
         return rows
 
     # Decoding -----------------------------------------------------------------------------------------------------------

@@ -42,13 +42,12 @@ from specbench.common import hashing, storage
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Layers, Name, Share, Text
 from specbench.engine import weights
-from specbench.engine.batch import DRAFT, by_row, in_one_pass
+from specbench.engine.batch import DRAFT, by_row, share_network
 from specbench.engine.cache import KVCache
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import DraftTree, Sampler, Sublayers, Taps, TargetStates
 from specbench.engine.memory import cached_numbers
 from specbench.engine.sampling import argmax, draw
-from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.tree import build
 from specbench.records.schema import SKIP
@@ -136,13 +135,9 @@ class _Partial(Drafter, ABC):
         return self.target.subset(tokens, positions, mask, cache, self.kept)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
-        rows, network, logits = (
-            super().for_sequences(count, lockstep),
-            in_one_pass(self.network),
-            by_row(self.target.logits),
-        )
-        for row, cache in zip(rows, Slots(self.cache, count).sequences, strict=True):
-            row.cache, row.network = cache, partial(lockstep.call, network, DRAFT)
+        rows, logits = super().for_sequences(count, lockstep), by_row(self.target.logits)
+        share_network(self, rows, lockstep)
+        for row in rows:
             row.target_logits = partial(lockstep.call, logits, DRAFT)
         return rows
 

@@ -134,6 +134,13 @@ def by_row(function: Callable[[Tensor], Tensor]) -> Shared:
     return together
 
 
+def share_network(drafter: Any, rows: Sequence[Any], lockstep: Lockstep) -> None:
+    """Give a drafter's sequences caches of their own in one storage, and passes of its `network` behind them in common."""
+    network = in_one_pass(drafter.network)
+    for row, cache in zip(rows, Slots(drafter.cache, len(rows)).sequences, strict=True):
+        row.cache, row.network = cache, partial(lockstep.call, network, DRAFT)
+
+
 def over_keys(function: Callable[..., Tensor]) -> Shared:
     """Shares attention to given keys: tensors [1, N, ...], keys and values [1, H, S, Dh], a mask [1, N, S] or None."""
 

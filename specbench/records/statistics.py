@@ -255,7 +255,7 @@ def with_seeds(found: Estimate, sides: Sequence[tuple[Rate, Sequence[Totals]]]) 
     Questions and seeds are crossed, so that variances add as in two-way clustering (Cameron, Gelbach, Miller, JBES 2011):
     over questions, plus between seeds, less that of single answers, which both contain. The seeds' part is multiplied by
     Student's t, whose degrees of freedom for two trained sides follow Welch and Satterthwaite; half intervals add as
-    squares. A side with one seed adds nothing, which has to be said.
+    squares. A side with one seed adds nothing, which has to be stated.
 
     sides: of a contrast, each with its rate and the sums of every seed.
     """

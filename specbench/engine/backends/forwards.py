@@ -67,6 +67,6 @@ def _kinds(model: Any) -> list[Callable[..., FusedLlama]]:
         return others
     from specbench.engine.backends import openvino_llama
 
-    halves = exact_in_half(model) and openvino_bytes(layers, head, model.quantised, True) <= model.packing.room()
+    halves = openvino_bytes(layers, head, model.quantised, True) <= model.packing.room() and exact_in_half(model)
     graph = partial(openvino_llama.OpenVinoLlama, quantised=model.quantised, halves=halves)
     return [graph, *others] if openvino_llama.supports(model.decoder) else others
