@@ -42,12 +42,12 @@ class TrainedDrafter(nn.Module, Drafter):
         parallel: one forward drafts all levels (heads); otherwise each level takes one.
         formats: servers (`vllm`, `sglang`) that have a model of its kind, see `export_tensors`.
         served_as: what they call its method.
-        compiled: names of the functions of its network, which `compile_network` compiles.
+        networks: names of the functions of its network.
         lm: the language model that it is; None if it is none.
         sliced_head: the head's rows of the draft vocabulary, which it reads instead of the whole head; None without one.
     """
 
-    compiled: tuple[str, ...] = ("network",)
+    networks: tuple[str, ...] = ("network",)
     takes_checkpoint = True
     parallel = False
     formats: tuple[str, ...] = ()
@@ -190,11 +190,6 @@ class TrainedDrafter(nn.Module, Drafter):
         """Tensors and `config.json` of this drafter as a server reads them; raises `SpecBenchError` if it cannot."""
         raise SpecBenchError(f"drafter={self.name} cannot be exported: {self.export_obstacle(server, vars(self))}")
 
-    def compile_network(self, backend: str = "inductor") -> None:
-        """Compile the functions that run at every level, with dynamic lengths, since every level has its own."""
-        for name in self.compiled:
-            setattr(self, name, torch.compile(getattr(self, name), backend=backend, dynamic=True))
-
     def optimize_for_inference(self) -> None:
         if self.lm is not None:
             self.lm.packing = self.packing
@@ -220,7 +215,7 @@ class TrainedDrafter(nn.Module, Drafter):
         timed: list[TimedFunction] = [(self.head, "forward", "head"), (self, "target_logits", "head")]
         if self.lm is not None:  # its fused forward does not call its module's own
             return [*timed, (self.lm, "run", "network")]
-        for name in self.compiled:
+        for name in self.networks:
             part = getattr(self, name)
             timed.append((part, "forward", "network") if isinstance(part, nn.Module) else (self, name, "network"))
         return timed

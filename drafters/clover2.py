@@ -87,7 +87,7 @@ class Clover2(PrefixLayers, TrainedDrafter):
     """
 
     phased: tuple[str, ...] = ("heads", "decay", "regression", "classification")
-    compiled = ("prefix", "network")
+    networks = ("prefix", "network")
 
     def __init__(
         self,

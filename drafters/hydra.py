@@ -60,7 +60,7 @@ class Hydra(PrefixLayers, Medusa):
 
     phased = ("decay", "classification", "hard", "regression", "noise", "dropout")
     parallel = False
-    compiled = ("prefix", "network")
+    networks = ("prefix", "network")
     formats: tuple[str, ...] = ()
 
     def __init__(

@@ -83,7 +83,7 @@ class MoA(CrossAttention, TrainedDrafter):
     """
 
     compresses_states = True
-    compiled = ("across_layers", "self_attention", "cross")
+    networks = ("across_layers", "self_attention", "cross")
     phased = ("periods", "window", "draws", "confine", "regression", "classification")
 
     def __init__(

@@ -79,7 +79,6 @@ class Routed(TrainedDrafter, Delegating):
 
     complete = False  # once the base is there
 
-    compile_network = Delegating.compile_network
     timed_functions = Delegating.timed_functions
 
     def set_tree_policy(self, growth: TreePolicy) -> None:

@@ -158,9 +158,6 @@ class Vanilla(TrainedDrafter):
         """The assistant of Transformers' assisted generation, which drafts chains."""
         return {"assistant_model": self.lm.model} if isinstance(self.growth, Chain) else {}
 
-    def compile_network(self, backend: str = "inductor") -> None:
-        self.lm.run = torch.compile(self.lm.run, backend=backend, dynamic=True)  # type: ignore[method-assign]
-
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows, run = super().for_sequences(count, lockstep), in_one_pass(self.lm.run)
         for row, cache in zip(rows, Slots(self.cache, count).sequences, strict=True):

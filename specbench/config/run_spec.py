@@ -1,7 +1,7 @@
 """One run as a frozen `RunSpec`, from a composed configuration. Code that uses it imports neither Hydra nor OmegaConf.
 
 Options that follow from others are resolved here: the precision of a replay, the published checkpoint of a drafter without
-weights, the rule where acceptance is simulated.
+weights, the rule where acceptance is simulated, the backend of passes.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,7 @@ from specbench.config.cli import composed, folder_name, selected
 from specbench.data.prompts import PromptSet
 from specbench.engine import checkpoints
 from specbench.engine.decode import RunSettings
+from specbench.engine.device import on_cuda
 from specbench.engine.drafter import Drafter, ServedEngine
 from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import TreePolicy
@@ -63,7 +64,7 @@ class Common:
     minutes: Duration | None
     replay: bool
     batch: Count
-    backend: Literal["eager", "compile"]
+    backend: Literal["auto", "eager", "graphs"]
     checkpoint: Text | None
     decode: RunSettings
     sampler: Sampler
@@ -241,6 +242,7 @@ def _resolve(options: dict[str, Any]) -> None:
         )
     if model.get("dtype") == "auto" and (options["replay"] or model.get("quantised")):
         model["dtype"] = "float32"  # in half precision answers differ at ties; quantised targets have no other
+    _resolve_backend(options)
     if options["link"]["name"] != "local":
         _resolve_link(options)
     if options["batch"] > 1:
@@ -254,6 +256,22 @@ def _resolve(options: dict[str, Any]) -> None:
         options["checkpoint"] = (model.get("published") or {}).get(node["name"])
 
 
+def _resolve_backend(options: dict[str, Any]) -> None:
+    """Choose `eager` or `graphs`, or refuse the latter where passes cannot be captured."""
+    model = options["model"]
+    obstacles = {
+        f"link={options['link']['name']}": options["link"]["name"] != "local",  # its layers are on a server
+        f"batch={options['batch']}": options["batch"] > 1,
+        f"model.device_map={model.get('device_map')}": model.get("device_map"),
+        f"model.quantised={model.get('quantised')}": model.get("quantised"),
+    }
+    against = [option for option, applies in obstacles.items() if applies]
+    if options["backend"] == "auto":
+        options["backend"] = "graphs" if on_cuda(model.get("device", "auto")) and not against else "eager"
+    elif options["backend"] == "graphs" and against:
+        raise SpecBenchError(f"backend=graphs cannot be combined with {against[0]}; leave one of them out")
+
+
 def _resolve_link(options: dict[str, Any]) -> None:
     """Refuse what a target on a server cannot do; memory and traces need both sides in one process."""
     if options["replay"]:
@@ -262,8 +280,6 @@ def _resolve_link(options: dict[str, Any]) -> None:
         )
     if options["model"].get("quantised"):
         raise SpecBenchError("model.quantised is for a target in this process; set link=local, or leave it out")
-    if options["backend"] == "compile":
-        raise SpecBenchError("backend=compile is for a target in this process; set link=local, or leave it out")
     if options["link"]["name"] == "direct" and options["link"]["to"] is None:
         raise SpecBenchError("link.to is missing: link=tcp://host:port of a server that runs")
     options["memory"] = options["trace"] = 0
@@ -274,7 +290,6 @@ def _resolve_batch(options: dict[str, Any]) -> None:
     for refused, word in (
         (options["replay"], "replay=true"),
         (options["link"]["name"] != "local", f"link={options['link']['name']}"),
-        (options["backend"] == "compile", "backend=compile"),
         (options["model"].get("device_map"), "model.device_map"),
     ):
         if refused:

@@ -92,7 +92,7 @@ def target_rows(target: Target, taps: Taps, count: int, lockstep: Lockstep) -> l
     """
     if not target.shares_passes:
         raise SpecBenchError(
-            "batch: several sequences at once need a target on one device, without sliding windows and backend=compile"
+            "batch: several sequences at once need a target on one device, without sliding windows and backend=graphs"
         )
     shared = in_common(target, taps)
     call = partial(lockstep.call, in_one_pass(shared.read, partial(shared.read, last_only=True)), VERIFY)

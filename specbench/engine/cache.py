@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specbench.common.errors import SpecBenchError
 
 STEP = 256  # rows
+BUCKET = 512  # rows of the smallest pass of fixed shapes
 
 
 class CacheLayer(CacheLayerMixin):
@@ -63,6 +64,7 @@ class KVCache(Cache):
 
     Attributes:
         length: rows kept, the same in every layer. step: rows by which storage grows.
+        allocations: how often storage was allocated, on any device.
         storage: device -> keys, values [L on that device, B, H, C, Dh], C rows of which the kept ones are defined.
     """
 
@@ -78,6 +80,7 @@ class KVCache(Cache):
         self.length = 0
         self.pending = 0
         self.step = STEP
+        self.allocations = 0
         self.devices = devices
         self.stored: dict[torch.device | None, int] = {}  # layers that store something, by device
         self.index: dict[int, int] = {}  # of those: which of their device's it is
@@ -138,6 +141,17 @@ class KVCache(Cache):
         for new, old in zip(grown, self.storage.get(key.device, ()), strict=False):
             new[..., : self.length, :] = old[..., : self.length, :]
         self.storage[key.device] = grown[0], grown[1]
+        self.allocations += 1
+
+    def reserve(self, new: int) -> None:
+        """Make room for a pass of so many rows, where something is stored already. Raises as `append`."""
+        for keys, values in list(self.storage.values()):
+            self._reserve(keys[0, ..., :new, :], values[0, ..., :new, :], len(keys))
+
+    def key_positions(self, positions: Tensor) -> Tensor:
+        """Positions of kept and new rows, given those of the new ones. [B, N] -> [B, length + N]"""
+        kept = torch.arange(self.length, device=positions.device)  # slot = position
+        return torch.cat([kept.expand(len(positions), -1), positions], 1)
 
     def split_mask(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """A mask over kept and new rows [..., length + N] as one over each, for a pass that reads them apart."""
@@ -145,13 +159,23 @@ class KVCache(Cache):
 
     def keep(self, nodes: Tensor | None = None) -> None:
         """Keep rows of the last pass, in the given order, and drop the others. nodes: [A] of its N; None: all."""
-        count = self.pending if nodes is None else nodes.shape[0]
         if nodes is not None and self.pending > 1:  # a lone row is where it belongs
-            target = slice(self.length, self.length + count)
+            target = slice(self.length, self.length + len(nodes))
             for device, (keys, values) in self.storage.items():
                 source = (self.length + nodes).to(device)
                 keys[..., target, :] = keys[..., source, :]
                 values[..., target, :] = values[..., source, :]
+        self.advance(self.pending if nodes is None else len(nodes))
+
+    def move(self, nodes: Tensor, at: Tensor) -> None:
+        """Put rows behind the `at` [1] kept ones in the order of `nodes` [K], in fixed shapes and on one device."""
+        places = at + torch.arange(len(nodes), device=at.device)
+        for keys, values in self.storage.values():
+            keys.index_copy_(-2, places, keys.index_select(-2, at + nodes))
+            values.index_copy_(-2, places, values.index_select(-2, at + nodes))
+
+    def advance(self, count: int) -> None:
+        """Keep the first `count` rows of the last pass, which lie where they belong."""
         self.length += count
         self.pending = 0
 
@@ -173,45 +197,59 @@ class KVCache(Cache):
         keys, values = self.layer(layer)
         return keys[0, :, start:end], values[0, :, start:end]
 
-    def static_rows(self) -> "StaticRows":
-        """The storage as a compiled pass sees it. Raises `SpecBenchError` unless it lies on one device."""
-        if len(self.storage) != 1:
-            raise SpecBenchError("backend=compile needs the whole target on one device; use backend=eager")
-        ((keys, values),) = self.storage.values()
-        for part in (keys, values):  # masked rows have weight 0, but 0 * NaN is NaN
-            part[..., self.length :, :] = 0
-        return StaticRows(keys, values)
-
     @property
     def nbytes(self) -> int:
         """Bytes of storage."""
         return sum(k.nbytes + v.nbytes for k, v in self.storage.values())
 
 
-class StaticRows(Cache):
-    """All rows of a cache at once, written in place at `slots` [N], which each pass sets: shapes never change.
+class FixedRows(Cache):
+    """The first `capacity` rows of a cache, as a pass of fixed shapes sees them, whatever the cache keeps.
 
-    Its mask alone decides which rows a pass attends to.
+    The pass writes its N rows at `at + arange(N)` and is given all rows; its mask alone decides which it attends to.
+
+    Args:
+        cache: on one device, with room for the pass. at: [1] rows that are kept, on that device. new: rows of the pass.
     """
 
-    length = 0  # as far as the model needs to know
+    length, empty = 0, False  # of no use here: the mask alone says which rows a token sees
 
-    def __init__(self, keys: Tensor, values: Tensor):
-        self.keys, self.values = keys, values
-        self.slots: Tensor = keys.new_empty(0)
-        self.capacity: int = keys.shape[-2]
-        super().__init__(layers=[CacheLayer(self, i) for i in range(keys.shape[0])])
+    def __init__(self, cache: KVCache, capacity: int, at: Tensor, new: int):
+        self.cache, self.capacity, self.at, self.new = cache, capacity, at, new
+        self.slots = at + torch.arange(new, device=at.device)
+        super().__init__(layers=[CacheLayer(self, i) for i in range(cache.layer_count)])
 
     def visible(self, new: int) -> int:
         return self.capacity
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one layer's rows [1, H, N, Dh] at `slots`; returns all rows."""
-        keys, values = self.keys[layer], self.values[layer]
+        """Write one layer's new rows [B, H, N, Dh]; returns views of all rows [B, H, C, Dh]."""
+        keys, values = self.cache.layer(layer)
         keys.index_copy_(2, self.slots, key)
         values.index_copy_(2, self.slots, value)
-        return keys, values
+        return keys[:, :, : self.capacity], values[:, :, : self.capacity]
 
-    def of(self, cache: KVCache) -> bool:
-        """Is this still that cache's storage?"""
-        return any(keys is self.keys for keys, _ in cache.storage.values())
+    def mask(self, ancestors: Tensor, real: Tensor) -> Tensor:
+        """What each node attends to: what is kept, and its ancestors; padding to itself alone. -> [1, 1, N, C] bool
+
+        ancestors: [N, N] bool. real: [N] bool, False for padding.
+        """
+        column, node, own = self._columns()
+        below = ancestors.index_select(1, node) & own
+        return ((column < self.at) & real[:, None] | below)[None, None]
+
+    def key_positions(self, positions: Tensor) -> Tensor:
+        """Positions of all rows, given those of the new ones. [1, N] -> [1, C]"""
+        column, node, own = self._columns()
+        return torch.where(own, positions.index_select(1, node), column)
+
+    def _columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row: its index, the new row that it is, and whether it is one. 3 x [C]"""
+        column = torch.arange(self.capacity, device=self.at.device)
+        node = column - self.at
+        return column, node.clamp(0, self.new - 1), (node >= 0) & (node < self.new)
+
+
+def bucket(rows: int) -> int:
+    """The capacity of a pass that needs so many rows: 512, 1024, 2048, ..."""
+    return BUCKET << max(0, (-(-rows // BUCKET) - 1).bit_length())

@@ -69,6 +69,11 @@ class CausalLM(LanguageModel):
         heads = first.k_proj.out_features // first.head_dim if hasattr(first, "k_proj") else 1
         return kernels(heads, first.head_dim, self.dtype, self.device)
 
+    @property
+    def captures(self) -> bool:
+        """Does it run passes in fixed shapes, see `captured`?"""
+        return False
+
     def optimize_for_inference(self) -> None:
         """Make passes over few tokens fast, for decoding, by fused forward and packed products where these are faster.
 
@@ -164,13 +169,11 @@ class CausalLM(LanguageModel):
     ) -> Tensor | dict[str, Tensor] | None:
         if self.window is None:
             return mask
-        start = cache.length if cache is not None else 0
-        batch, t = tokens.shape
         if mask is None:
+            start, (batch, t) = cache.length if cache is not None else 0, tokens.shape
             causal = torch.ones(t, start + t, dtype=torch.bool, device=tokens.device).tril(start)
             mask = causal.expand(batch, 1, t, start + t)
-        past = torch.arange(start, device=tokens.device).expand(batch, start)  # slot = position
-        return self.by_kind(mask, positions, torch.cat([past, positions], 1))
+        return self.by_kind(mask, positions, positions if cache is None else cache.key_positions(positions))
 
     def by_kind(self, mask: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Masks by layer type: sliding-window layers also hide keys a window back. [B, 1, T, S], [B, T], [B, S]"""

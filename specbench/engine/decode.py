@@ -101,7 +101,7 @@ def decode(
         t3 = clock()
         tokens, over = limits.cut([*verdict.tokens, verdict.bonus], emitted)
         emitted += len(tokens)
-        kept = torch.tensor([0, *verdict.path], device=target.device)
+        kept = verdict.rows(target.device)
         t4 = clock()
         if drafter.observes_trees:
             drafter.observe_tree(tree, states)

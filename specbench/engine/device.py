@@ -28,6 +28,11 @@ def pick_device(device: str) -> torch.device:
     return chosen
 
 
+def on_cuda(device: str) -> bool:
+    """Is what `pick_device` will choose a GPU? Raises nothing."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
 def _require_no_gpu() -> None:
     """Raises `SpecBenchError` if there is a GPU, not hidden on purpose: a large target would run on the CPU, unnoticed."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

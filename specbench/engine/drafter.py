@@ -156,9 +156,6 @@ class Drafter:
         """What it will store beside this target, which is on the meta device (`memory.Shape`); changes nothing."""
         return Outline(0)
 
-    def compile_network(self, backend: str = "inductor") -> None:
-        """Compile what runs at every level."""
-
     def optimize_for_inference(self) -> None:
         """Make drafting fast, once weights and device are final; not for training."""
 
@@ -200,9 +197,6 @@ class Delegating(Drafter):
         """Add the provenance of the bound base's weights."""
         self.provenance |= {"base": self.base.provenance}
         self.contents |= {f"base/{name}": digest for name, digest in self.base.contents.items()}
-
-    def compile_network(self, backend: str = "inductor") -> None:
-        self.base.compile_network(backend)
 
     def optimize_for_inference(self) -> None:
         self.base.optimize_for_inference()

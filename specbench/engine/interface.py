@@ -186,6 +186,11 @@ class Verdict:
     tokens: list[int]  # [A] their ids
     ranks: list[int]  # [A] each one's rank among its siblings
     bonus: int
+    kept: Tensor | None = field(default=None, compare=False, repr=False)  # `rows`, where they are on the device already
+
+    def rows(self, device: torch.device) -> Tensor:
+        """The nodes whose cache rows stay: root and path, [1 + A]. A copy from the host waits for the device."""
+        return torch.tensor([0, *self.path], device=device) if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)

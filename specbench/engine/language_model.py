@@ -1,5 +1,6 @@
 """What drafters share with a target, local or remote: embedding, LM head, sizes, stop tokens and identity."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ class LanguageModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """Inside, its passes run as they come, also those that are captured otherwise."""
+        return nullcontext()
 
     def logits(self, last: Tensor, head: nn.Linear | None = None) -> Tensor:
         """LM head, or a part of it, on post-norm states, in the model's dtype. [..., D] -> [..., V]"""

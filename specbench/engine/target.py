@@ -1,6 +1,6 @@
 """The frozen target: a causal LM run over trees; forward hooks read the layers that a drafter taps. Knows no drafter."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.engine.backends import weight_only
 from specbench.engine.backends.fused_llama import like_llama
-from specbench.engine.cache import KVCache, StaticRows
+from specbench.engine.cache import KVCache
+from specbench.engine.captured import MARGIN, CapturedPasses
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.interface import DraftTree, Taps, TargetStates
 from specbench.engine.pretrained import random_model, read_model
@@ -27,7 +28,7 @@ NON_IDENTITY = (
     "transformers_version",
     "_name_or_path",
 )  # keys of a configuration that do not say which model it is
-SPARE = 128  # cache rows behind the context for the tree of a compiled pass
+SPARE = 128  # cache rows behind the context for the tree of a pass
 
 
 class Target(CausalLM):
@@ -35,6 +36,7 @@ class Target(CausalLM):
 
     Attributes:
         cache: keys and values of what is kept. taps: what the drafter of the current sequence reads.
+        captured: its passes over trees in fixed shapes, see `capture`; None: they run as they come.
     """
 
     replayed = False
@@ -44,8 +46,7 @@ class Target(CausalLM):
         self.cache = self.new_cache(0)
         self.taps = Taps()
         self._tapped: dict[int, Tensor] = {}
-        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
-        self._rows: StaticRows | None = None
+        self.captured: CapturedPasses | None = None
         self._check()
 
     @classmethod
@@ -82,14 +83,13 @@ class Target(CausalLM):
         return hashing.of({k: v for k, v in self.made_from.to_dict().items() if k not in NON_IDENTITY})[:16]
 
     @property
-    def compiled(self) -> bool:
-        """Do its trees run through a compiled pass?"""
-        return self._compiled is not None
+    def captures(self) -> bool:
+        return self.captured is not None
 
     @property
     def shares_passes(self) -> bool:
         """Can one pass serve several sequences, see `batch`?"""
-        return self.window is None and len(self.new_cache(0).stored) == 1 and not self.compiled
+        return self.window is None and len(self.new_cache(0).stored) == 1 and not self.captures
 
     def quantise(self, kind: weight_only.Kind) -> None:
         """Become the target whose layers' weights are rounded; the fingerprint stays that of the files.
@@ -106,21 +106,30 @@ class Target(CausalLM):
 
     def reset(self, capacity: int, taps: Taps | None = None) -> None:
         self.taps = (taps or Taps()).resolve(self.layers)
-        if self._compiled is not None:  # one size for all prompts, or each would be compiled anew
-            capacity = self.cache.step = max(capacity, self.max_context + SPARE)
+        if self.captured is not None:  # one storage for all prompts, or each would be captured anew
+            capacity = self.cache.step = max(capacity + MARGIN, self.max_context + SPARE, self.cache.step)
         self.cache.begin(capacity)
 
     def verifier(self, config: VerifyConfig) -> Verifier:
         return LocalVerifier(config, self.device)
 
-    def compile(self, backend: str = "inductor") -> None:
-        """From now on run trees through one compiled pass of static shapes; prompts stay eager.
+    def capture(self) -> None:
+        """From now on run trees by passes in fixed shapes, on CUDA as graphs; prompts run as they come.
 
-        A pass attends to all rows that the cache can hold, most of them masked, so `max_context` should not be larger than
-        needed. Source: gpt-fast, as in EAGLE, Table 4.
+        Call it before `optimize_for_inference`. The cache then has room for `max_context` at once, which should not be
+        larger than needed. Raises `SpecBenchError` for a target that is spread over several devices.
         """
-        mode = "reduce-overhead" if self.device.type == "cuda" and backend == "inductor" else None  # CUDA graphs
-        self._compiled = torch.compile(self._static_pass, backend=backend, dynamic=False, mode=mode)
+        if len(self.new_cache(0).stored) != 1:
+            raise SpecBenchError("backend=graphs needs the whole target on one device; use backend=eager")
+        self.captured = CapturedPasses(self.device)
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        captured, self.captured = self.captured, None
+        try:
+            yield
+        finally:
+            self.captured = captured
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
@@ -132,8 +141,8 @@ class Target(CausalLM):
 
     def forward(self, tree: DraftTree) -> TargetStates:
         """One pass over root + draft nodes; every node attends to prefix, ancestors and itself. Keeps nothing yet."""
-        if self._compiled is not None and not self.taps.hidden:  # hooks are not compiled
-            return self._forward_static(tree, self.cache.length)
+        if self.captured is not None and not self.cache.empty:
+            return self.states(tree.tokens, self.cache.length + tree.depths, *self.captured.forward(self, tree))
         tokens, positions, mask, cache = self.inputs(tree)
         return self.states(tree.tokens, positions[0], *self.read(tokens, positions, mask, cache))
 
@@ -153,40 +162,15 @@ class Target(CausalLM):
             last, logits = self.score(tokens, positions, mask, cache, last_only)
         return last, logits, *(self._tapped[i].to(self.device) for i in self.taps.hidden)
 
-    def _forward_static(self, tree: DraftTree, start: int) -> TargetStates:
-        """The same in shapes that do not depend on how much the cache holds."""
-        assert self._compiled is not None
-        end, capacity = start + len(tree), self.cache.capacity
-        positions, key_positions = start + tree.depths, torch.arange(capacity, device=self.device)
-        key_positions[start:end] = positions
-        mask = torch.zeros(len(tree), capacity, dtype=torch.bool, device=self.device)
-        mask[:, :start] = True
-        mask[:, start:end] = tree.ancestors
-        if self._rows is None or not self._rows.of(self.cache):
-            self._rows = self.cache.static_rows()
-        masks = self.by_kind(mask[None, None], positions[None], key_positions[None])
-        slots = torch.arange(start, end, device=self.device)
-        last, logits = self._compiled(tree.tokens[None], positions[None], masks, slots)
-        self.cache.pending = len(tree)
-        # Copies: the next replay of a CUDA graph overwrites its outputs.
-        return self.states(tree.tokens, positions, last.clone(), logits.clone())
-
-    def _static_pass(
-        self, tokens: Tensor, positions: Tensor, masks: Tensor | dict[str, Tensor], slots: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert self._rows is not None
-        self._rows.slots = slots
-        out = self.decoder(
-            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self._rows, use_cache=True
-        )
-        return out.last_hidden_state, self.logits(out.last_hidden_state)
-
     def keep(self, nodes: Tensor) -> None:
         """Keep the cache rows of these nodes [1 + A] (root and accepted path), drop the others.
 
         Rows move: keys and values in the states of this pass are invalid afterwards, what was selected of them is not.
         """
-        self.cache.keep(nodes)
+        if self.captured is None:
+            self.cache.keep(nodes)
+        else:
+            self.captured.keep(self.cache, nodes)
 
     def states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor, *hidden: Tensor) -> TargetStates:
         """What a pass over N tokens gave, whose rows are not kept yet. last, hidden [1, N, D], logits [1, N or 1, V]"""

@@ -165,24 +165,28 @@ def verify(
     greedy = sampler.greedy and original is None
     largest = logits.gather(1, bonus[:, None]) if greedy else complete.amax(-1)
     finite = torch.isfinite(largest).all()
+    on_device = original is None and logits.device.type != "cpu"  # there a list of nodes is as good as a tensor
     if len(tree) == 1:  # plain decoding: nothing to choose
+        kept = torch.zeros_like(tree.tokens) if on_device else None
         bonus_id, is_finite = torch.stack([bonus[0], finite.long()]).tolist()
         _require_finite(is_finite)
-        return Verdict([], [], [], bonus_id), 0
+        return Verdict([], [], [], bonus_id, kept), 0
     reached = ~(tree.ancestors & ~accepted).any(-1)  # [N] accepted with all ancestors
     # Among nodes reached the deepest wins; of equals (typical acceptance, repeated siblings) the first, i.e. likeliest.
     last = (reached * (tree.depths + 1)).argmax(0, keepdim=True)  # [1]: indexing by a scalar would synchronise
     on_path = tree.ancestors[last][0]
+    n = len(tree)
+    ordered = torch.where(on_path, torch.arange(n, device=logits.device), n).sort().values if on_device else None
     summary = torch.stack([on_path.long(), tree.tokens, tree.ranks])
     scalars = torch.stack([bonus[last][0], finite.long(), tree.depths.max()])
     table = torch.cat([summary.flatten(), scalars]).tolist()  # the one device-to-host synchronisation of verification
 
-    n = len(tree)
     path = [node for node in range(1, n) if table[node]]
     ids, ranks, (bonus_id, is_finite, drafted) = table[n : 2 * n], table[2 * n : 3 * n], table[3 * n :]
     _require_finite(is_finite)
     nodes = path if original is None else [original[node] for node in path]
-    return Verdict(nodes, [ids[node] for node in path], [ranks[node] for node in path], bonus_id), drafted
+    kept = None if ordered is None else ordered[: 1 + len(path)]
+    return Verdict(nodes, [ids[node] for node in path], [ranks[node] for node in path], bonus_id, kept), drafted
 
 
 def _require_finite(finite: int) -> None:

@@ -14,7 +14,6 @@ from specbench.config.run_spec import RunSpec, state_compressors
 from specbench.data.chat import Chat, Message
 from specbench.data.prompts import Question
 from specbench.engine.backends.packed_linear import Timed
-from specbench.engine.device import pick_device
 from specbench.engine.drafter import ServedEngine
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
@@ -59,7 +58,6 @@ class Reused:
 
 def load(spec: RunSpec, beside: Sequence[Any] = (), reused: Reused | None = None) -> tuple[Target, Chat]:
     """Target and chat format of a run. beside: drafters that will be bound to it, for which memory is left free."""
-    require_backend(spec)
     reused = reused or Reused()
     over = "" if spec.link.local else f" over link {spec.link.name}"
     print(f"loading {visible(spec.model.name)}{over} ...", file=sys.stderr, flush=True)
@@ -69,20 +67,11 @@ def load(spec: RunSpec, beside: Sequence[Any] = (), reused: Reused | None = None
         link = replace(link, to=reused.servers.address(spec.model, spec.threads, compressors))
     target, chat = spec.model.load(link=link, beside=beside, sequences=spec.batch)
     target.packing.timed = reused.timed
-    if spec.backend == "compile":
-        torch._dynamo.config.recompile_limit = 64  # trees of several sizes, the baseline's among them
-        target.compile()
-    elif spec.model.forward == "lean":
+    if spec.backend == "graphs":
+        target.capture()
+    if spec.model.forward == "lean":
         target.optimize_for_inference()
     return target, chat
-
-
-def require_backend(spec: RunSpec) -> None:
-    """Raises `SpecBenchError` where the target's device cannot run the backend."""
-    if spec.backend == "compile" and not spec.link.local:
-        raise SpecBenchError(f"backend=compile: link={spec.link.name} leaves no layers here to compile; leave backend out")
-    if spec.backend == "compile" and pick_device(spec.model.device).type == "cpu":
-        raise SpecBenchError("backend=compile is for GPUs: on a CPU its passes take longer than eager ones; leave it out")
 
 
 def make(spec: RunSpec) -> tuple[Any, Rule]:
@@ -100,9 +89,7 @@ def build(
     """
     drafter, rule = made or make(spec)
     drafter.bind(target)
-    if spec.backend == "compile":
-        drafter.compile_network()
-    elif spec.model.forward == "lean":
+    if spec.model.forward == "lean":
         drafter.optimize_for_inference()
     own = spec.own
     fitted = fitting.fit(drafter, spec, target, label or drafter.name)

@@ -33,7 +33,6 @@ class Targets:
         Raises `TargetUnavailable` if it cannot be loaded, or could not be before, and `SpecBenchError` if it does not fit
         the run's other options, or into memory.
         """
-        arms.require_backend(spec)
         key = f"{spec.model} {spec.link}"
         if key in self._unavailable:
             raise TargetUnavailable(self._unavailable[key])

@@ -132,7 +132,7 @@ class Sessions:
         """Verify a tree and keep the accepted rows: the answer without its seconds."""
         assert session.verifier is not None
         verdict, drafted = session.verifier.verify(tree, states)
-        kept = torch.tensor([0, *verdict.path], device=self.target.device)
+        kept = verdict.rows(self.target.device)
         answer = _observed_logits(states, session.target.taps)
         answer |= self._states(session, states.select(kept))  # before `keep`, which moves the tapped cache rows
         session.target.keep(kept)

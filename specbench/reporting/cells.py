@@ -83,7 +83,7 @@ class Entry:
 
     @property
     def dtype(self) -> str:
-        compiled = " compiled" if self.header["config"].get("backend") == "compile" else ""
+        compiled = {"compile": " compiled", "graphs": " with graphs"}.get(self.header["config"].get("backend", ""), "")
         quantised = f" with {self.quantised} weights" if self.quantised else ""
         return self.header["target"]["dtype"] + quantised + compiled
 

@@ -769,7 +769,7 @@ CHANGES = [  # what changes, and whether it makes another cell, another machine
     ("hardware.instructions", "avx512", False, True),
     ("hardware.cores", 3, False, True),
     ("config.threads", 1, False, True),
-    ("config.backend", "compile", False, True),
+    ("config.backend", "graphs", False, True),
     ("config.model.forward", "lean", False, True),
     ("timing", 99, False, True),
     ("target.attention", {"prompt": "flash", "tree": "efficient"}, False, True),

@@ -63,7 +63,7 @@ def test_a_run_starts_a_server_of_its_own_behind_a_profile(home, tmp_path):
         (["link=tcp://127.0.0.1:1", "link.timeout_s=0.5"], "is specbench.serve running there"),
         (["link=tcp://192.0.2.1:5555"], "SPECBENCH_TOKEN"),
         (["link=lan", "replay=true"], "replay=true runs no target passes"),
-        (["link=lan", "backend=compile"], "backend=compile"),
+        (["link=lan", "backend=graphs"], "backend=graphs"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(home, arguments, refusal):

@@ -60,10 +60,10 @@ def exact_in_half(model: Any) -> bool:
 
 
 def _kinds(model: Any) -> list[Callable[..., FusedLlama]]:
-    """The forwards to try, fastest first; of a quantised model OpenVINO's alone."""
+    """The forwards to try, fastest first; of a quantised model OpenVINO's alone, which has no passes in fixed shapes."""
     others: list[Callable[..., FusedLlama]] = [FusedLlama] if model.quantised is None else []
     layers, head = (sum(p.numel() for p in part.parameters()) for part in (model.decoder.layers, model.head))
-    if not has_openvino() or openvino_bytes(layers, head, model.quantised) > model.packing.room():
+    if model.captures or not has_openvino() or openvino_bytes(layers, head, model.quantised) > model.packing.room():
         return others
     from specbench.engine.backends import openvino_llama
 
