@@ -11,7 +11,7 @@ context, so a growing answer moves to the next capacity without copying a row, a
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,15 +50,23 @@ class CapturedPasses:
             self.graphs.clear()
             self._made_for = cache, cache.allocations
         self.at.fill_(cache.length)
-        inputs = tree.tokens, tree.depths, tree.ancestors
-        sizes = list(_capacities(cache, cache.length + width))
-        key = "forward", width, target.taps.hidden
-        if (*key, sizes[0]) not in self.graphs.captured:  # the larger ones too: a later cycle should not wait for them
-            for capacity in reversed(sizes):
-                function = partial(_pass, copy.copy(target), self.at, capacity)
-                self.graphs.get((*key, capacity), function, partial(_padding, width, self.at.device)).prepare(*inputs)
-        outputs = self.graphs.captured[(*key, sizes[0])](*inputs)
+        key = _key(target, width, next(_capacities(cache, cache.length + width)))
+        if key not in self.graphs.captured:
+            self._prepare(target, tree, width)
+        outputs = self.graphs.captured[key](tree.tokens, tree.depths, tree.ancestors)
         return tuple(x[:, :count] for x in outputs)
+
+    def _prepare(self, target: Any, tree: DraftTree, width: int) -> None:
+        """Capture what this tree's pass needs, and with it all narrower ones and larger capacities.
+
+        So later cycles, which are timed, do not wait for that. What is written meanwhile the tree's own pass overwrites.
+        """
+        cache, target = target.cache, copy.copy(target)  # whose taps do not change
+        for nodes in sorted({width, *(w for w in WIDTHS if w < width)}):
+            inputs = tree.tokens[:nodes], tree.depths[:nodes], tree.ancestors[:nodes, :nodes]
+            for capacity in _capacities(cache, cache.length + nodes):
+                function, padding = partial(_pass, target, self.at, capacity), partial(_padding, nodes, self.at.device)
+                self.graphs.get(_key(target, nodes, capacity), function, padding).prepare(*inputs)
 
     def keep(self, cache: KVCache, nodes: Tensor) -> None:
         """As `KVCache.keep`, after `forward`: a fixed number of rows moves, as many as a path in the tree may have."""
@@ -70,6 +78,10 @@ class CapturedPasses:
             move = self.graphs.get(("keep", size), partial(_move, cache, self.at), lambda: [self.at.new_zeros(size)])
             move(nodes)
             cache.advance(len(nodes))
+
+
+def _key(target: Any, width: int, capacity: int) -> Hashable:
+    return "forward", width, capacity, target.taps.hidden
 
 
 def _capacities(cache: KVCache, rows: int) -> Iterator[int]:

@@ -239,3 +239,16 @@ def test_a_target_over_several_devices_is_refused(monkeypatch):
     monkeypatch.setattr(target, "new_cache", lambda _: SimpleNamespace(stored={CPU: 1, torch.device("meta"): 2}))
     with pytest.raises(SpecBenchError, match="backend=graphs needs the whole target on one device; use backend=eager"):
         target.capture()
+
+
+@pytest.mark.parametrize(("drafter", "widths"), [("none", {1}), ("eagle2", set(WIDTHS)), ("vanilla", {1, 2, 4, 8})])
+def test_narrower_passes_and_larger_capacities_are_captured_with_the_first(drafter, widths):
+    """The warm-up's first cycle captures what later ones use."""
+    target = capturing()
+    events = decode(target, make(drafter, target), [3, 4, 5], Limits(24), Lossless(), Sampler())
+    next(events), next(events)
+    first = {key for key in target.captured.graphs.captured if key[0] == "forward"}
+    assert {key[1] for key in first} == widths and max(key[2] for key in first) == target.cache.capacity
+    for _ in events:
+        pass
+    assert {key for key in target.captured.graphs.captured if key[0] == "forward"} == first
