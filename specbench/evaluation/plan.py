@@ -144,7 +144,10 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         generations=(planned - done) * len(labels) * turns,
         pace=blocks.pace(known),
         claims=len(study.get("claims", [])),
-        missing=(*studies.unmet(studies.cell_needs(study, number), None, cuda), *["trained drafters"] * (absent != [] and not here)),
+        missing=(
+            *studies.unmet(studies.cell_needs(study, number), None, cuda),
+            *["trained drafters"] * (absent != [] and not here),
+        ),
     )
 
 

@@ -85,7 +85,9 @@ def choose_arms(study: Study, names: Sequence[str] | None, name: str, cuda: bool
     return {**study, "arms": known}, [arm for arm in names if arm != BASELINE]
 
 
-def untrained(study: Study, names: Sequence[str], model: str, published: Mapping[str, str], users: Sequence[str]) -> list[str]:
+def untrained(
+    study: Study, names: Sequence[str], model: str, published: Mapping[str, str], users: Sequence[str]
+) -> list[str]:
     """Those of the named arms whose weights, or corpus, are not there, and that the study does not train.
 
     model: the target's name. published: of its configuration. users: overrides for all arms.
@@ -106,7 +108,8 @@ def untrained_line(names: Sequence[str]) -> str:
     if not names:
         return ""
     listed = ",".join(names)
-    return f"arms left out, whose weights are not there: {', '.join(names)}; make train makes them, arms=[{listed}] asks for them"
+    left = f"arms left out, whose weights are not there: {', '.join(names)}"
+    return f"{left}; make train makes them, arms=[{listed}] asks for them"
 
 
 def choose_cells(study: Study, numbers: Sequence[int] | None, cuda: bool) -> Sequence[int]:
