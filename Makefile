@@ -13,7 +13,8 @@ LIMIT ?= null
 TOKENS ?= 1024
 ifeq ($(MODEL),smollm2-135m)
 # those that copy, and every trained one with the tree that fits this machine; one with its paper's tree beside them
-DRAFTERS ?= suffix,prompt_lookup,vanilla_fitted,medusa_fitted,eagle2_fitted,hass_fitted,coral_fitted,beagle_fitted,moa_fitted,eagle2
+NEWER := $(foreach d,hydra clover2 eagle3 mtp dflash,$(if $(wildcard drafters/weights/$(MODEL)/$(d)/model.safetensors),$(d)_fitted))
+DRAFTERS ?= suffix,prompt_lookup,vanilla_fitted,medusa_fitted,eagle2_fitted,hass_fitted,coral_fitted,beagle_fitted,moa_fitted$(subst $(space),,$(addprefix $(comma),$(NEWER))),eagle2
 else ifeq ($(MODEL),gemma3-270m)
 DRAFTERS ?= none,vanilla,eagle2,prompt_lookup,eagle2_fitted
 BRIEF ?= vanilla,eagle2# trained a little before the benchmark, for none are shipped
@@ -23,11 +24,11 @@ HAVE := $(notdir $(patsubst %/model.safetensors,%,$(wildcard drafters/weights/$(
 HAVE += $(shell sed -n '/^published:/,/^[a-z]*:/s/^  \([a-z0-9_]*\):.*/\1/p' conf/model/$(MODEL).yaml 2>/dev/null)
 DRAFTERS ?= none,prompt_lookup,suffix,token_recycling$(subst $(space),,$(addprefix $(comma),$(sort $(HAVE))))
 endif
-ARMS := $(if $(filter all null,$(DRAFTERS)),null,[$(DRAFTERS)])# DRAFTERS=all: every arm of the study
+ARMS := $(if $(filter all null,$(DRAFTERS)),null,[$(DRAFTERS)])# DRAFTERS=all: every arm of the study that has its weights
 MEMORY ?= 0# measure peak memory so many times, in processes of their own
 DATASETS ?= mtbench
 RESULTS ?= results/local
-TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa
+TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa,hydra,clover2,eagle3,mtp,dflash
 ROUTERS ?= eagle2_router,coral_router
 SCALE ?= small
 MISSING ?= true# false: train anew what is there

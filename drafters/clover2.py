@@ -17,15 +17,17 @@ as inputs. The layers start as the target's last one, both norms as its final on
 W_1 as that with zeros for I under e, W_v as U(0, 0.01).
 
 Deviations and choices: one layer as in the paper's description (the official training script has two: `layers`); layers
-start at random where the target's are not of Llama's kind (Gemma). RoPE is the target's; the official code takes 10000
+start at random where the target's are not of Llama's kind (Gemma). For the default target, whose drafters are shipped in 10
+MB each, the layer's MLP has 640 units instead of the target's 1536 (conf/drafter/clover2.yaml): 5.0 M numbers instead of
+6.5 M, of which the gates take 2.0 M. RoPE is the target's; the official code takes 10000
 whatever the target's base, and so it is done with official weights. Embeddings may be the target's input embeddings
 instead (`head_rows`; the official README names both), which a file decides by the copy that it holds. The official loss
 divides by one position more than count. As there, head i at state t counts where state t + i + 1 does; `label_mask`, which
-leaves out tokens that the target finds unlikely and is off there, is left out. It drafts for one sequence at a time:
-sequences that are decoded together have no tapped layers yet.
+leaves out tokens that the target finds unlikely and is off there, is left out.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ from drafters.eagle import following
 from drafters.layers import PrefixLayers, start_layer, start_norm
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Ids, Layers, Name, Text, Units, Weight
+from specbench.engine.batch import DRAFT, by_row, share_network
 from specbench.engine.interface import Batch, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
@@ -82,10 +85,11 @@ class Clover2(PrefixLayers, TrainedDrafter):
         growth: EAGLE-1's static tree in the paper; any works.
         heads: levels of a draft that are trained. layers: decoder layers.
         head_rows: tokens are embedded as rows of the LM head; False: by the target's input embeddings.
-        intermediate_size: width of their MLPs, None: the target's; narrower ones start with its largest neurons.
+        intermediate_size: width of their MLPs, None or wider: the target's; narrower ones start with its largest neurons.
         decay: weight of head i is decay^i. regression, classification: weights of the two loss terms.
     """
 
+    batches = True
     phased: tuple[str, ...] = ("heads", "decay", "regression", "classification")
     networks = ("prefix", "network")
 
@@ -117,7 +121,7 @@ class Clover2(PrefixLayers, TrainedDrafter):
         self.taps = Taps(hidden=(self.tap,), last=False)
         changes: dict[str, Any] = {}
         if self.intermediate_size is not None:
-            changes["intermediate_size"] = self.intermediate_size
+            changes["intermediate_size"] = min(self.intermediate_size, target.config.intermediate_size)
         if self.checkpoint is not None:
             changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
         config = llama_config(target, self.layers, **changes)
@@ -168,6 +172,18 @@ class Clover2(PrefixLayers, TrainedDrafter):
         e = self.embedded(tokens).to(r)
         r = self.gate(r, e)
         return r, self.output_norm(self.later(torch.cat([r, e], -1)))
+
+    def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
+        rows = super().for_sequences(count, lockstep)
+        share_network(self, rows, lockstep, "prefix")
+        first, later = by_row(partial(self.network, tokens=None)), by_row(self.network)
+
+        def network(r: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+            return lockstep.call(first, DRAFT, r) if tokens is None else lockstep.call(later, DRAFT, r, tokens)
+
+        for row in rows:
+            row.network = network
+        return rows
 
     # Decoding -----------------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,8 @@ DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml") if 
 DRAFTING = [d for d in DRAFTERS if d != "none"]
 BATCHED = [  # that draft for several sequences at once
     "none", "prompt_lookup", "suffix", "rest", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "hydra",
-    "eagle1", "eagle2", "hass", "eagle3", "coral", "beagle", "mtp", "moa", "self_speculation", "early_exit", "dflash",
+    "clover2", "eagle1", "eagle2", "hass", "eagle3", "coral", "beagle", "mtp", "moa", "self_speculation", "early_exit",
+    "dflash",
 ]  # fmt: skip
 
 SIZES = {

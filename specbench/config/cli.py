@@ -184,7 +184,13 @@ def trained_drafter(name: str, vocabulary: int | None = None, *, _parent_: Any) 
     return options
 
 
+def for_model(name: str, value: Any, other: Any = None, *, _root_: Any) -> Any:
+    """A value for one target, another one for all others: `${for_model:smollm2-135m,640}`."""
+    return value if _root_.model.name == name else other
+
+
 OmegaConf.register_new_resolver("trained_drafter", trained_drafter)
+OmegaConf.register_new_resolver("for_model", for_model)
 OmegaConf.register_new_resolver("stem", lambda path: folder_name(Path(str(path or "prompts")).stem, "prompts"))
 
 

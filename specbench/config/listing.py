@@ -67,11 +67,15 @@ def drafters(model: str | None = None) -> Rows:
     published = catalog.file("model", model).content.get("published") or {}
     rows: Rows = [("drafter", "what", "needs", "here")]
     for file in _files("drafter"):
-        parts = _trained(file.node)
-        needs = "training" if parts else "a corpus" if "corpus" in file.node else "nothing"
-        here = _corpus(file.node["corpus"], model) if needs == "a corpus" else _weights(parts, model, published)
-        rows.append((file.path.stem, file.sentence, needs, here))
+        needs = "training" if _trained(file.node) else "a corpus" if "corpus" in file.node else "nothing"
+        rows.append((file.path.stem, file.sentence, needs, drafter_here(file, model, published)))
     return rows
+
+
+def drafter_here(file: File, model: str, published: Mapping[str, str]) -> str:
+    """Are the weights, or the corpus, that a drafter's file names there for a target: yes, no, or "on the hub"?"""
+    parts = _trained(file.node)
+    return _corpus(file.node["corpus"], model) if "corpus" in file.node and not parts else _weights(parts, model, published)
 
 
 def _trained(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:

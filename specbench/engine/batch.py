@@ -123,22 +123,29 @@ def forward_together(rows: Sequence[Target], trees: Sequence[DraftTree]) -> list
     ]
 
 
-def by_row(function: Callable[[Tensor], Tensor]) -> Shared:
-    """Shares a function of independent rows, [D] or [N, D] each."""
+def by_row(function: Callable[..., Any]) -> Shared:
+    """Shares a function of independent rows, [D] or [N, …] each, that gives one tensor or, of [N, …], several."""
 
-    def together(calls: list[tuple[Any, ...]]) -> list[Tensor]:
-        rows = [x if x.ndim > 1 else x[None] for (x,) in calls]
-        parts = function(torch.cat(rows)).split([len(x) for x in rows])
-        return [part if x.ndim > 1 else part[0] for part, (x,) in zip(parts, calls, strict=True)]
+    def together(calls: list[tuple[Any, ...]]) -> list[Any]:
+        rows = [call if call[0].ndim > 1 else (call[0][None],) for call in calls]
+        counts = [len(row[0]) for row in rows]
+        found = function(*(torch.cat(column) for column in zip(*rows, strict=True)))
+        if not isinstance(found, Tensor):
+            return list(zip(*(x.split(counts) for x in found), strict=True))
+        return [x if call[0].ndim > 1 else x[0] for x, call in zip(found.split(counts), calls, strict=True)]
 
     return together
 
 
-def share_network(drafter: Any, rows: Sequence[Any], lockstep: Lockstep) -> None:
-    """Give a drafter's sequences caches of their own in one storage, and passes of its `network` behind them in common."""
-    network = in_one_pass(drafter.network)
+def share_network(drafter: Any, rows: Sequence[Any], lockstep: Lockstep, name: str = "network") -> None:
+    """Give a drafter's sequences caches of their own in one storage, and passes of its network behind them in common.
+
+    name: of the function, as `in_one_pass` takes it.
+    """
+    network = in_one_pass(getattr(drafter, name))
     for row, cache in zip(rows, Slots(drafter.cache, len(rows)).sequences, strict=True):
-        row.cache, row.network = cache, partial(lockstep.call, network, DRAFT)
+        row.cache = cache
+        setattr(row, name, partial(lockstep.call, network, DRAFT))
 
 
 def over_keys(function: Callable[..., Tensor]) -> Shared:

@@ -11,6 +11,7 @@ import torch
 from specbench.common import environment, hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
+from specbench.config import catalog
 from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import weights_folder
 from specbench.records import blocks, identity, studies
@@ -113,12 +114,15 @@ def all_tasks(scope: Scope, only: Sequence[str] | None = None) -> list[Task]:
 
 def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) -> Task:
     cuda = torch.cuda.is_available()
-    here = studies.arms_here(study, cuda)
+    target = option(words, "model.name", option(words, "model", scope.model))
+    possible = studies.arms_here(study, cuda)
+    published = _published(option(words, "model", scope.model))
+    absent = study_runs.untrained(study, possible, target, published, scope.overrides)
+    here = [arm for arm in possible if arm not in absent]
     kind: Kind = "timed"
     if replayed(words):
         kind = "trained" if any("train" in study["arms"][label] for label in here) else "replayed"
     planned = int(option(words, "data.limit", "80"))
-    target = option(words, "model.name", option(words, "model", scope.model))
     known = _blocks(scope.results / name / target / folder_name(words), kind)
     members = list(study_runs.members(study, None, here))
     labels = [BASELINE, *(member.label for member in members)]
@@ -140,8 +144,16 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         generations=(planned - done) * len(labels) * turns,
         pace=blocks.pace(known),
         claims=len(study.get("claims", [])),
-        missing=tuple(studies.unmet(studies.cell_needs(study, number), None, cuda)),
+        missing=(
+            *studies.unmet(studies.cell_needs(study, number), None, cuda),
+            *["trained drafters"] * (absent != [] and not here),
+        ),
     )
+
+
+def _published(model: str) -> dict[str, str]:
+    """The checkpoints that a target's configuration knows, by drafter."""
+    return (model in catalog.names("model") and catalog.file("model", model).content.get("published")) or {}
 
 
 def _blocks(folder: Path, kind: Kind) -> list[BlockIndex]:

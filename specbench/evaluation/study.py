@@ -68,10 +68,18 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
         raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
     if options["arms"] is not None:
         study_runs.require_packages(study, chosen)
+    absent: list[str] = []
+    if options["arms"] is None:
+        model = options["model"]
+        absent = study_runs.untrained(study, chosen, model["name"], model.get("published") or {}, overrides)
+        chosen = [arm for arm in chosen if arm not in absent]
+        if absent and not chosen:
+            raise SpecBenchError(study_runs.untrained_line(absent))
     members = list(study_runs.members(study, options["seeds"], chosen))
     folder = Path(options["results"]) / name
     numbers = study_runs.choose_cells(study, options["cells"], cuda)
-    lines = study_runs.arms_left_out(study, chosen) if options["arms"] is None else []
+    lines = study_runs.arms_left_out(study, [*chosen, *absent]) if options["arms"] is None else []
+    lines.append(study_runs.untrained_line(absent))
     if options["cells"] is None:
         lines.append(study_runs.left_out("cells", range(len(studies.cell_runs(study))), numbers))
     cells = [

@@ -1,13 +1,13 @@
 """From a study to runs: its arms with their seeds, its cells, and the run of every arm in every cell."""
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specbench.common.errors import SpecBenchError, visible, warn
-from specbench.config import run_spec, validation
+from specbench.config import catalog, listing, run_spec, validation
 from specbench.config.cli import CONF, composed
 from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
 from specbench.data.prompts import Question
@@ -16,10 +16,15 @@ from specbench.engine.verify import Rule
 from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
+from specbench.records import studies
 from specbench.records.metrics import BASELINE
-from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, unmet
+from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, option, unmet
 
 GOLDEN = (5**0.5 - 1) / 2
+# Options that say where an arm's weights come from.
+WEIGHTS_OPTIONS = {"checkpoint", "model.weights"} | {
+    f"drafter.{name}" for name in ("weights", "path", "trained", "corpus", "base.weights", "base.path")
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,33 @@ def choose_arms(study: Study, names: Sequence[str] | None, name: str, cuda: bool
                 raise SpecBenchError(f"arms: study {name} has no arm {visible(arm)}, and there is no such drafter{near}")
             known[arm] = {"run": [f"drafter={arm}"]}
     return {**study, "arms": known}, [arm for arm in names if arm != BASELINE]
+
+
+def untrained(
+    study: Study, names: Sequence[str], model: str, published: Mapping[str, str], users: Sequence[str]
+) -> list[str]:
+    """Those of the named arms whose weights, or corpus, are not there, and that the study does not train.
+
+    model: the target's name. published: of its configuration. users: overrides for all arms.
+    """
+
+    def lacks(arm: studies.Arm) -> bool:
+        own = {override.lstrip("+~").partition("=")[0] for override in (*arm["run"], *users)}
+        drafter = option(arm["run"], "drafter", BASELINE)
+        if "train" in arm or "weights" in arm or own & WEIGHTS_OPTIONS or drafter not in catalog.names("drafter"):
+            return False
+        return listing.drafter_here(catalog.file("drafter", drafter), model, published) == "no"
+
+    return [name for name in names if lacks(study["arms"][name])]
+
+
+def untrained_line(names: Sequence[str]) -> str:
+    """A line on arms that are left out since nobody trained them, or nothing."""
+    if not names:
+        return ""
+    listed = ",".join(names)
+    left = f"arms left out, whose weights are not there: {', '.join(names)}"
+    return f"{left}; make train makes them, arms=[{listed}] asks for them"
 
 
 def choose_cells(study: Study, numbers: Sequence[int] | None, cuda: bool) -> Sequence[int]:

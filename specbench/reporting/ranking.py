@@ -1,5 +1,6 @@
 """Drafters of a study in the order of one metric, with the places that simultaneous intervals of all pairs leave open."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from specbench.reporting.document import Block, Paragraph, Table
 from specbench.reporting.evidence import TIMED, Evidence, seeds_of
 from specbench.reporting.verdict import too_little
 
+SHIPPED = "As shipped: greedy, with whichever tree of study bench was fastest."
 NORMAL = 1.96  # quantile of a single 95% interval
 RULE = "Place: those that 95% simultaneous intervals of all pairs leave open, seeds of training included."
 MEASURED = (  # heading, quantity, value, units of it in one shown
@@ -42,8 +44,11 @@ def _seed_reaches(entries: Sequence[Entry], rate: Rate) -> np.ndarray:
     return reaches + reaches.T
 
 
-def blocks(known: Evidence) -> list[Block]:
-    """The ranking of a study by the metric that it names, if that was measured."""
+def blocks(known: Evidence, shipped: Evidence | None = None) -> list[Block]:
+    """The ranking of a study by the metric that it names, if that was measured.
+
+    shipped: a study whose timed rows say how fast each drafter is with the tree that suits it best.
+    """
     metric = known.study.get("ranks", "")
     arms = [known.find(name, None, metric in TIMED) for name in known.study["arms"]] if metric else []
     rate = RATES.get(metric, RATES["tau"])
@@ -53,15 +58,43 @@ def blocks(known: Evidence) -> list[Block]:
     reason = too_little(found)
     shown = [tables.ABSENT] * len(found) if reason else [_place(*place) for place in places(found, rate)]
     heads = ("place", "drafter", f"{metric} [95%]", "0-alpha", "multiplied a draft pass", "tokens seen", "seeds")
-    kept = [what for what in MEASURED if any(_values(known, e.name, *what[1:3]) for e in found)]
+    more = {what[0]: [_median(_values(known, e.name, *what[1:3]), what[3]) for e in found] for what in MEASURED}
+    columns = _beside(known, shipped, found, metric, rate) | more
+    kept = {head: cells for head, cells in columns.items() if set(cells) != {tables.ABSENT}}
     lines = [
-        [place, e.title, tables.shown(interval(rate, e.totals)), *_about(e)]
-        + [_median(_values(known, e.name, *what[1:3]), what[3]) for what in kept]
-        for e, place in zip(found, shown, strict=True)
+        [place, e.title, tables.shown(interval(rate, e.totals)), *_about(e), *(cells[number] for cells in kept.values())]
+        for number, (e, place) in enumerate(zip(found, shown, strict=True))
     ]
     caption = f"{known.study['title']}: {found[0].caption}"
     note = f"No places: {reason}." if reason else RULE
-    return [Table((*heads, *(what[0] for what in kept)), lines, caption), Paragraph(note, "note")]
+    note += f" {SHIPPED}" * ("speed-up as shipped [95%]" in kept)
+    return [Table((*heads, *kept), lines, caption), Paragraph(note, "note")]
+
+
+def _beside(
+    known: Evidence, shipped: Evidence | None, found: Sequence[Entry], metric: str, rate: Rate
+) -> dict[str, list[str]]:
+    """By heading a cell for each entry: what else its rows, its weights and rows of `shipped` say of the drafter."""
+    sampled = [known.find(e.name, {"temperature": 1}, metric in TIMED) for e in found]
+    fastest = [_fastest(shipped, e) for e in found]
+
+    def cells(entries: Sequence[Entry | None], rate: Rate) -> list[str]:
+        return [tables.ABSENT if e is None else tables.shown(interval(rate, e.totals)) for e in entries]
+
+    return {
+        f"{metric} at T=1 [95%]": cells(sampled, rate),
+        "speed-up as shipped [95%]": cells(fastest, RATES["speed_up"]),
+        "its tau [95%]": cells(fastest, RATES["tau"]),
+        "hours of training": [tables.number("{:.1f}", e.weights.get("hours", math.nan)) for e in found],
+    }
+
+
+def _fastest(shipped: Evidence | None, e: Entry) -> Entry | None:
+    """Of the arms of `shipped` the fastest with the same drafter."""
+    names = [] if shipped is None else [name for name in shipped.study["arms"] if name != BASELINE]
+    timed = [shipped.find(name, None, timed=True) for name in names if shipped is not None]
+    same = [t for t in timed if t is not None and t.arm["drafter"].get("name") == e.arm["drafter"].get("name")]
+    return max(same, key=lambda t: float(pooled(RATES["speed_up"], t.totals)), default=None)
 
 
 def _place(best: int, worst: int) -> str:

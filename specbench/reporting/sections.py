@@ -144,7 +144,8 @@ def _duels(report: "Report", timed: Sequence[Entry]) -> list[Block]:
 
 
 def _rankings(report: "Report") -> list[Block]:
-    return [block for evidence in report.evidence.values() for block in ranking.blocks(evidence)]
+    shipped = report.evidence.get("bench")
+    return [block for evidence in report.evidence.values() for block in ranking.blocks(evidence, shipped)]
 
 
 # Other runs -----------------------------------------------------------------------------------------------------------

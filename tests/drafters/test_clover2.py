@@ -88,7 +88,7 @@ def test_it_starts_as_the_targets_last_layer_and_norm(architecture):
     last = target.decoder.layers[-1].self_attn
     same = [torch.equal(layer.self_attn.q_proj.weight, last.q_proj.weight) for layer in made.prefix_layers]
     assert same == [architecture != "gemma3"] * 2  # its layers have more norms
-    narrow = make("clover2", target, "+drafter.intermediate_size=16")
+    narrow = make("clover2", target, "drafter.intermediate_size=16")
     assert narrow.prefix_layers[0].mlp.up_proj.out_features == 16
     for linear in (made.first, made.later, made.gate.q):
         away = linear.weight - torch.eye(32, linear.in_features)

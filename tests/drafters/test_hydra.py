@@ -42,7 +42,7 @@ def observed(made, target, tokens):
 def test_a_head_reads_every_token_drafted_before_its_own():
     """Another token at any level above changes the logits below; a sibling's does not."""
     target = tiny()
-    made, text = stirred(target), torch.tensor(PROMPT)
+    made, text = stirred(target, "drafter.heads=4"), torch.tensor(PROMPT)
     ids, own = [3, 8, 21], lambda n: torch.ones(1, n, dtype=torch.bool)
 
     def below(root, chain):

@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from functools import partial
 
 import pytest
 from conftest import ROOT, tiny
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 from specbench import study
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
-from specbench.config import train_spec, validation
+from specbench.config import listing, train_spec, validation
 from specbench.config.cli import composed
 from specbench.config.run_spec import from_config
 from specbench.evaluation import study_runs, study_training
@@ -321,6 +322,29 @@ def test_cells_and_arms_whose_needs_are_not_met_are_left_out_unless_named(cuda, 
     assert chosen == (["a", "b"] if cuda else ["a"])
     assert study_runs.choose_arms(one, ["b"], "s", cuda)[1] == ["b"]
     assert studies.measuring_cell({**one, "cells": one["cells"][::-1]}) == 2
+
+
+def test_arms_that_nobody_trained_are_left_out_and_named(monkeypatch, tmp_path):
+    """Those without weights of their own, and those that the study or the command line gives some, are not."""
+    monkeypatch.setattr(listing, "PROJECT", tmp_path)
+    runs = {"a": "eagle3", "b": "hydra", "c": "eagle1", "d": "suffix", "e": "rest", "f": "hybrid", "g": "eagle2_router"}
+    one = {"arms": {name: {"run": [f"drafter={drafter}", "tree=fitted"]} for name, drafter in runs.items()}}
+    one["arms"] |= {
+        "trained": {"run": ["drafter=mtp"], "train": ["train=short"]},
+        "same": {"run": ["drafter=mtp"], "weights": "trained"},
+        "given": {"run": ["drafter=mtp", "drafter.weights=x"]},
+    }
+    absent = partial(study_runs.untrained, one, list(one["arms"]), "m")
+    assert absent({}, []) == ["a", "b", "c", "e", "f", "g"]
+    assert absent({"eagle1": "x"}, []) == ["a", "b", "e", "f", "g"]
+    assert absent({}, ["checkpoint=x"]) == []
+    for name in ("hydra", "eagle2"):
+        (tmp_path / "drafters" / "weights" / "m" / name).mkdir(parents=True)
+        (tmp_path / "drafters" / "weights" / "m" / name / "model.safetensors").touch()
+    assert absent({}, []) == ["a", "e", "g"]
+    line = study_runs.untrained_line(["a", "e"])
+    assert line == "arms left out, whose weights are not there: a, e; make train makes them, arms=[a,e] asks for them"
+    assert study_runs.untrained_line([]) == ""
 
 
 def test_what_is_left_out_is_one_line_and_nothing_left_is_an_error():

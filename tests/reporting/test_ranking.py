@@ -6,8 +6,8 @@ from test_overview import bench
 
 from specbench.records.metrics import RATES
 from specbench.records.rows import Measurement
-from specbench.records.statistics import Totals
-from specbench.reporting import cells, ranking
+from specbench.records.statistics import Totals, interval
+from specbench.reporting import cells, ranking, tables
 from specbench.reporting.evidence import Evidence
 
 
@@ -62,3 +62,38 @@ def test_a_study_that_ranks_shows_places_only_of_enough_questions(tmp_path, ques
     assert column["a training step, s"] == ["2", "-"] and "peak memory of decoding, MiB" not in column
     assert note.text == ranking.RULE or "too few" in note.text
     assert ranking.blocks(Evidence({**study, "ranks": "tau", "arms": {}}, entries)) == []
+
+
+def test_a_ranking_says_what_each_drafter_brings_as_it_is_shipped(tmp_path):
+    """tau at T=1 from the study's own rows, the fastest tree's speed and tau from the bench's, the hours of the weights."""
+    trained = {"history": [{"step": 1}], "tokens_seen": 10**6, "hours": 2.5}
+    shown = {name: {"name": name} for name in ("x", "y")}
+    bench(tmp_path / "s", {"x": 2.0, "y": 1.0}, study="s", questions=24, replay=True, cell="replay-1", options=shown)
+    bench(tmp_path / "s", {"x": 1.5}, study="s", questions=24, temperature=1.0, cell="decode-2", seed=1)
+    trees = {"x": {"name": "x"}, "x_fitted": {"name": "x"}, "other": {"name": "z"}}
+    bench(tmp_path / "b", {"x": 0.5, "x_fitted": 1.7, "other": 3.0}, study="bench", questions=24, options=trees, seed=2)
+    found = cells.find(tmp_path).entries
+    for e in found:
+        if e.study == "s" and e.name == "y":
+            e.arm["weights"] = trained
+
+    def evidence(name, arms, **more):
+        study = {"title": name, "source": ["x"], "cells": [["dataset=mtbench"]], "claims": [], **more}
+        study["arms"] = {arm: {"run": ["drafter=eagle2"]} for arm in arms}
+        return Evidence(study, [e for e in found if e.study == name])
+
+    known, shipped = evidence("s", "xy", ranks="tau"), evidence("bench", trees)
+    table, note = ranking.blocks(known, shipped)
+    line = {row[1]: dict(zip(table.columns, row, strict=True)) for row in table.lines}
+    own, fast = known.find("x", {"temperature": 1}, False), shipped.find("x_fitted", None, True)
+    brings = {
+        "tau at T=1 [95%]": tables.shown(interval(RATES["tau"], own.totals)),
+        "speed-up as shipped [95%]": tables.shown(interval(RATES["speed_up"], fast.totals)),
+        "its tau [95%]": tables.shown(interval(RATES["tau"], fast.totals)),
+    }
+    assert {head: line["x"][head] for head in brings} == brings
+    assert {line["y"][head] for head in brings} == {"-"}
+    assert [line[name]["hours of training"] for name in "xy"] == ["-", "2.5"]
+    assert ranking.SHIPPED in note.text
+    plain, note = ranking.blocks(known)
+    assert "speed-up as shipped [95%]" not in plain.columns and ranking.SHIPPED not in note.text
