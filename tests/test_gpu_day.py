@@ -40,7 +40,7 @@ def dry(home, folder, stage, *more):
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     logs = "\n".join(p.read_text()[-2000:] for p in (folder / "work").rglob("*.log"))
     assert done.returncode == 0, f"{done.stderr[-2000:]}\n{logs}"
-    assert archives.read(folder / "out", stage, folder / "back")
+    assert archives.read(folder / "out", f"{stage}-dry", folder / "back")
     steps = [json.loads(line) for line in (folder / "back" / runner.LOG).read_text().splitlines()]
     assert all(step["code"] == 0 for step in steps)
     return folder / "back", [step["step"] for step in steps], done
@@ -111,7 +111,8 @@ def test_options_of_every_step_are_there_and_nothing_is_written_to_results(stage
         command = "train" if step.kind == "train" else "study" if step.module == "specbench.study" else "run"
         words = [w for w in step.words if "=" in w] + ([f"{step.budget}=1"] if step.budget else [])
         config = composed(command, *expand_shorthands(words))
-        assert "results/" not in str(config.train.out if command == "train" else config.results).removeprefix("work/")
+        written = {"train": lambda: config.train.out, "study": lambda: config.results, "run": lambda: step.words[0]}
+        assert Path(written[command]()).parts[0] == "work"
         if step.kind == "random":
             assert config.model.weights == "random" and len(config.alpha) == 6
 

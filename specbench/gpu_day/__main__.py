@@ -31,11 +31,12 @@ def main(words: list[str]) -> int:
         needs.pack(stage, Path(os.environ.get("GPU_PACK", "gpu-pack")), flags.get("have"), flags.get("python", "3.12"))
         return 0
     out = Path(os.environ.get("OUT") or PROJECT / "gpu-out").absolute()
-    work = Path(os.environ.get("GPU_WORK") or PROJECT / "gpu-work").absolute() / stage
-    if not work.exists():
-        archives.read(out, stage, work) or archives.read(PROJECT / "gpu-in", stage, work)
+    name = f"{stage}-dry" if "dry" in flags else stage  # what a dry run did is not done
+    work = Path(os.environ.get("GPU_WORK") or PROJECT / "gpu-work").absolute() / name
+    if not work.exists() and not archives.read(out, name, work):
+        archives.read(PROJECT / "gpu-in", name, work)
     steps = STAGES[stage](work, "dry" in flags)
-    return 1 if runner.run(stage, steps, work, out, options, float(flags.get("minutes", MINUTES))) else 0
+    return 1 if runner.run(name, steps, work, out, options, float(flags.get("minutes", MINUTES))) else 0
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def backends() -> list[str]:
 
 
 def _study(name: str, work: Path, words: Sequence[str], minutes: float, kind: str = "study") -> Step:
-    words = (*words, f"results={work / 'results' / name}", "show=false")
+    words = (*words, f"results={work / 'results' / name}")
     return Step(name, "specbench.study", words, minutes, kind, "minutes")
 
 
