@@ -77,6 +77,13 @@ def load(spec: RunSpec, beside: Sequence[Any] = (), reused: Reused | None = None
     return target, chat
 
 
+def groups(spec: RunSpec, drafters: Sequence[Any]) -> list[list[int]]:
+    """Indices of a run's drafters, in groups that memory holds beside the target, see `ModelSpec.groups`."""
+    if len(drafters) < 2 or not spec.link.local:
+        return [list(range(len(drafters)))]
+    return spec.model.groups(drafters, spec.batch)
+
+
 def require_backend(spec: RunSpec) -> None:
     """Raises `SpecBenchError` where the target's device cannot run the backend."""
     if spec.backend == "compile" and not spec.link.local:
