@@ -60,7 +60,7 @@ def taken(option: str, kind: str) -> bool:
     return group in {
         "plain": (),
         "train": ("model", "threads", "train"),
-        "study": ("model", "threads", "data", "decode", "arms"),
+        "study": ("model", "threads", "data", "decode", "drafter"),
         "random": ("threads", "data", "decode"),  # a target of a shape of its own
     }[kind]
 
