@@ -36,7 +36,6 @@ from specbench.evaluation.trace import CalibratedDrafter
 from specbench.records.blocks import Ledger, locked
 from specbench.records.metrics import BASELINE, OTHERS
 from specbench.records.rows import Failure, GpuUse, LinkUse, QuestionEnd, Row
-from specbench.remote.client import LinkLost
 from specbench.remote.draft_only import concatenated, draft_alone
 from specbench.remote.target import RemoteTarget
 

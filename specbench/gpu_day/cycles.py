@@ -3,8 +3,8 @@
 python -m specbench.gpu_day.cycles FOLDER model=llama2-7b model.weights=random alpha=[0.8] drafter=eagle2
 
 Writes <drafter>-<backend>.trace.json.gz for a browser's trace viewer, and <drafter>-<backend>.json: per cycle operators,
-launches, waits, the device's busy time, and the time from its begin to its end. With the profiler on, cycles are slower than
-without; the rows of `specbench.run` say how fast they are.
+launches, waits, the device's busy time, and the time from begin to end. With the profiler on, cycles are slower than without;
+the rows of `specbench.run` say how fast they are.
 """
 
 import json

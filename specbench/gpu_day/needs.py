@@ -126,7 +126,8 @@ def download(versions: dict[str, str], folder: Path, python: str) -> None:
     """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     tags = [word for tag in TAGS for word in ("--platform", f"manylinux{'_' * (tag != '2014')}{tag}_x86_64")]
-    fetch = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *tags]
+    there = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", *tags]
+    fetch = ["download", "--quiet", "--no-deps", *there]
     for name, version in versions.items():
         package = f"{name}=={version}"
         done = subprocess.run([*pip, *fetch, "-d", str(folder), package], capture_output=True, text=True)

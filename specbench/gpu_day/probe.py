@@ -116,7 +116,9 @@ def attending(device: torch.device, dtype: torch.dtype, nodes: int, cudnn: bool)
     """Attention of a few queries to a cache that grows. first_ms: of each length; again_ms: a second time, the median."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    clock, first, again = Clock(device), [], []
+    clock = Clock(device)
+    first: list[float] = []
+    again: list[float] = []
     queries = torch.randn(1, HEADS, nodes, HEAD_DIM, device=device, dtype=dtype)
     for length in LENGTHS:
         keys = torch.randn(1, HEADS, length, HEAD_DIM, device=device, dtype=dtype)

@@ -38,7 +38,8 @@ def run(stage: str, steps: Sequence[Step], work: Path, out: Path, options: Seque
         begin = time.monotonic()
         code = _call(step, work, options, share, deadline)
         seconds = round(time.monotonic() - begin, 1)
-        print(f"{stage}: {step.name}: {'done' if code == 0 else f'exit code {code}'}, {seconds} s", file=sys.stderr, flush=True)
+        outcome = "done" if code == 0 else f"exit code {code}"
+        print(f"{stage}: {step.name}: {outcome}, {seconds} s", file=sys.stderr, flush=True)
         with (work / LOG).open("a") as log:
             log.write(json.dumps({"step": step.name, "code": code, "seconds": seconds}) + "\n")
         archives.write(work, out, stage)

@@ -57,12 +57,15 @@ class Step:
 def taken(option: str, kind: str) -> bool:
     """Does a step of this kind take the option? One such as train.batch=4 is for trainings, data.root=… for decoding."""
     group = option.split("=")[0].split(".")[0].lstrip("+")
-    return group in {
-        "plain": (),
-        "train": ("model", "threads", "train"),
-        "study": ("model", "threads", "data", "decode", "drafter"),
-        "random": ("threads", "data", "decode"),  # a target of a shape of its own
-    }[kind]
+    return (
+        group
+        in {
+            "plain": (),
+            "train": ("model", "threads", "train"),
+            "study": ("model", "threads", "data", "decode", "drafter"),
+            "random": ("threads", "data", "decode"),  # a target of a shape of its own
+        }[kind]
+    )
 
 
 def backends() -> list[str]:
@@ -84,7 +87,8 @@ def _probe(work: Path, dry: bool) -> list[Step]:
 
 
 def _size(dry: bool, limit: int, tokens: int) -> list[str]:
-    return ["data.limit=1", "decode.max_new_tokens=6"] if dry else [f"data.limit={limit}", f"decode.max_new_tokens={tokens}"]
+    limit, tokens = (1, 6) if dry else (limit, tokens)
+    return [f"data.limit={limit}", f"decode.max_new_tokens={tokens}"]
 
 
 def _random(model: str, dry: bool) -> list[str]:

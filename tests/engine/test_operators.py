@@ -1,6 +1,6 @@
 """How many operators a cycle gives a GPU to launch, at Llama-2-7B's shape, counted on `meta`, where nothing is computed.
 
-Each is 3 to 6 microseconds of the host, whatever its size; views are free on the GPU and are not counted. Bounds are today's
+Each is 3 to 6 microseconds of the host, whatever its size; views are free on a GPU and not counted. Bounds are today's
 numbers, which may fall and not grow; `GOALS` are what they should become. How often a cycle waits: `test_device`.
 """
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +50,7 @@ def test_drafters_beside_a_7b_target_in_24_48_and_80_gb(llama, monkeypatch):
         found[card] = model.groups(drafters)
     everyone = list(range(len(drafters)))
     assert found[80] == found[48] == [everyone]
-    assert len(found[24]) == 2 and sorted(sum(found[24], [])) == everyone
+    assert len(found[24]) == 2 and sorted(chain(*found[24])) == everyone
     alone = estimates(model, drafters)
     for group in found[24]:
         assert memory.together([alone[i] for i in group]).needed <= free[24]
@@ -66,7 +67,7 @@ def test_what_does_not_fit_alone_is_in_no_group(llama, monkeypatch):
     size = sorted(one.needed for one in alone)[-2]
     monkeypatch.setattr(environment, "free_memory", lambda device, everywhere=False: size)
     groups = model.groups(drafters)
-    assert SEVERAL[largest] == "moa" and largest not in sum(groups, []) and len(sum(groups, [])) == len(drafters) - 1
+    assert SEVERAL[largest] == "moa" and {*chain(*groups)} == {*range(len(drafters))} - {largest}
 
 
 def test_each_drafter_goes_into_the_first_group_with_room():
@@ -104,7 +105,8 @@ def test_drafters_of_a_run_that_do_not_fit_together_decode_in_turn(home, tmp_pat
         return arm
 
     monkeypatch.setattr(arms, "build", build)
-    specs = [run_spec.from_config(composed("run", f"drafter={d}", *words_of(home, tmp_path))) for d in ("suffix", "lookahead")]
+    words, names = words_of(home, tmp_path), ("suffix", "lookahead")
+    specs = [run_spec.from_config(composed("run", f"drafter={name}", *words)) for name in names]
     result = run.decode(specs, Targets())
     run.require_complete(result)
     assert (result.arms, result.left, result.failed, len(result.earlier)) == (2, 0, 0, 1)
