@@ -3,7 +3,7 @@
 python -m specbench.gpu_day.cycles FOLDER model=llama2-7b model.weights=random alpha=[0.8] drafter=eagle2
 
 Writes <drafter>-<backend>.trace.json.gz for a browser's trace viewer, and <drafter>-<backend>.json: per cycle operators,
-launches, waits, the device's busy time, and the time from begin to end. With the profiler on, cycles are slower than without;
+launches, waits, the device's busy time, and the time from begin to end. With the profiler on, cycles are slower;
 the rows of `specbench.run` say how fast they are.
 """
 
