@@ -28,7 +28,7 @@ from specbench.training.corpus import CorpusSettings, settle_precision
 def options_of(home):
     """What every step of a dry run is told of the tests' tiny target, its prompts and its training text."""
     words = [*arguments_of(home, "study"), *train(home, "toy"), f"drafter.weights={home / 'weights' / 'eagle2'}"]
-    own = ("results", "memory", "drafter=", "train.name", "train.out", "train.settings.epochs", "decode")
+    own = ("results", "memory", "drafter=", "model.dtype", "train.name", "train.out", "train.settings.epochs", "decode")
     return [word for word in dict.fromkeys(words) if not word.startswith(own)]
 
 
