@@ -16,7 +16,8 @@ a run of the tests below; the first one has to show:
 
 and beyond these tests, by hand on one machine or two GPUs:
 
-    clock       draft, target, verification and rest of a row add up to its decode time (`timing.Clock` synchronises)
+    clock       draft, target, verification and rest of a row add up to its decode time (`timing.PhaseClock`), which a clock
+                that waits (`timing.Clock`) confirms
     memory      the driver's number against nvidia-smi; an allocation too large is one failed row, and the next one runs
     halves      real targets in bfloat16 differ from the baseline at numerical ties only (the table says so)
     several     model.device_map=auto over two GPUs; train.shard_target over NCCL; two processes train what one does
@@ -38,8 +39,9 @@ from specbench.engine.loading import ModelSpec
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
-from specbench.evaluation import isolated
+from specbench.evaluation import isolated, phases
 from specbench.evaluation.runner import BoundDrafter
+from specbench.records.rows import Row
 from specbench.training.writer import Lengths, write
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -115,6 +117,30 @@ def test_cudnn_makes_no_plans_for_attention():
     begin = clock()
     found = events(target, made, count=100)
     assert len(ids(found)) == 100 and (clock() - begin) / 100 < 0.02
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle2", "suffix"])
+def test_events_say_what_a_clock_that_waits_says(drafter):
+    """Of a whole answer, from its first cycle on: the same work within a tenth, though nothing waits between phases."""
+    target = on_gpu(fused=True)
+    made, seconds = fast(drafter, target), {}
+    for clock in (timing.PhaseClock(DEVICE), timing.Clock(DEVICE)) * 2:  # the first round warms up
+        row = Row("d", "q", "", 0, len(PROMPT), [], 0.0, 0.0)
+        waiting = timing.Clock(DEVICE)
+        begin = waiting()
+        for event in (found := decode(target, made, PROMPT, Limits(100), Lossless(), Sampler(), None, clock)):
+            if isinstance(event, Prefill):
+                row.tokens.append(event.token)
+                break
+        if isinstance(clock, timing.PhaseClock):
+            phases.fill(row, found, clock)
+            parts = row.draft_s + row.target_s + row.verify_s + row.rest_s
+            assert 0.98 * row.decode_s < parts <= row.decode_s
+            assert row.decode_s < waiting() - begin
+        else:
+            list(found)
+        seconds[type(clock)] = waiting() - begin
+    assert seconds[timing.PhaseClock] < 1.1 * seconds[timing.Clock]
 
 
 def test_the_driver_describes_the_gpu():

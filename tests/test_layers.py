@@ -22,6 +22,7 @@ PACKAGES = (  # each imports only from itself and from those above it; commands 
     "specbench.config",
     "specbench.evaluation",
     "specbench.reporting",
+    "specbench.gpu_day",
 )
 COMMANDS = {f"specbench.{p.stem}" for p in (ROOT / "specbench").glob("*.py") if not p.stem.startswith("_")}
 

@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -21,6 +22,50 @@ class Clock:
         if self.cuda is not None:
             torch.cuda.synchronize(self.cuda)
         return time.perf_counter()
+
+
+class Span:
+    """Time between moments on a GPU; `float` gives seconds, once the GPU has passed them all."""
+
+    def __init__(self, *pairs: tuple[Any, Any]):
+        self.pairs = pairs
+
+    def __add__(self, other: "Span") -> "Span":
+        return Span(*self.pairs, *other.pairs)
+
+    def __float__(self) -> float:
+        return sum(begin.elapsed_time(end) for begin, end in self.pairs) / 1000
+
+
+class Moment:
+    """A point on a GPU's own timeline, which the host does not wait for."""
+
+    def __init__(self, device: torch.device):
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+    def __sub__(self, earlier: "Moment") -> Span:
+        return Span((earlier.event, self.event))
+
+
+class PhaseClock:
+    """A clock for the phases of a generation: on a GPU events in its stream, so that host and GPU go on side by side.
+
+    What it returns may be subtracted, and differences added, as numbers are; after `wait` each `float` of these is seconds.
+    What the host does while the GPU works takes no time; while the GPU has nothing to do, it does. Of a model on several
+    GPUs the first one's timeline counts, which waits for the others' results. Off a GPU it is `time.perf_counter`.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cuda = device if device.type == "cuda" else None
+
+    def __call__(self) -> Any:
+        return time.perf_counter() if self.cuda is None else Moment(self.cuda)
+
+    def wait(self) -> None:
+        """Until the GPU has passed every moment."""
+        if self.cuda is not None:
+            torch.cuda.synchronize(self.cuda)
 
 
 class BackgroundLoad:

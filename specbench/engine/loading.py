@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -93,7 +93,7 @@ class ModelSpec:
             raise SpecBenchError("model.weights=random: a server has no weights to verify with; set link=local")
         device = pick_device(self.device)
         attention.prepare(device)
-        dtype = pick_dtype("float32" if self.quantised and self.dtype == "auto" else self.dtype, device, self.gpu_dtype)
+        dtype = self._dtype(device)
         if self.quantised is not None:
             self._require_quantisable(device, dtype)
         room = Room(self, device, dtype, processes, beside, sequences)
@@ -107,6 +107,22 @@ class ModelSpec:
         target.max_context = min(target.max_context, self.max_context)
         target.packing.room = room.spare
         return target, chat
+
+    def groups(self, drafters: Sequence[Any], sequences: int = 1) -> list[list[int]]:
+        """Indices of drafters that fit beside the target together, group by group, from shapes alone.
+
+        One that does not fit alone is in no group. All are in one if the target's shape is not here yet.
+        """
+        device = pick_device(self.device)
+        room, config = Room(self, device, self._dtype(device), 1, drafters, sequences), self._config_here()
+        whole, free = room.of(config), room.free()
+        if config is None or whole is None or whole.needed <= free:
+            return [list(range(len(drafters)))]
+        alone = [replace(room, beside=(drafter,)).of(config) or whole for drafter in drafters]
+        return memory.groups(alone, free)
+
+    def _dtype(self, device: torch.device) -> torch.dtype:
+        return pick_dtype("float32" if self.quantised and self.dtype == "auto" else self.dtype, device, self.gpu_dtype)
 
     def _require_quantisable(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raises `SpecBenchError` where a quantised target would be no faster than its original, or cannot be run."""
@@ -191,7 +207,7 @@ class Room:
         """Refuse what cannot fit, before it is fetched or loaded; without a configuration, by `billions` alone."""
         if self.estimate is not None:
             return
-        estimate, free = self._estimate(config), self._free()
+        estimate, free = self.of(config), self.free()
         if estimate is None:
             return
         if estimate.needed > free:
@@ -202,13 +218,14 @@ class Room:
                 "products fast; some are left out",
                 file=sys.stderr,
             )
-        self.estimate = None if config is None else estimate
+        if config is not None:
+            self.estimate, self.beside = estimate, ()  # the target keeps this object, not the drafters
 
     def spare(self) -> float:
         """Bytes that are left for copies of weights."""
-        return float("inf") if self.estimate is None else self._free() - self.estimate.later
+        return float("inf") if self.estimate is None else self.free() - self.estimate.later
 
-    def _estimate(self, config: PreTrainedConfig | None) -> memory.Estimate | None:
+    def of(self, config: PreTrainedConfig | None) -> memory.Estimate | None:
         spec, estimate = self.spec, None
         if config is not None:
             how = spec.forward == "lean", self.processes, spec.weights == "trained", self.sequences, spec.quantised
@@ -217,7 +234,7 @@ class Room:
             return memory.Estimate(int(spec.billions * 1e9 * self.dtype.itemsize / self.processes))
         return estimate
 
-    def _free(self) -> int:
+    def free(self) -> int:
         return environment.free_memory(self.device, everywhere=self.spec.device_map is not None)
 
     def _refusal(self, estimate: memory.Estimate, free: int) -> str:

@@ -7,7 +7,7 @@ moment. Checked against a process's peak in `tests/engine/test_memory.py`. Knows
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -123,6 +123,32 @@ def estimate(
         drafters=drafters,
         copies=_copied(shape, dtype, quantised) if fused and here and packable(torch.empty(0, dtype=dtype)) else 0,
     )
+
+
+def together(alone: Sequence[Estimate]) -> Estimate:
+    """Of one target and all drafters of some estimates, each of which is of this target and its own drafters."""
+    drafters: dict[str, int] = {}
+    for one in alone:
+        for name, size in one.drafters.items():
+            drafters[name] = drafters.get(name, 0) + size
+    return replace(alone[0], loading=max(one.loading for one in alone), drafters=drafters)
+
+
+def groups(alone: Sequence[Estimate], free: int) -> list[list[int]]:
+    """Indices of estimates of one target, in groups that fit into `free` bytes together; each in the first with room.
+
+    What does not fit alone is in no group.
+    """
+    found: list[list[int]] = []
+    for index, one in enumerate(alone):
+        if one.needed > free:
+            continue
+        fits = (group for group in found if together([*(alone[i] for i in group), one]).needed <= free)
+        group = next(fits, None)
+        if group is None:
+            found.append(group := [])
+        group.append(index)
+    return found
 
 
 def cached_numbers(target: Target) -> int:

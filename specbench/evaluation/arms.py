@@ -74,6 +74,13 @@ def load(spec: RunSpec, beside: Sequence[Any] = (), reused: Reused | None = None
     return target, chat
 
 
+def groups(spec: RunSpec, drafters: Sequence[Any]) -> list[list[int]]:
+    """Indices of a run's drafters, in groups that memory holds beside the target, see `ModelSpec.groups`."""
+    if len(drafters) < 2 or not spec.link.local:
+        return [list(range(len(drafters)))]
+    return spec.model.groups(drafters, spec.batch)
+
+
 def make(spec: RunSpec) -> tuple[Any, Rule]:
     """Drafter and rule of a run, not yet bound. Raises `SpecBenchError` for options that do not fit the drafter."""
     return spec.make_drafter(), spec.make_rule()

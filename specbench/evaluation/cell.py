@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ class CellResult:
         arms: number of drafters, without the baseline. digests: of all its questions.
         failed: generations that raised. unmeasured: pairs of arm and quantity that could not be measured.
         left: questions that lack a generation. seconds: estimate of the time that these take; None: unknown.
-        text: decodes an answer's ids.
+        text: decodes an answer's ids. earlier: results of groups of the same cell's arms that were decoded before these.
     """
 
     ledger: Ledger
@@ -45,6 +45,7 @@ class CellResult:
     left: int
     seconds: float | None
     text: Callable[[list[int]], str]
+    earlier: Sequence["CellResult"] = ()
 
 
 def progress(results: Sequence[CellResult]) -> str:
@@ -52,6 +53,25 @@ def progress(results: Sequence[CellResult]) -> str:
     total, left = sum(len(result.digests) for result in results), sum(result.left for result in results)
     seconds = sum(result.seconds or 0 for result in results if result.left)
     return f"{total - left} of {total} questions" + (f", about {seconds / 60:.0f} minutes more" if seconds else "")
+
+
+def together(results: Sequence[CellResult]) -> CellResult:
+    """One result of a cell whose arms were decoded in groups. Its ledger is the last one's, with the arms of all."""
+    *earlier, last = results
+    if not earlier:
+        return last
+    for result in earlier:
+        last.ledger.arms |= result.ledger.arms
+    seconds = [result.seconds for result in results if result.seconds is not None]
+    return replace(
+        last,
+        arms=sum(result.arms for result in results),
+        failed=sum(result.failed for result in results),
+        unmeasured=sum(result.unmeasured for result in results),
+        left=max(result.left for result in results),
+        seconds=sum(seconds) if seconds else None,
+        earlier=earlier,
+    )
 
 
 def run(

@@ -11,6 +11,7 @@ from specbench.common.errors import Reported, SpecBenchError
 from specbench.config import run_spec
 from specbench.config.cli import composed, sweeping, typed_overrides
 from specbench.config.run_spec import FailureRecord, RunSpec
+from specbench.engine.device import free_unused
 from specbench.evaluation import arms, cell
 from specbench.evaluation.cell import CellResult, Live
 from specbench.evaluation.targets import Targets, TargetUnavailable
@@ -29,11 +30,20 @@ def decode(specs: Sequence[RunSpec], targets: Targets, live: Live | None = None)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     made = [arms.make(drafter_spec) for drafter_spec in specs]
     questions = spec.dataset.load()
-    target, chat = targets.load(spec, [drafter for drafter, _ in made])
-    cell_arms = [arms.build(drafter_spec, target, made=parts) for drafter_spec, parts in zip(specs, made, strict=True)]
-    if cell_arms[0].label != BASELINE:
-        cell_arms.insert(0, arms.baseline(spec, target))
-    return cell.run(spec, target, chat, cell_arms, questions, budget=budget, live=live)
+    groups = arms.groups(spec, [drafter for drafter, _ in made])
+    if sum(map(len, groups)) < len(made):
+        groups = [list(range(len(made)))]  # one of them does not fit at all: loading says so
+    target, chat = targets.load(spec, [made[index][0] for index in max(groups, key=len)])
+    waiting, results = dict(enumerate(made)), []
+    del made
+    for group in groups:
+        bound = [arms.build(specs[index], target, made=waiting.pop(index)) for index in group]
+        if bound[0].label != BASELINE:
+            bound.insert(0, arms.baseline(spec, target))
+        results.append(cell.run(spec, target, chat, bound, questions, budget=budget, live=live))
+        bound.clear()  # the next group has no room beside it
+        free_unused()
+    return cell.together(results)
 
 
 def require_complete(result: CellResult) -> None:

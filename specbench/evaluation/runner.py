@@ -19,7 +19,7 @@ from specbench.common.budget import Budget, Pace, longest
 from specbench.common.errors import SpecBenchError, format_exception, warn
 from specbench.common.gpu import Meter
 from specbench.common.progress import progress, span
-from specbench.common.timing import BackgroundLoad, Clock
+from specbench.common.timing import BackgroundLoad, Clock, PhaseClock
 from specbench.data.chat import Chat, Message, answer_text
 from specbench.data.prompts import Question
 from specbench.data.scoring import Check
@@ -30,13 +30,12 @@ from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.evaluation import served, warm_up
+from specbench.evaluation import phases, served, warm_up
 from specbench.evaluation.audit import audit
 from specbench.evaluation.trace import CalibratedDrafter
 from specbench.records.blocks import Ledger, locked
 from specbench.records.metrics import BASELINE, OTHERS
 from specbench.records.rows import Failure, GpuUse, LinkUse, QuestionEnd, Row
-from specbench.remote.client import LinkLost
 from specbench.remote.draft_only import concatenated, draft_alone
 from specbench.remote.target import RemoteTarget
 
@@ -73,6 +72,7 @@ class Bench:
         self.target, self.chat, self.bound_drafters = target, chat, bound_drafters
         self.sampler, self.settings, self.replay = sampler, settings, replay
         self.clock, self.background, self.meter = Clock(target.device), BackgroundLoad(), Meter(target.device)
+        self.phases = PhaseClock(target.device)
         self.warned, self.remote = False, target if isinstance(target, RemoteTarget) else None
         if replay and target.dtype != torch.float32:
             dtype = str(target.dtype).removeprefix("torch.")
@@ -248,24 +248,13 @@ class Bench:
         generator = self._generator(row, bound.rule)
         self.background.start()
         self.meter.start()
-        events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler, generator, self.clock)
-        begin = self.clock()
-        lost: LinkLost | None = None
+        clock = self.phases
+        events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler, generator, clock)
         if self.remote is not None:
             self.remote.cutting = bound.label != BASELINE  # the others are compared with its whole answer
-        try:
-            for event in events:
-                if isinstance(event, Prefill):
-                    row.tokens.append(event.token)
-                    row.prefill_s = event.seconds
-                    begin = self.clock()
-                else:
-                    row.add(event)
-        except LinkLost as error:
-            if self.remote is None or not row.tokens or self.remote.on_disconnect == "wait":
-                raise
-            lost = error
-        row.decode_s = self.clock() - begin
+        lost = phases.fill(row, events, clock)
+        if lost is not None and (self.remote is None or not row.tokens or self.remote.on_disconnect == "wait"):
+            raise lost
         row.others, row.gpu = self.background.read(), GpuUse.read(self.meter)
         if self.remote is not None:
             row.link = LinkUse(**asdict(self.remote.traffic), cut=None if lost is None else str(lost))

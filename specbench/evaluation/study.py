@@ -132,8 +132,10 @@ class _Decoder:
         """Load a cell's target, once the last one is freed: memory may not hold both."""
         self.target = self.model = None
         free_unused()
-        drafters = study_runs.largest(self.run.cells, study_cell, self.absent)
-        self.target, self.chat = arms.load(study_cell.base, drafters)
+        cells = [one for one in self.run.cells if one.base.model == study_cell.base.model]
+        self.groups = {id(one): study_runs.groups(one, self.absent) for one in cells}
+        largest = max((group for groups in self.groups.values() for group in groups), key=len)
+        self.target, self.chat = arms.load(study_cell.base, [arm.made[0] for arm in largest])
         self.model = study_cell.base.model
 
     def decode(self, ready: Ready, total_work: float) -> CellResult | None:
@@ -148,13 +150,22 @@ class _Decoder:
         except SpecBenchError as error:
             warn(f"{ready.title}: {error}")
             return None
-        result = self._decode(ready, total_work)
-        free_unused()
-        return result
+        return self._decode(ready, total_work)
 
     def _decode(self, ready: Ready, total_work: float) -> CellResult:
+        """Decode a cell group by group of the arms that memory holds at once, of which most cells have one."""
+        groups, results = self.groups[id(ready.cell)], []
+        for number, planned in enumerate(groups, 1):
+            if len(groups) > 1:
+                names = ", ".join(arm.label for arm in planned)
+                print(f"{ready.title}, arms {number} of {len(groups)} that fit into memory: {names}", file=sys.stderr)
+            results.append(self._decode_group(ready, planned, total_work))
+            free_unused()
+        return cell.together(results)
+
+    def _decode_group(self, ready: Ready, planned: Sequence[PlannedArm], total_work: float) -> CellResult:
         base, run = ready.cell.base, self.run
-        cell_arms = self._bind(ready)
+        cell_arms = self._bind(ready, planned)
         print(f"{ready.title}: {ready.cell.title}", file=sys.stderr, flush=True)
         measured = ready.cell.number == studies.measuring_cell(run.study)
         counts = study_runs.repetitions(run.study, base, run.overrides) if measured else {}
@@ -166,12 +177,11 @@ class _Decoder:
             warn(f"{result.failed} generations failed; rows in {result.ledger.folder} say why")
         return result
 
-    def _bind(self, ready: Ready) -> list[Arm]:
-        """A cell's arms, the baseline first; those that cannot be bound are left out.
+    def _bind(self, ready: Ready, planned: Sequence[PlannedArm]) -> list[Arm]:
+        """Some of a cell's arms, the baseline first; those that cannot be bound are left out.
 
         Where trees of some arms have yet to be fitted, the others answer the first question before that.
         """
-        planned = [arm for arm in ready.cell.arms if arm.label not in self.absent]
         baseline = arms.baseline(ready.cell.base, self.target)
         early = study_runs.ready_early(planned, self.target)
         bound = self._bind_some(early, planned)
@@ -206,7 +216,7 @@ def unfinished(run: StudyRun, decoded: Decoded, trained: Trained) -> str:
 def require_complete(run: StudyRun, decoded: Decoded, trained: Trained) -> None:
     """Raises `SpecBenchError` for what failed, but not for what there was no time for."""
     results = [result for _, result in decoded]
-    for result in results:
+    for result in (part for whole in results for part in (*whole.earlier, whole)):
         arms.require_lossless(result.ledger.block.path)
     failed, unmeasured = sum(result.failed for result in results), sum(result.unmeasured for result in results)
     absent = max(one.expected - len(trained.unfinished) - result.arms for one, result in decoded)

@@ -11,6 +11,7 @@ from specbench.config import catalog, listing, run_spec, validation
 from specbench.config.cli import CONF, composed
 from specbench.config.run_spec import FailureRecord, GreedyOnly, RunSpec
 from specbench.data.prompts import Question
+from specbench.engine.memory import NoRoom
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 from specbench.evaluation import arms, fitting
@@ -207,10 +208,18 @@ def prepare(
     return StudyCell(number, base, planned, expected)
 
 
-def largest(cells: Sequence[StudyCell], loaded: StudyCell, absent: Collection[str]) -> list[Any]:
-    """Of the cells with the same target as `loaded`, the drafters of the one that has most. absent: labels left out."""
-    same_target = [cell for cell in cells if cell.base.model == loaded.base.model]
-    return max(([arm.made[0] for arm in cell.arms if arm.label not in absent] for cell in same_target), key=len)
+def groups(cell: StudyCell, absent: Collection[str]) -> list[list[PlannedArm]]:
+    """A cell's arms, without those labelled `absent`, in groups that memory holds at once; at least one, if an empty one.
+
+    Of an arm that does not fit beside the target even alone the failure is recorded.
+    """
+    planned = [arm for arm in cell.arms if arm.label not in absent]
+    if not planned:
+        return [[]]
+    found = arms.groups(cell.base, [arm.made[0] for arm in planned])
+    for index in set(range(len(planned))) - {index for group in found for index in group}:
+        planned[index].failure.write(NoRoom(f"it does not fit into memory beside {cell.base.model.name}"))
+    return [[planned[index] for index in group] for group in found] or [[]]
 
 
 def ready_early(planned: Sequence[PlannedArm], target: Target) -> list[PlannedArm]:

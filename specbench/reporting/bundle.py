@@ -24,6 +24,7 @@ from specbench.reporting import (
     claims,
     declared,
     document,
+    energy,
     figures,
     freshness,
     names,
@@ -284,6 +285,7 @@ def _group_tables(group: Sequence[Entry]) -> dict[str, Table]:
         "versus": Table(overview.VERSUS, overview.versus(overview.ranking(group))),
         "alphas": Table(tables.ALPHAS, [tables.alphas(e) for e in group]),
         "memory": Table(tables.MEMORY, tables.memory_lines(group)),
+        "energy": Table(energy.COLUMNS, energy.lines(group)),
     }
 
 

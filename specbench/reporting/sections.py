@@ -14,6 +14,7 @@ from specbench.reporting import (
     analysis_tables,
     claims,
     console,
+    energy,
     engines,
     links,
     overview,
@@ -92,6 +93,9 @@ def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     if memory := tables.memory_lines(timed):
         caption = "Peak memory while decoding, MiB, each drafter in a process of its own"
         folds.append(Details("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
+    if used := energy.lines(timed):
+        caption = "Of generations on a GPU, as its driver counts: all that ran there, prompts included"
+        folds.append(Details("Energy and clocks", [Table(energy.COLUMNS, used, caption)], "tables/energies.md"))
     folds += _insights(report, analysis_tables.TIMED)
     if report.training:
         trained = Table(trainings.COST, report.training)

@@ -25,7 +25,7 @@ from specbench.engine.pretrained import config_of
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import SPARE, Target
 from specbench.engine.verify import Lossless
-from specbench.evaluation import isolated, study_runs
+from specbench.evaluation import isolated
 from specbench.evaluation.targets import Targets, TargetUnavailable
 
 CPU = torch.device("cpu")
@@ -198,17 +198,6 @@ def test_a_copy_of_a_drafter_does_not_copy_its_checkpoint():
     made = drafter("eagle2")
     made.checkpoint = Checkpoint("there", "there", lambda: {"fc.weight": torch.zeros(3)}, {}, {})
     assert copy.deepcopy(made).checkpoint is made.checkpoint
-
-
-def test_a_study_asks_for_its_largest_cell():
-    def cell(model, *labels):
-        arms = [SimpleNamespace(label=n, made=(n.upper(), None)) for n in labels]
-        return SimpleNamespace(base=SimpleNamespace(model=model), arms=arms)
-
-    cells = [cell("a", "x"), cell("b", "x", "y", "z"), cell("a", "x", "y")]
-    assert study_runs.largest(cells, cells[0], {"y"}) == ["X"]
-    assert study_runs.largest(cells, cells[0], ()) == ["X", "Y"]
-    assert study_runs.largest(cells, cells[1], {"y"}) == ["X", "Z"]
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
