@@ -12,9 +12,6 @@ Nothing here is written to `results/`. A dry run takes the same steps at toy siz
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
-
-from specbench.config.run_spec import Common
 
 # Chances that the next token of a draft is accepted, by depth: 4.0 tokens a pass with a tree of six levels, about what
 # EAGLE-2's paper reports. Assumed, since random weights accept nothing.
@@ -28,6 +25,7 @@ FAST = ("eagle2", "eagle1", "medusa", "beagle", "moa")  # of the papers, with ne
 SHIPPED = ("eagle2", "hass", "coral", "beagle", "moa", "medusa", "vanilla")
 COPYING = ("suffix", "prompt_lookup", "token_recycling", "lookahead", "hybrid")
 DTYPES = ("float32", "float16", "bfloat16")
+BACKENDS = ("eager", "graphs")  # the ways to run a pass that are compared
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,6 @@ def taken(option: str, kind: str) -> bool:
     )
 
 
-def backends() -> list[str]:
-    """The ways to run a pass that are compared: all but `compile`, which takes minutes for each width of tree."""
-    return [name for name in get_args(get_type_hints(Common)["backend"]) if name != "compile"]
-
-
 def _study(name: str, work: Path, words: Sequence[str], minutes: float, kind: str = "study") -> Step:
     words = (*words, f"results={work / 'results' / name}")
     return Step(name, "specbench.study", words, minutes, kind, "minutes")
@@ -96,7 +89,7 @@ def _random(model: str, dry: bool) -> list[str]:
 
 
 def _bench7b(work: Path, dry: bool) -> list[Step]:
-    arms, ways = FAST[:1] if dry else FAST, backends()
+    arms, ways = FAST[:1] if dry else FAST, BACKENDS
     steps = []
     for backend in ways:
         words = ["study=bench", "cells=[0]", "datasets=[mtbench]", *_random("llama2-7b", dry), f"backend={backend}"]
