@@ -69,8 +69,9 @@ def from_config(config: DictConfig) -> TrainJob:
     options = validation.check(config, TrainOptions)
     recipe, drafter = options["train"], options["drafter"]
     catalog.require_own_name(drafter)
-    if options["model"].get("quantised"):
-        raise SpecBenchError("model.quantised: drafters are trained for the original and used with both; leave it out")
+    for name in ("quantised", "adapter"):
+        if options["model"].get(name):
+            raise SpecBenchError(f"model.{name}: drafters are trained from the original target; leave it out")
     _require_trainable(recipe, drafter)
     made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
     drafter_class: Any = get_class(drafter["_target_"])

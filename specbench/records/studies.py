@@ -19,7 +19,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Repetitions, Seed, Temperature, Text
-from specbench.records import figures
+from specbench.records import blocks, figures
 from specbench.records.metrics import BASELINE, METRICS
 
 FOLDER = PROJECT / "conf" / "study"
@@ -28,10 +28,11 @@ ON_DEMAND = 9  # as a priority: planned only where the study is named
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
+PLACE = ("dataset", "temperature", "batch", "quantised", "adapted")  # what names one of a study's cells, see `At`
 # See `specbench.evaluation.measurements`.
 Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor", "quality"]
 Quantised = Literal["int8", "int4"]
-Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch"]
+Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch", "target"]
 
 
 class Arm(TypedDict):
@@ -79,6 +80,8 @@ class Cell(TypedDict):
 class At(TypedDict, total=False):
     """One of a study's cells; by default the first one's dataset, greedy, one sequence at a time, of the original target.
 
+    adapted: folder name of the target's adapter (`model.adapter`).
+
     dataset: several: the mean over them. category: of its prompts; `over_at` then means all other categories.
     """
 
@@ -87,6 +90,7 @@ class At(TypedDict, total=False):
     temperature: Annotated[Temperature, Gt(0)]
     batch: Count
     quantised: Quantised
+    adapted: Name
 
 
 # "is" is a keyword, hence the call.
@@ -312,6 +316,12 @@ def quantised(overrides: Iterable[str]) -> str | None:
     """How the target's weights are rounded, if they are."""
     kind = option(overrides, "model.quantised", "null")
     return None if kind == "null" else kind
+
+
+def adapted(overrides: Iterable[str]) -> str | None:
+    """Name of the target's adapter, if it has one."""
+    folder = option(overrides, "model.adapter", "null")
+    return None if folder == "null" else blocks.adapter_name(folder)
 
 
 def cell_runs(study: Study) -> list[list[Override]]:

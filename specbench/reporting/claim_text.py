@@ -76,6 +76,7 @@ def _where(at: Mapping[str, Any] | None) -> str:
         at.get("category", ""),
         f"a batch of {at['batch']}" if "batch" in at else "",
         at.get("quantised", ""),
+        f"the target adapted by {at['adapted']}" if "adapted" in at else "",
     ]
     return "".join(f" at {part}" for part in parts if part)
 
@@ -91,6 +92,8 @@ def _other(at: Mapping[str, Any], over: Mapping[str, Any]) -> str:
         apart.append("one sequence" if over["batch"] == 1 else f"a batch of {over['batch']}")
     if "quantised" in at:
         apart.append(over["quantised"] or "the original")
+    if "adapted" in at:
+        apart.append(over["adapted"] or "the original")
     return f" {' '.join(apart)}"
 
 

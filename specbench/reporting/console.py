@@ -116,7 +116,8 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
     questions = len(e.totals.questions)
     cap = (config.get("decode") or {}).get("max_new_tokens")
     length = f" x {cap:,} tokens" if isinstance(cap, int) else ""
-    parts = [e.model, e.dataset, f"{questions} question{'s' * (questions > 1)}{length}"]
+    adapted = f" adapted by {e.adapted}" if e.adapted else ""
+    parts = [f"{e.model}{adapted}", e.dataset, f"{questions} question{'s' * (questions > 1)}{length}"]
     parts.append("greedy" if e.temperature == 0 else f"T={e.temperature:g}")
     sampling = {name: config["sampler"].get(name, 0) for name in ("top_p", "top_k")}
     parts += [f"{name}={value:g}" for name, value in sampling.items() if value not in (0, 1)]

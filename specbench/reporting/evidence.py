@@ -9,7 +9,7 @@ import numpy as np
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES, sum_rows
 from specbench.records.statistics import Rate, Sums, Totals
-from specbench.records.studies import Study, cell_needs, cell_runs, option, quantised, replayed, unmet
+from specbench.records.studies import Study, adapted, cell_needs, cell_runs, option, quantised, replayed, unmet
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.verdict import QUESTIONS
 
@@ -78,7 +78,7 @@ class Evidence:
     def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
         """What names one of the study's cells, see `At`; by default the first one's data set."""
         dataset = option(cell_runs(self.study)[0], "dataset", "mtbench")
-        return {"dataset": dataset, "temperature": 0, "batch": 1, "quantised": None} | dict(at or {})
+        return {"dataset": dataset, "temperature": 0, "batch": 1, "quantised": None, "adapted": None} | dict(at or {})
 
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
         """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
@@ -87,7 +87,7 @@ class Evidence:
             e
             for e in self.entries
             if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
-            and e.batch == at["batch"] and e.quantised == at["quantised"]
+            and e.batch == at["batch"] and e.quantised == at["quantised"] and e.adapted == at["adapted"]
             and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
         ]  # fmt: skip
         if not fit:
@@ -113,6 +113,7 @@ class Evidence:
             and replayed(words) == e.replayed
             and int(option(words, "batch", "1")) == e.batch
             and quantised(words) == e.quantised
+            and adapted(words) == e.adapted
         ]
         return max([QUESTIONS, *sizes])
 
