@@ -158,6 +158,12 @@ def merge(model: Any, adapter: Adapter) -> None:
         weight.copy_(weight.float() + change.to(weight.device))
 
 
+def require_peft() -> None:
+    """Raises `SpecBenchError` where PEFT is not installed."""
+    if not installed("peft"):
+        raise SpecBenchError("training an adapter needs PEFT, which is not installed; pip install -e '.[medusa2]'")
+
+
 def attach(target: Any, rank: int, alpha: float, modules: list[str], dropout: float) -> Any:
     """A copy of a target with an untrained adapter: it shares all weights, which stay frozen, and computes the same.
 
@@ -167,8 +173,7 @@ def attach(target: Any, rank: int, alpha: float, modules: list[str], dropout: fl
     Raises:
         SpecBenchError: PEFT is not installed, or no layer has such a name.
     """
-    if not installed("peft"):
-        raise SpecBenchError("training an adapter needs PEFT, which is not installed; pip install -e '.[medusa2]'")
+    require_peft()
     from peft import LoraConfig, inject_adapter_in_model
 
     shared = {id(t): t for t in (*target.model.parameters(), *target.model.buffers())}

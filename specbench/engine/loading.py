@@ -105,11 +105,9 @@ class ModelSpec:
             room.require(self._config_here())
         transformers_logging.disable_progress_bar()
         target, chat = self._random(room) if self.weights == "random" else self._trained(room, link)
-        assert isinstance(target, Target) or self.original == self, "a target that is changed has no link"
-        if adapter is not None:
-            target.adapt(adapter)
-        if self.quantised is not None:
-            target.quantise(self.quantised)
+        if self.variant is not None:
+            assert isinstance(target, Target), "a target that is changed has no link"
+            self._change(target, adapter)
         target.max_context = min(target.max_context, self.max_context)
         target.packing.room = room.spare
         return target, chat
@@ -123,6 +121,12 @@ class ModelSpec:
     def variant(self) -> str | None:
         """What makes another target of it, as cells are named: `adapted-medusa2`, `int8`, or both; None: nothing."""
         return blocks.variant(self.adapter, self.quantised)
+
+    def _change(self, target: Target, adapter: adapters.Adapter | None) -> None:
+        if adapter is not None:
+            target.adapt(adapter)
+        if self.quantised is not None:
+            target.quantise(self.quantised)
 
     def _adapter(self, processes: int) -> adapters.Adapter:
         """Raises `SpecBenchError` if it cannot be read, or merged into this kind of target."""

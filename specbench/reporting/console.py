@@ -134,11 +134,12 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
 
 
 def _beside_original(group: Sequence[Entry]) -> str:
-    """How much a quantised target differs from its original, if that was measured."""
+    """How much a quantised or adapted target differs from its original, if that was measured."""
     if (found := engines.quality(group)) is None:
         return ""
     perplexity = f"perplexity {found['perplexity']:.3f} (original {found['original']:.3f})"
-    return f"; {perplexity} on the original's answers, {found['agreement']:.1%} of the ids the same"
+    kl = f", KL {found['kl']:.4f} nats a token" if "kl" in found else ""
+    return f"; {perplexity} on the original's answers{kl}, {found['agreement']:.1%} of the ids the same"
 
 
 # Columns --------------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ class Rows:
         self._printed: dict[tuple[Any, ...], list[tuple[bool, float]]] = {}
         for cell, arm in published.placed(numbers, evidence):
             metric = beside.MEASURED.get(cell.metric, cell.metric)
-            key = arm, metric, cell.dataset, float(cell.temperature or 0), beside.batch_of(cell), beside.quantised_of(cell)
-            key = *key, None  # no source names an adapter
+            place = cell.dataset, float(cell.temperature or 0), beside.batch_of(cell), beside.quantised_of(cell)
+            key = arm, metric, (*place, None)  # no source names an adapter
             self._printed.setdefault(key, []).append((cell.target in targets, cell.number))
 
     def find(self, arm: str, at: Mapping[str, Any], metric: str = "tau") -> Entry | None:
@@ -36,9 +36,7 @@ class Rows:
     def printed(self, arm: str, metric: str, at: Mapping[str, Any]) -> list[float]:
         """What a source printed of this very target."""
         place = self.evidence.place(at)
-        key = arm, metric, place["dataset"], float(place["temperature"]), place["batch"], place["quantised"]
-        key = *key, place["adapted"]
-        found = self._printed.get(key, [])
+        found = self._printed.get((arm, metric, tuple(place[name] for name in PLACE)), [])
         self.another_target |= any(not same for same, _ in found)
         return [number for same, number in found if same]
 
