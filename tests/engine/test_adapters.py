@@ -144,7 +144,7 @@ def test_another_targets_adapter_is_refused(tmp_path):
     with pytest.raises(SpecBenchError, match=r"model\.adapter=.*was made for target tiny"):
         tiny(seed=1).adapt(adapters.read(folder))
     (folder / PROVENANCE).unlink()  # nothing says whose it is, but its layers do
-    with pytest.raises(SpecBenchError, match="made for another target: this one has no model.layers.2"):
+    with pytest.raises(SpecBenchError, match=r"made for another target: this one has no model\.layers\.2"):
         tiny(num_hidden_layers=2).adapt(adapters.read(folder))
     target = tiny(intermediate_size=64)
     before = logits(target)
