@@ -150,7 +150,7 @@ def quality(target: Target, original: Target, plain: BoundDrafter, prompts: Prom
     for prompt in prompts:
         answer = _answer(original, plain, prompt, tokens, original.stop_ids)
         ids = torch.tensor(answer, device=target.device)[:, None]
-        ours, theirs = (_forced(model, prompt, answer).log_softmax(-1) for model in (target, original))
+        ours, theirs = (forced(model, prompt, answer).log_softmax(-1) for model in (target, original))
         losses.append(torch.stack([-score.gather(1, ids)[:, 0] for score in (ours, theirs)]))
         same.append(ours.argmax(-1) == theirs.argmax(-1))
         divergence.append((theirs.exp() * (theirs - ours)).sum(-1))
@@ -160,7 +160,7 @@ def quality(target: Target, original: Target, plain: BoundDrafter, prompts: Prom
     return {"perplexity": perplexity, "original": own, "kl": max(kl, 0.0), "agreement": agreement, "tokens": len(agreed)}
 
 
-def _forced(model: Target, prompt: list[int], answer: list[int]) -> torch.Tensor:
+def forced(model: Target, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """Logits in front of every id of an answer, in one pass without a cache. -> [N, V] float32"""
     text = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
     states = model.run(text, torch.arange(text.shape[1], device=model.device)[None], None, None)

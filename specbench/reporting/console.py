@@ -16,7 +16,8 @@ from rich.cells import cell_len, set_cell_size
 
 from specbench.common.errors import visible
 from specbench.records.blocks import Ledger
-from specbench.records.metrics import BASELINE, PHASES
+from specbench.records.metrics import BASELINE, PHASES, RATES
+from specbench.records.statistics import interval
 from specbench.reporting import engines, names, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Verdict
@@ -76,6 +77,8 @@ def _group(group: Sequence[Entry], width: int, details: bool, concluded: bool) -
     replayed = ordered[0].replayed
     printed = table(ordered, replayed_columns() if replayed else main_columns(width >= WIDE), width)
     sentences: list[str] = []
+    if any(row.drift is not None for e in ordered for row in e.rows):
+        printed += ["", *table(ordered, drift_columns(), width)]
     if details:
         for columns in detail_columns():
             printed += ["", *table([e for e in ordered if e.name != BASELINE], columns, width)]
@@ -186,6 +189,15 @@ def detail_columns() -> list[list[Column]]:
         ],
         [DRAFTER, ("accepted by step 1, 2, ...", alphas_by_step)],
     ]
+
+
+def drift_columns() -> list[Column]:
+    """Columns of the table of sampled answers some of which a lossy rule accepted."""
+
+    def drift(metric: str) -> Callable[[Entry], str]:
+        return lambda e: shown(interval(RATES[metric], e.totals))
+
+    return [DRAFTER, TAU, ("perplexity [95%]", drift("answer_perplexity")), ("KL, nats [95%]", drift("answer_kl"))]
 
 
 def cost(e: Entry) -> float:

@@ -25,6 +25,9 @@ METRIC_LABELS = {
     "speed_up": "speed-up over plain decoding",
     "tokens_per_s": "tokens a second",
     "draft_ms": "milliseconds of drafting a cycle",
+    "answer_perplexity": "perplexity of the answers under the target",
+    "answer_kl": "KL to the target, nats a token",
+    "solved": "share of problems solved",
 }
 METRIC_LABELS |= {f"alpha{i}": f"step {i + 1} accepted, given the one before" for i in range(6)}
 MEASURED_LABELS = {  # quantity -> label, unit
