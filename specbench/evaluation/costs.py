@@ -31,6 +31,7 @@ from specbench.engine.peer import Peer
 from specbench.engine.pretrained import quiet
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
+from specbench.evaluation.drift import forced
 from specbench.evaluation.runner import BoundDrafter
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 256, 8192  # of a training batch; ids that its classification loss runs over
@@ -158,13 +159,6 @@ def quality(target: Target, original: Target, plain: BoundDrafter, prompts: Prom
     kl, agreed = float(torch.cat(divergence).mean()), torch.cat(same)
     agreement = float(agreed.float().mean())
     return {"perplexity": perplexity, "original": own, "kl": max(kl, 0.0), "agreement": agreement, "tokens": len(agreed)}
-
-
-def forced(model: Target, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Logits in front of every id of an answer, in one pass without a cache. -> [N, V] float32"""
-    text = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
-    states = model.run(text, torch.arange(text.shape[1], device=model.device)[None], None, None)
-    return model.logits(states[0, -len(answer) :]).float()
 
 
 @torch.inference_mode()

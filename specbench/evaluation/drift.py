@@ -20,7 +20,6 @@ from torch import Tensor
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.evaluation.costs import forced
 from specbench.records.rows import Drift, Row
 
 LEAST = 1e-9  # probability of a token that another pass's rounding moved out of top-p
@@ -44,6 +43,13 @@ def _losses(target: Target, sampler: Sampler, prompt: list[int], answer: list[in
     p = sampler.probabilities(forced(target, prompt, answer))
     ids = torch.tensor(answer, device=p.device)[:, None]
     return -p.gather(1, ids)[:, 0].clamp(min=LEAST).log()
+
+
+def forced(model: Target, prompt: list[int], answer: list[int]) -> Tensor:
+    """Logits in front of every id of an answer, in one pass without a cache. -> [N, V] float32"""
+    text = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
+    states = model.run(text, torch.arange(text.shape[1], device=model.device)[None], None, None)
+    return model.logits(states[0, -len(answer) :]).float()
 
 
 def _accepted(counts: Sequence[int]) -> list[int]:

@@ -121,7 +121,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     planned = int(option(words, "data.limit", "80"))
     target = option(words, "model.name", option(words, "model", scope.model))
     known = _blocks(scope.results / name / target / folder_name(words), kind)
-    members = list(study_runs.members(study, None, here))
+    members = [m for m in study_runs.members(study, None, here) if studies.takes_part(m.spec, studies.adapted(words))]
     labels = [BASELINE, *(member.label for member in members)]
     users = [f"model={scope.model}", *scope.overrides]
     trained = {m.label: folder.name for m in members if (folder := weights_folder(m, study, users)) is not None}

@@ -17,7 +17,7 @@ from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records.metrics import BASELINE
-from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, unmet
+from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, takes_part, unmet
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -156,6 +156,7 @@ def prepare(
     overrides: of the cell. users: overrides of the command line, for all arms. results: the study's folder.
     """
     base = base_of([*overrides, *users], results)
+    members = [member for member in members if takes_part(member.spec, base.model.adapter)]
     planned, expected = [], len(members)
     for member in members:
         config = composed("run", [*overrides, *member.spec["run"], *users])

@@ -41,6 +41,7 @@ class Arm(TypedDict):
     run: overrides for `specbench.run`. train: overrides for `specbench.train` besides the drafter's options in `run`;
     without it existing weights are used. start: the arm, listed before, from whose trained weights this training goes on.
     weights: the arm whose trained weights this one uses. seeds: of training. needs: as a study has them, of this arm alone.
+    adapted: it drafts for a target with an adapter alone, or (false) for one without; by default for either.
     """
 
     run: Annotated[list[Override], MinLen(1)]
@@ -49,6 +50,7 @@ class Arm(TypedDict):
     weights: NotRequired[Name]
     seeds: NotRequired[Annotated[list[Seed], MinLen(1)]]
     needs: NotRequired["Needs"]
+    adapted: NotRequired[bool]
 
 
 class Needs(TypedDict, total=False):
@@ -80,7 +82,7 @@ class Cell(TypedDict):
 class At(TypedDict, total=False):
     """One of a study's cells; by default the first one's dataset, greedy, one sequence at a time, of the original target.
 
-    adapted: folder name of the target's adapter (`model.adapter`).
+    adapted: folder name of the target's adapter (`model.adapter`); by default the one that the arm drafts for, if any.
 
     dataset: several: the mean over them. category: of its prompts; `over_at` then means all other categories.
     """
@@ -322,6 +324,11 @@ def adapted(overrides: Iterable[str]) -> str | None:
     """Name of the target's adapter, if it has one."""
     folder = option(overrides, "model.adapter", "null")
     return None if folder == "null" else blocks.adapter_name(folder)
+
+
+def takes_part(arm: Arm, adapter: str | None) -> bool:
+    """Does an arm draft for the target of a cell? adapter: that target's, if it has one."""
+    return arm.get("adapted") in (None, adapter is not None)
 
 
 def cell_runs(study: Study) -> list[list[Override]]:

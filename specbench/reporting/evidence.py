@@ -82,7 +82,7 @@ class Evidence:
 
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
         """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
-        at = self.place(at)
+        at = self.place({"adapted": self._adapter(arm)} | dict(at or {}))
         fit = [
             e
             for e in self.entries
@@ -97,6 +97,12 @@ class Evidence:
             return best
         cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
         return pooled([e for e in fit if identity.cell_key(e.header) == cell])
+
+    def _adapter(self, arm: str) -> str | None:
+        """Of the target that an arm drafts for unless a place says otherwise."""
+        if not self.study["arms"].get(arm, {"run": []}).get("adapted"):
+            return None
+        return next((name for words in cell_runs(self.study) if (name := adapted(words))), None)
 
     def _means_lossy(self, arm: str) -> bool:
         """Does the study itself, not the command line, give the arm another rule of acceptance?"""
