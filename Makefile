@@ -20,7 +20,7 @@ DRAFTERS ?= none,vanilla,eagle2,prompt_lookup,eagle2_fitted
 BRIEF ?= vanilla,eagle2# trained a little before the benchmark, for none are shipped
 else
 # what was trained here, and what the target's configuration knows to be published
-HAVE := $(notdir $(patsubst %/model.safetensors,%,$(wildcard drafters/weights/$(MODEL)/*/model.safetensors)))
+HAVE := $(filter-out medusa2,$(notdir $(patsubst %/model.safetensors,%,$(wildcard drafters/weights/$(MODEL)/*/model.safetensors))))# its target is another
 HAVE += $(shell sed -n '/^published:/,/^[a-z]*:/s/^  \([a-z0-9_]*\):.*/\1/p' conf/model/$(MODEL).yaml 2>/dev/null)
 DRAFTERS ?= none,prompt_lookup,suffix,token_recycling$(subst $(space),,$(addprefix $(comma),$(sort $(HAVE))))
 endif
@@ -55,7 +55,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 $(CHECKED): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,slurm,ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,medusa2,slurm,ray]'
 	@touch $(CHECKED)
 
 install: $(READY) ## create the virtual environment, once

@@ -41,8 +41,9 @@ ENGINES = ("llama_cpp", "openvino", "served")
 DRAFTERS = sorted(p.stem for p in (ROOT / "conf" / "drafter").glob("*.yaml") if p.stem not in ENGINES)
 DRAFTING = [d for d in DRAFTERS if d != "none"]
 BATCHED = [  # that draft for several sequences at once
-    "none", "prompt_lookup", "suffix", "rest", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "hydra",
-    "clover2", "eagle1", "eagle2", "hass", "eagle3", "coral", "beagle", "mtp", "moa", "self_speculation", "early_exit",
+    "none", "prompt_lookup", "suffix", "rest", "token_recycling", "lookahead", "bigram", "vanilla", "medusa", "medusa2",
+    "hydra", "clover2", "eagle1", "eagle2", "hass", "eagle3", "coral", "beagle", "mtp", "moa", "self_speculation",
+    "early_exit",
     "dflash",
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from specbench.engine.interface import Batch, Taps
 FAMILY = (
     "vanilla",
     "medusa",
+    "medusa2",
     "hydra",
     "eagle2",
     "eagle2_unshifted",

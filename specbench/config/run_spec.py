@@ -120,8 +120,8 @@ class RunSpec(Common):
     def cell_folder(self) -> Path:
         """The folder of this cell's blocks."""
         sampling = self.sampler.temperature, self.sampler.top_p, self.sampler.top_k
-        tokens, quantised = self.decode.max_new_tokens, self.model.quantised
-        name = cell_name(self.dataset.name, sampling, tokens, self.link.name, self.replay, self.batch, quantised)
+        tokens, variant = self.decode.max_new_tokens, self.model.variant
+        name = cell_name(self.dataset.name, sampling, tokens, self.link.name, self.replay, self.batch, variant)
         return self.folder / name
 
     @property
@@ -278,8 +278,9 @@ def _resolve_link(options: dict[str, Any]) -> None:
         raise SpecBenchError(
             "replay=true runs no target passes, so there is nothing to send; set replay=false or link=local"
         )
-    if options["model"].get("quantised"):
-        raise SpecBenchError("model.quantised is for a target in this process; set link=local, or leave it out")
+    for name in ("quantised", "adapter"):
+        if options["model"].get(name):
+            raise SpecBenchError(f"model.{name} is for a target in this process; set link=local, or leave it out")
     if options["link"]["name"] == "direct" and options["link"]["to"] is None:
         raise SpecBenchError("link.to is missing: link=tcp://host:port of a server that runs")
     options["memory"] = options["trace"] = 0

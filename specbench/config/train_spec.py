@@ -15,6 +15,7 @@ from specbench.common.storage import PROJECT, require_writable
 from specbench.common.types import Duration, Name, Rows, Text, Threads, Tokens
 from specbench.config import catalog, validation
 from specbench.data.conversations import Conversations
+from specbench.engine import adapters
 from specbench.engine.drafter import Drafter
 from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import TreePolicy
@@ -69,11 +70,12 @@ def from_config(config: DictConfig) -> TrainJob:
     options = validation.check(config, TrainOptions)
     recipe, drafter = options["train"], options["drafter"]
     catalog.require_own_name(drafter)
-    if options["model"].get("quantised"):
-        raise SpecBenchError("model.quantised: drafters are trained for the original and used with both; leave it out")
-    _require_trainable(recipe, drafter)
-    made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
+    for name in ("quantised", "adapter"):
+        if options["model"].get(name):
+            raise SpecBenchError(f"model.{name}: drafters are trained from the original target; leave it out")
     drafter_class: Any = get_class(drafter["_target_"])
+    _require_trainable(recipe, drafter, drafter_class)
+    made: dict[str, Any] = {name: instantiate(recipe[name]) for name in ("settings", "corpus", "text")}
     for number, phase in enumerate(recipe["settings"]["phases"]):
         key = f"train.settings.phases[{number}].drafter"
         validation.check_some(phase.get("drafter", {}), drafter_class, drafter_class.phased, key)
@@ -94,7 +96,7 @@ def from_config(config: DictConfig) -> TrainJob:
     )
 
 
-def _require_trainable(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
+def _require_trainable(recipe: Mapping[str, Any], drafter: Mapping[str, Any], drafter_class: Any) -> None:
     """Raises `SpecBenchError`, before anything is loaded, for a training that would fail."""
     if recipe["shard_target"] and recipe["build"]:
         raise SpecBenchError(
@@ -105,6 +107,14 @@ def _require_trainable(recipe: Mapping[str, Any], drafter: Mapping[str, Any]) ->
         return
     if drafter.get("vocabulary") is not None:
         raise SpecBenchError("drafter.vocabulary needs no training; train without it, and draft with it")
+    if drafter_class.trains_target:
+        adapters.require_peft()
+        if recipe["shard_target"]:
+            raise SpecBenchError(f"drafter={drafter['name']} trains the target, too; leave out train.shard_target")
+        if recipe["until"] == "acceptance":
+            raise SpecBenchError(
+                f"train.until=acceptance: drafter={drafter['name']} measures it at the end of its training"
+            )
     option, verb = ("searched", "search") if recipe["until"] == "search" else ("weights", "train")
     if option not in drafter:
         raise SpecBenchError(f"drafter={drafter['name']} has nothing to {verb}; choose another drafter=")

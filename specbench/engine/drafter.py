@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
+from specbench.engine.adapters import Adapter
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.vocabulary import DraftVocabulary
@@ -52,6 +53,7 @@ class Drafter:
         weights: folder of its weights, relative to the project; None if it has none.
         takes_checkpoint: weights in their authors' layout may be set as `checkpoint` before `bind`.
         counted: it is fitted by `count`, not by gradient steps.
+        trains_target: the target is trained with it, see `adapt`.
         phased: options of its objective that may change between phases of a training.
         provenance: where its weights come from. contents: SHA-256 of the files read for them, by name.
         generation: arguments with which Transformers' `generate` drafts alike; empty if it cannot.
@@ -75,6 +77,7 @@ class Drafter:
     weights: str | None = None
     takes_checkpoint: bool = False
     counted: bool = False
+    trains_target: bool = False
     phased: tuple[str, ...] = ()
 
     def __init__(self, name: str):
@@ -133,6 +136,17 @@ class Drafter:
     def count(self, texts: Iterable[Tensor]) -> dict[str, Tensor]:
         """Fit to texts of token ids, [T] int64 each; returns the tables of integers that its weights file holds."""
         raise NotImplementedError(f"{type(self).__name__} counts nothing")
+
+    def adapt(self, target: Any) -> Any:
+        """Prepare for training. Returns the target that it will draft for: this one, unless `trains_target`.
+
+        Then it is a copy with an adapter (`adapters.attach`), whose parameters are the drafter's until `release_adapter`.
+        """
+        return target
+
+    def release_adapter(self) -> Adapter | None:
+        """The adapter that was trained, which the drafter holds no longer; None: it trains none."""
+        return None
 
     def set_tree_policy(self, growth: TreePolicy) -> None:
         """Grow other trees from now on. Raises `SpecBenchError` if this drafter has no tree policy."""

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,13 @@ from specbench.engine.backends import weight_only
 from specbench.engine.backends.packed_linear import Packing
 from specbench.engine.model_files import contents_of
 from specbench.engine.pretrained import fingerprint_in_memory, fingerprint_of
+
+
+class Adapted(NamedTuple):
+    """What an adapter made of a target. name: of the adapter's folder."""
+
+    name: str
+    fingerprint: str
 
 
 class LanguageModel:
@@ -26,6 +33,7 @@ class LanguageModel:
         packing: decides which products, its drafters' too, use packed weights.
         listing: the file that lists its most frequent ids, see `vocabulary`.
         quantised: how its layers' weights were rounded, see `backends.weight_only`; None: they were not.
+        adapted: name and fingerprint of a target with an adapter, see `adapters`; None: it has none.
         made_from: the configuration of a target with random weights; None: its weights were loaded.
     """
 
@@ -35,6 +43,7 @@ class LanguageModel:
         self.packing = Packing()
         self.listing: Path | None = None
         self.quantised: weight_only.Kind | None = None
+        self.adapted: Adapted | None = None
         self.made_from: PreTrainedConfig | None = None
         self.config: PreTrainedConfig = model.config.get_text_config()
         self.decoder: Any = model.get_decoder()
@@ -85,6 +94,8 @@ class LanguageModel:
 
     def fingerprint(self) -> str:
         """Which model this is, see `pretrained.fingerprint`; read off its files, if there are any."""
+        if self.adapted is not None:
+            return self.adapted.fingerprint
         return fingerprint_in_memory(self.model) if self.path is None else fingerprint_of(Path(self.path))
 
     def contents(self) -> dict[str, str]:

@@ -17,13 +17,14 @@ from specbench.common.storage import PROJECT, cache_root, cached, user_path
 from specbench.common.types import Name, Positive, Text, Tokens
 from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
-from specbench.engine import attention, memory, vocabulary
+from specbench.engine import adapters, attention, memory, vocabulary
 from specbench.engine.backends import forwards, weight_only
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
 from specbench.engine.model_files import CONFIG
 from specbench.engine.pretrained import config_of, read_config, read_gguf, read_tokenizer
 from specbench.engine.target import Target
+from specbench.records import blocks
 
 Source = tuple[str, str | None, str | None, str | None, Wheel | Wheels | None]  # the arguments of `model_folder`
 
@@ -45,6 +46,7 @@ class ModelSpec:
         device_map: `auto` spreads the target over all GPUs; None keeps it on `device`.
         forward: `lean` decodes by the fastest forward that reproduces the model's own (`backends.forwards`) and packed
             products; `plain` by Transformers' own.
+        adapter: folder of a LoRA adapter that is merged into the weights, see `adapters`: another target.
         quantised: weights of the layers rounded to 8 or 4 bits, see `backends.weight_only`: another target, on CPUs alone.
         max_context: rows of the cache, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
@@ -66,6 +68,7 @@ class ModelSpec:
     gpu_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     device_map: Literal["auto"] | None = None
     forward: Literal["lean", "plain"] = "lean"
+    adapter: Text | None = None
     quantised: weight_only.Kind | None = None
     max_context: Tokens = 4096
     system: str | None = None
@@ -96,14 +99,15 @@ class ModelSpec:
         dtype = self._dtype(device)
         if self.quantised is not None:
             self._require_quantisable(device, dtype)
+        adapter = None if self.adapter is None else self._adapter(processes)
         room = Room(self, device, dtype, processes, beside, sequences)
         if link is None:
             room.require(self._config_here())
         transformers_logging.disable_progress_bar()
         target, chat = self._random(room) if self.weights == "random" else self._trained(room, link)
-        if self.quantised is not None:
-            assert isinstance(target, Target), "a quantised target has no link"
-            target.quantise(self.quantised)
+        if self.variant is not None:
+            assert isinstance(target, Target), "a target that is changed has no link"
+            self._change(target, adapter)
         target.max_context = min(target.max_context, self.max_context)
         target.packing.room = room.spare
         return target, chat
@@ -123,6 +127,30 @@ class ModelSpec:
 
     def _dtype(self, device: torch.device) -> torch.dtype:
         return pick_dtype("float32" if self.quantised and self.dtype == "auto" else self.dtype, device, self.gpu_dtype)
+
+    @property
+    def original(self) -> "ModelSpec":
+        """The same without what makes another target of it."""
+        return replace(self, adapter=None, quantised=None)
+
+    @property
+    def variant(self) -> str | None:
+        """What makes another target of it, as cells are named: `adapted-medusa2`, `int8`, or both; None: nothing."""
+        return blocks.variant(self.adapter, self.quantised)
+
+    def _change(self, target: Target, adapter: adapters.Adapter | None) -> None:
+        if adapter is not None:
+            target.adapt(adapter)
+        if self.quantised is not None:
+            target.quantise(self.quantised)
+
+    def _adapter(self, processes: int) -> adapters.Adapter:
+        """Raises `SpecBenchError` if it cannot be read, or merged into this kind of target."""
+        if self.weights == "random":
+            raise SpecBenchError(f"model.adapter={self.adapter}: random weights have none; leave it out")
+        if processes > 1:
+            raise SpecBenchError(f"model.adapter={self.adapter}: not for a target that is spread over processes")
+        return adapters.read(PROJECT / user_path(str(self.adapter)))
 
     def _require_quantisable(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raises `SpecBenchError` where a quantised target would be no faster than its original, or cannot be run."""

@@ -13,15 +13,18 @@ from transformers import PreTrainedConfig
 
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError, refusing
+from specbench.engine import adapters, weights
 from specbench.engine.backends import weight_only
 from specbench.engine.backends.fused_llama import like_llama
 from specbench.engine.cache import KVCache
 from specbench.engine.captured import MARGIN, CapturedPasses
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.interface import DraftTree, Taps, TargetStates
+from specbench.engine.language_model import Adapted
 from specbench.engine.pretrained import random_model, read_model
 from specbench.engine.tensors import finite, some
 from specbench.engine.verify import LocalVerifier, Verifier, VerifyConfig
+from specbench.records import blocks
 
 NON_IDENTITY = (
     "dtype",
@@ -90,6 +93,19 @@ class Target(CausalLM):
     def shares_passes(self) -> bool:
         """Can one pass serve several sequences, see `batch`?"""
         return self.window is None and len(self.new_cache(0).stored) == 1 and not self.captures
+
+    def adapt(self, adapter: adapters.Adapter) -> None:
+        """Become the target whose layers' weights an adapter changes.
+
+        Raises `SpecBenchError` for another target's.
+        """
+        original, folder = self.fingerprint(), adapter.folder
+        if known := (adapter.provenance or {}).get("original_fingerprint"):
+            made = {"target": (adapter.provenance or {}).get("target"), "target_fingerprint": known}
+            hint = "leave it out, or choose its own model="
+            weights.require_target(f"model.adapter={folder} was made for target", made, original, hint)
+        adapters.merge(self.model, adapter)
+        self.adapted = Adapted(blocks.adapter_name(str(folder or "")), adapter.fingerprint(original))
 
     def quantise(self, kind: weight_only.Kind) -> None:
         """Become the target whose layers' weights are rounded; the fingerprint stays that of the files.

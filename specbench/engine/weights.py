@@ -35,6 +35,7 @@ class Provenance(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
     target: str
     target_fingerprint: str
+    original_fingerprint: str  # of the target before its adapter, which was trained with these weights; absent without one
     sha256: Sha256  # of the weights; absent in older files
     vocabulary: Sha256  # of the list of ids that the output layer has; absent where it has all
     calibration: list[list[float]] | None
@@ -101,7 +102,10 @@ def read(folder: Path, fingerprint: str) -> tuple[dict[str, Any], dict[str, Tens
     """Provenance and tensors of a folder. Raises `SpecBenchError` for files that are missing, damaged, another target's."""
     provenance, tensors = matching(folder), read_tensors(folder / WEIGHTS, "fetch or train them again")
     made = f"drafter weights in {folder} were trained for target"
-    require_target(made, provenance, fingerprint, "train a drafter for it or choose drafter.weights")
+    hint = "train a drafter for it or choose drafter.weights"
+    if provenance.get("original_fingerprint") == fingerprint:
+        hint = f"they were trained together with its adapter: add model.adapter={folder}"
+    require_target(made, provenance, fingerprint, hint)
     return provenance, tensors
 
 

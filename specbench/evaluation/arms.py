@@ -153,6 +153,7 @@ def header(
             "chat": identity.digest(chat.encode(PROBE)),
             "dtype": str(target.dtype).removeprefix("torch."),
             **({} if target.quantised is None else {"quantised": target.quantised}),
+            **({} if target.adapted is None else {"adapted": target.adapted.name}),
             "device": str(target.device),
             **target.computed_by,
             "parameters": sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel(),

@@ -98,7 +98,7 @@ def run(
     header = arms.header(spec, target, chat, cell_arms, questions, study)
     if repetitions is None:
         repetitions = {"memory": 0 if spec.replay or spec.batch > 1 else spec.memory}
-    if target.quantised is not None and not spec.replay:
+    if spec.model.variant is not None and not spec.replay:
         repetitions = {"quality": 1, **repetitions}
     digests = [question.digest for question in questions]
     bench = _bench(spec, target, chat, cell_arms)

@@ -3,7 +3,7 @@
     overhead              time of the loop outside the forwards of target and drafter
     against_transformers  the same greedy answers by Transformers' own `generate`, in turn
     against_peer          the same by another engine, beside plain decoding
-    quality               perplexity of a quantised target on its original's answers, and how often both agree
+    quality               perplexity of a changed target on its original's answers, KL to it, and how often both agree
     floor                 time in which the machine reads what a plain pass reads
     drafting              shares of drafting time: LM head, the drafter's own layers, growth and caches
     training              seconds, tokens a second and peak memory of a training step
@@ -31,6 +31,7 @@ from specbench.engine.peer import Peer
 from specbench.engine.pretrained import quiet
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
+from specbench.evaluation.drift import forced
 from specbench.evaluation.runner import BoundDrafter
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 256, 8192  # of a training batch; ids that its classification loss runs over
@@ -140,29 +141,24 @@ def _generating(target: Target, arguments: Mapping[str, Any], gamma: int) -> Ite
 
 @torch.inference_mode()
 def quality(target: Target, original: Target, plain: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
-    """A quantised target beside its original, both behind every prefix of the original's own greedy answers.
+    """A quantised or adapted target beside its original, both behind every prefix of the original's own greedy answers.
 
     Returns:
-        perplexity: of these answers. original: by the original itself. agreement: share of ids that are the most likely of
-        both. tokens: number of ids.
+        perplexity: of these answers. original: by the original itself. kl: mean of KL(original || target), in nats a token.
+        agreement: share of ids that are the most likely of both. tokens: number of ids.
     """
-    losses, same = [], []
+    losses, same, divergence = [], [], []
     for prompt in prompts:
         answer = _answer(original, plain, prompt, tokens, original.stop_ids)
         ids = torch.tensor(answer, device=target.device)[:, None]
-        scores = [_forced(model, prompt, answer) for model in (target, original)]
-        losses.append(torch.stack([-score.log_softmax(-1).gather(1, ids)[:, 0] for score in scores]))
-        same.append(scores[0].argmax(-1) == scores[1].argmax(-1))
-    ours, theirs = torch.cat(losses, 1).mean(1).exp().tolist()
-    agreed = torch.cat(same)
-    return {"perplexity": ours, "original": theirs, "agreement": float(agreed.float().mean()), "tokens": len(agreed)}
-
-
-def _forced(model: Target, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Logits in front of every id of an answer, in one pass without a cache. -> [N, V] float32"""
-    text = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
-    states = model.run(text, torch.arange(text.shape[1], device=model.device)[None], None, None)
-    return model.logits(states[0, -len(answer) :]).float()
+        ours, theirs = (forced(model, prompt, answer).log_softmax(-1) for model in (target, original))
+        losses.append(torch.stack([-score.gather(1, ids)[:, 0] for score in (ours, theirs)]))
+        same.append(ours.argmax(-1) == theirs.argmax(-1))
+        divergence.append((theirs.exp() * (theirs - ours)).sum(-1))
+    perplexity, own = torch.cat(losses, 1).mean(1).exp().tolist()
+    kl, agreed = float(torch.cat(divergence).mean()), torch.cat(same)
+    agreement = float(agreed.float().mean())
+    return {"perplexity": perplexity, "original": own, "kl": max(kl, 0.0), "agreement": agreement, "tokens": len(agreed)}
 
 
 @torch.inference_mode()
@@ -262,6 +258,7 @@ def training(target: Target, drafter: Any) -> dict[str, float]:
     Returns:
         peak: bytes above what was held before the first step. seconds: a step. tokens_per_s. parameters: trained.
     """
+    drafter.adapt(target)
     parameters = [p for p in drafter.parameters() if p.requires_grad]
     if not parameters:
         raise SpecBenchError("this drafter has nothing to train")

@@ -85,7 +85,7 @@ def _training(load: Workload, arm: Arm) -> dict[str, float]:
 def _quality(load: Workload, arm: Arm) -> dict[str, float]:
     """Beside the original, which is loaded for it."""
     print("its quality: loading the original", file=sys.stderr, flush=True)
-    original, _ = arms.load(replace(arm.spec, model=replace(arm.spec.model, quantised=None)))
+    original, _ = arms.load(replace(arm.spec, model=arm.spec.model.original))
     return costs.quality(load.target, original, load.plain, load.all_prompts, load.tokens)
 
 

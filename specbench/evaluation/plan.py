@@ -73,7 +73,8 @@ def folder_name(words: Sequence[str]) -> str:
     drawn = temperature, top_p, int(option(words, "sampler.top_k", "0"))
     tokens, link = int(option(words, "decode.max_new_tokens", "1024")), option(words, "link", "local")
     batch, mode = int(option(words, "batch", "1")), replayed(words)
-    return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, mode, batch, quantised(words))
+    variant = blocks.variant(studies.adapted(words), quantised(words))
+    return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, mode, batch, variant)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         kind = "trained" if any("train" in study["arms"][label] for label in here) else "replayed"
     planned = int(option(words, "data.limit", "80"))
     known = _blocks(scope.results / name / target / folder_name(words), kind)
-    members = list(study_runs.members(study, None, here))
+    members = [m for m in study_runs.members(study, None, here) if studies.takes_part(m.spec, studies.adapted(words))]
     labels = [BASELINE, *(member.label for member in members)]
     users = [f"model={scope.model}", *scope.overrides]
     trained = {m.label: folder.name for m in members if (folder := weights_folder(m, study, users)) is not None}

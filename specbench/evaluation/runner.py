@@ -30,7 +30,7 @@ from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
-from specbench.evaluation import phases, served, warm_up
+from specbench.evaluation import drift, phases, served, warm_up
 from specbench.evaluation.audit import audit
 from specbench.evaluation.trace import CalibratedDrafter
 from specbench.records.blocks import Ledger, locked
@@ -202,8 +202,7 @@ class Bench:
             lacking = [baseline, *lacking]  # seconds are compared inside one block
         replay_target: ReplayTarget | None = None  # shared by all that draft against this answer
         for bound in lacking:
-            row = Row(bound.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0)
-            row.text = question.digest
+            row = Row(bound.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0, text=question.digest)
             record: Row | Failure
             if not self.replay or bound is baseline:
                 record = self._timed(row, bound, prompt, reference, question)
@@ -266,6 +265,7 @@ class Bench:
             row.audit = audit(self.target, prompt, expected, row.tokens)
         if bound.rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
+        row.drift = drift.measure(self.target, self.sampler, [b.rule for b in self.bound_drafters], bound.rule, prompt, row)
 
     def _draft_alone(self, row: Row, drafter: Drafter, target: RemoteTarget, limits: Limits) -> None:
         """After the link broke: the drafter's own continuation of the verified tokens."""

@@ -19,7 +19,7 @@ from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records import studies
 from specbench.records.metrics import BASELINE
-from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, option, unmet
+from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, option, takes_part, unmet
 
 GOLDEN = (5**0.5 - 1) / 2
 # Options that say where an arm's weights come from.
@@ -189,6 +189,7 @@ def prepare(
     overrides: of the cell. users: overrides of the command line, for all arms. results: the study's folder.
     """
     base = base_of([*overrides, *users], results)
+    members = [member for member in members if takes_part(member.spec, base.model.adapter)]
     planned, expected = [], len(members)
     for member in members:
         config = composed("run", [*overrides, *member.spec["run"], *users])

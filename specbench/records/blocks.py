@@ -101,15 +101,26 @@ def cell_name(
     link: str,
     replayed: bool,
     batch: int = 1,
-    quantised: str | None = None,
+    variant: str | None = None,
 ) -> str:
-    """Folder name of a cell: prompts, sampling, length, mode, rounding of the target. drawn: temperature, top-p, top-k."""
+    """Folder name of a cell: prompts, sampling, length, mode, variant of the target. drawn: temperature, top-p, top-k."""
     temperature, top_p, top_k = drawn
     parts = [dataset, f"t{temperature:g}" if temperature else "greedy"]
     parts += [f"p{top_p:g}"] * (top_p < 1) + [f"k{top_k}"] * (top_k > 0)
     parts += [str(tokens)] + [f"link-{link}"] * (link != "local") + ["replayed"] * replayed
     parts += [f"batch{batch}"] * (batch > 1)
-    return "-".join(parts if quantised is None else [*parts, quantised])
+    return "-".join(parts if variant is None else [*parts, variant])
+
+
+def variant(adapter: str | None, quantised: str | None) -> str | None:
+    """What makes another target of a model: `adapted-medusa2`, `int8`, or both; None: nothing. adapter: a folder."""
+    parts = [] if adapter is None else [f"adapted-{adapter_name(adapter)}"]
+    return "-".join([*parts, *([] if quantised is None else [quantised])]) or None
+
+
+def adapter_name(folder: str) -> str:
+    """What rows call an adapter: the last part of its folder."""
+    return re.sub(r"[^\w.-]", "_", Path(folder).name) or "adapter"
 
 
 def below(root: Path, pattern: str = NAME) -> list[Path]:

@@ -93,7 +93,20 @@ def compared(rows: Sequence[Row], baseline: Sequence[Row]) -> Totals:
 DEPTHS = 16  # for which acceptance is counted
 PHASES = ("draft", "target", "verify")  # of a cycle, as timed in `Step`
 SHARED = ("tokens", "cycles", "seconds", *PHASES, "audited", "lossless")  # also summed for the baseline, as `base_<name>`
-OWN = ("answers", "passes", "counted", "counted_draft", "sent", "received", "same", "whole", "scored", "solved")
+DRIFT_SUMS = ("judged", "nll", "kl")  # tokens of answers whose drift was measured, and its sums
+OWN = (
+    "answers",
+    "passes",
+    "counted",
+    "counted_draft",
+    "sent",
+    "received",
+    "same",
+    "whole",
+    "scored",
+    "solved",
+    *DRIFT_SUMS,
+)
 ZEROS: Counts = {
     **dict.fromkeys((*SHARED, *(f"base_{name}" for name in SHARED), *OWN), 0.0),
     **dict.fromkeys(("tried", "passed"), np.zeros(DEPTHS)),
@@ -133,6 +146,8 @@ def _own_counts(row: Row, reference: Sequence[int] | None) -> dict[str, float | 
     tried, passed = depth_counts(row.accepted, row.drafted, DEPTHS)
     counts: dict[str, float | np.ndarray] = {"answers": 1, "tried": tried, "passed": passed}
     counts |= {"scored": row.solved is not None, "solved": bool(row.solved)}
+    if row.drift is not None:
+        counts |= {"judged": len(row.tokens), "nll": row.drift.nll, "kl": row.drift.kl}
     if row.draft_passes is not None:
         counts |= {"passes": row.draft_passes, "counted": len(row.accepted), "counted_draft": row.draft_s}
     if row.link is not None:
@@ -167,6 +182,8 @@ RATES: dict[str, Rate] = {
     "received_bytes": lambda s: s["received"] / s["cycles"],
     "same_share": lambda s: s["same"] / s["whole"],  # ids equal to the baseline's at the same index
     "solved": lambda s: s["solved"] / s["scored"],  # answers that pass their question's check
+    "answer_perplexity": lambda s: np.exp(s["nll"] / s["judged"]),  # of sampled answers under the target
+    "answer_kl": lambda s: s["kl"] / s["judged"],  # of what emitted them to the target's distribution, in nats a token
     "lossless": lambda s: s["lossless"] / s["audited"],  # greedy answers equal to the baseline's, up to numerical ties
 }
 # Metrics that claims and figures name; those beside `RATES` are in `specbench.reporting.claims.rate`.

@@ -114,6 +114,14 @@ class GpuUse:
 
 
 @dataclass
+class Drift:
+    """How far a sampled answer is from the target's distribution, see `specbench.evaluation.drift`; sums over tokens."""
+
+    nll: Measure
+    kl: Measure
+
+
+@dataclass
 class Row(PromptRecord):
     """One generation: a drafter (or the baseline, `none`) on one turn of one question.
 
@@ -152,6 +160,7 @@ class Row(PromptRecord):
     alone: list[Natural] = field(default_factory=list)
     alone_s: Seconds = 0.0
     solved: bool | None = None  # does the answer, `alone` included, pass its question's check? None: not checked
+    drift: Drift | None = None  # None: not measured
     text: str = ""
     kind: Literal["prompt"] = "prompt"
 

@@ -194,6 +194,7 @@ class TargetInfo(TypedDict):
     dtype: str
     parameters: Count
     quantised: NotRequired[str]
+    adapted: NotRequired[str]
     attention: NotRequired[dict[str, str]]  # PyTorch's kernels by pass, on GPUs
     bytes: NotRequired[Count]
     vocabulary: NotRequired[Count]

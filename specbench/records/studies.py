@@ -19,7 +19,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Repetitions, Seed, Temperature, Text
-from specbench.records import figures
+from specbench.records import blocks, figures
 from specbench.records.metrics import BASELINE, METRICS
 
 FOLDER = PROJECT / "conf" / "study"
@@ -28,10 +28,11 @@ ON_DEMAND = 9  # as a priority: planned only where the study is named
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
+PLACE = ("dataset", "temperature", "batch", "quantised", "adapted")  # what names one of a study's cells, see `At`
 # See `specbench.evaluation.measurements`.
 Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor", "quality"]
 Quantised = Literal["int8", "int4"]
-Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch"]
+Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch", "target"]
 
 
 class Arm(TypedDict):
@@ -40,6 +41,7 @@ class Arm(TypedDict):
     run: overrides for `specbench.run`. train: overrides for `specbench.train` besides the drafter's options in `run`;
     without it existing weights are used. start: the arm, listed before, from whose trained weights this training goes on.
     weights: the arm whose trained weights this one uses. seeds: of training. needs: as a study has them, of this arm alone.
+    adapted: it drafts for a target with an adapter alone, or (false) for one without; by default for either.
     """
 
     run: Annotated[list[Override], MinLen(1)]
@@ -48,6 +50,7 @@ class Arm(TypedDict):
     weights: NotRequired[Name]
     seeds: NotRequired[Annotated[list[Seed], MinLen(1)]]
     needs: NotRequired["Needs"]
+    adapted: NotRequired[bool]
 
 
 class Needs(TypedDict, total=False):
@@ -79,6 +82,8 @@ class Cell(TypedDict):
 class At(TypedDict, total=False):
     """One of a study's cells; by default the first one's dataset, greedy, one sequence at a time, of the original target.
 
+    adapted: folder name of the target's adapter (`model.adapter`); by default the one that the arm drafts for, if any.
+
     dataset: several: the mean over them. category: of its prompts; `over_at` then means all other categories.
     """
 
@@ -87,6 +92,7 @@ class At(TypedDict, total=False):
     temperature: Annotated[Temperature, Gt(0)]
     batch: Count
     quantised: Quantised
+    adapted: Name
 
 
 # "is" is a keyword, hence the call.
@@ -125,7 +131,7 @@ def _check_test(test: Test) -> Test:
 
 def is_difference(test: Mapping[str, Any]) -> bool:
     """Is the effect of a test a difference? Otherwise it is a ratio."""
-    return "metric" in test and (test["metric"] in ("tau", "solved") or "alpha" in test["metric"])
+    return "metric" in test and (test["metric"] in ("tau", "solved", "answer_kl") or "alpha" in test["metric"])
 
 
 class Claim(TypedDict):
@@ -312,6 +318,17 @@ def quantised(overrides: Iterable[str]) -> str | None:
     """How the target's weights are rounded, if they are."""
     kind = option(overrides, "model.quantised", "null")
     return None if kind == "null" else kind
+
+
+def adapted(overrides: Iterable[str]) -> str | None:
+    """Name of the target's adapter, if it has one."""
+    folder = option(overrides, "model.adapter", "null")
+    return None if folder == "null" else blocks.adapter_name(folder)
+
+
+def takes_part(arm: Arm, adapter: str | None) -> bool:
+    """Does an arm draft for the target of a cell? adapter: that target's, if it has one."""
+    return arm.get("adapted") in (None, adapter is not None)
 
 
 def cell_runs(study: Study) -> list[list[Override]]:

@@ -33,8 +33,9 @@ def server(
     megabytes: of a message; None: so many that all clients together cannot make the process half as large again.
     condensers: drafters, not yet bound, that condense states before they are sent.
     """
-    if model.quantised is not None:
-        raise SpecBenchError("model.quantised: clients cannot tell such a target from its original; leave it out")
+    for name in ("quantised", "adapter"):
+        if getattr(model, name) is not None:
+            raise SpecBenchError(f"model.{name}: clients cannot tell such a target from its original; leave it out")
     target, _ = model.load(beside=condensers)
     if model.forward == "lean":
         target.optimize_for_inference()

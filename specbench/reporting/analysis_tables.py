@@ -16,6 +16,8 @@ from specbench.reporting.tables import ABSENT, number, shown
 
 MAX_POSITIONS = 8  # columns of a table, or ticks of a figure
 
+DRIFT = ("perplexity of its answers [95%]", "KL, nats a token [95%]")
+
 Table = tuple[tuple[str, ...], list[list[str]]]  # columns and lines
 
 
@@ -117,6 +119,18 @@ def solved(group: Sequence[Entry]) -> Table:
             count = f"{sum(bool(row.solved) for row in scored)} of {len(scored)}"
             lines.append([e.title, count, _percent(interval(RATES["solved"], e.totals)), own])
     return ("drafter", "solved", "share [95%]", "of their tokens drafted alone, after the link broke"), lines
+
+
+def drift(group: Sequence[Entry]) -> Table:
+    """How far sampled answers are from the target's distribution, beside what that brings; none if it was not measured."""
+    lines = []
+    for e in group:
+        found = [interval(RATES[name], e.totals) for name in ("answer_perplexity", "answer_kl")]
+        if any(row.drift is not None for row in e.rows):
+            speed_up = ABSENT if e.name == BASELINE else shown(e.summary.speed_up)
+            rule = "lossy" if e.lossy and e.name != BASELINE else "exact"
+            lines.append([e.title, rule, shown(e.summary.tau_interval), speed_up, shown(found[0]), shown(found[1])])
+    return ("drafter", "acceptance", "tau [95%]", "speed-up [95%]", *DRIFT), lines
 
 
 def _percent(share: Interval | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import readable
-from specbench.records import blocks, identity
+from specbench.records import blocks, identity, studies
 from specbench.records.metrics import BASELINE, Summary, summarise
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.records.schema import Arm, Header
@@ -63,7 +63,7 @@ class Entry:
     @property
     def place(self) -> dict[str, Any]:
         """What names its cell within a study, see `records.studies.At`."""
-        return {n: getattr(self, n) for n in ("dataset", "temperature", "batch", "quantised")}
+        return {n: getattr(self, n) for n in studies.PLACE}
 
     @property
     def batch(self) -> int:
@@ -91,6 +91,11 @@ class Entry:
     def quantised(self) -> str | None:
         """How the weights of the target's layers were rounded."""
         return self.header["target"].get("quantised")
+
+    @property
+    def adapted(self) -> str | None:
+        """Name of the target's adapter."""
+        return self.header["target"].get("adapted")
 
     @property
     def parameters(self) -> int:
@@ -159,7 +164,8 @@ class Entry:
         tokens = f", {cap:,} tokens at most" if isinstance(cap, int) else ""
         machine = "replayed" if self.replayed else self.machine
         batch = f", batch of {self.batch}" if self.batch > 1 else ""
-        return f"{where}{self.model}, {self.dataset}, {mode}{tokens}{batch}, {self.dtype}, {machine}"
+        adapted = f" adapted by {self.adapted}" if self.adapted else ""
+        return f"{where}{self.model}{adapted}, {self.dataset}, {mode}{tokens}{batch}, {self.dtype}, {machine}"
 
 
 @dataclass(frozen=True)

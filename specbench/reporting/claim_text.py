@@ -11,6 +11,7 @@ METRIC_WORDS = {
     "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "draft_ms": "drafting a cycle", "alpha": "acceptance",
     "late_alpha": "acceptance behind the first step", "lossless": "lossless answers", "parameters": "parameters",
     "solved": "share of problems solved",
+    "answer_perplexity": "perplexity of answers", "answer_kl": "KL of answers to the target",
     "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
     "expected_speed_up": "speed-up by Theorem 3.8", "promised_speed_up": "what its fit promised",
 }  # fmt: skip
@@ -76,6 +77,7 @@ def _where(at: Mapping[str, Any] | None) -> str:
         at.get("category", ""),
         f"a batch of {at['batch']}" if "batch" in at else "",
         at.get("quantised", ""),
+        f"the target adapted by {at['adapted']}" if "adapted" in at else "",
     ]
     return "".join(f" at {part}" for part in parts if part)
 
@@ -91,6 +93,8 @@ def _other(at: Mapping[str, Any], over: Mapping[str, Any]) -> str:
         apart.append("one sequence" if over["batch"] == 1 else f"a batch of {over['batch']}")
     if "quantised" in at:
         apart.append(over["quantised"] or "the original")
+    if "adapted" in at:
+        apart.append(over["adapted"] or "the original")
     return f" {' '.join(apart)}"
 
 

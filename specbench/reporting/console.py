@@ -16,7 +16,8 @@ from rich.cells import cell_len, set_cell_size
 
 from specbench.common.errors import visible
 from specbench.records.blocks import Ledger
-from specbench.records.metrics import BASELINE, PHASES
+from specbench.records.metrics import BASELINE, PHASES, RATES
+from specbench.records.statistics import interval
 from specbench.reporting import engines, names, verdict
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import Verdict
@@ -76,6 +77,8 @@ def _group(group: Sequence[Entry], width: int, details: bool, concluded: bool) -
     replayed = ordered[0].replayed
     printed = table(ordered, replayed_columns() if replayed else main_columns(width >= WIDE), width)
     sentences: list[str] = []
+    if any(row.drift is not None for e in ordered for row in e.rows):
+        printed += ["", *table(ordered, drift_columns(), width)]
     if details:
         for columns in detail_columns():
             printed += ["", *table([e for e in ordered if e.name != BASELINE], columns, width)]
@@ -116,7 +119,8 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
     questions = len(e.totals.questions)
     cap = (config.get("decode") or {}).get("max_new_tokens")
     length = f" x {cap:,} tokens" if isinstance(cap, int) else ""
-    parts = [e.model, e.dataset, f"{questions} question{'s' * (questions > 1)}{length}"]
+    adapted = f" adapted by {e.adapted}" if e.adapted else ""
+    parts = [f"{e.model}{adapted}", e.dataset, f"{questions} question{'s' * (questions > 1)}{length}"]
     parts.append("greedy" if e.temperature == 0 else f"T={e.temperature:g}")
     sampling = {name: config["sampler"].get(name, 0) for name in ("top_p", "top_k")}
     parts += [f"{name}={value:g}" for name, value in sampling.items() if value not in (0, 1)]
@@ -133,11 +137,12 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
 
 
 def _beside_original(group: Sequence[Entry]) -> str:
-    """How much a quantised target differs from its original, if that was measured."""
+    """How much a quantised or adapted target differs from its original, if that was measured."""
     if (found := engines.quality(group)) is None:
         return ""
     perplexity = f"perplexity {found['perplexity']:.3f} (original {found['original']:.3f})"
-    return f"; {perplexity} on the original's answers, {found['agreement']:.1%} of the ids the same"
+    kl = f", KL {found['kl']:.4f} nats a token" if "kl" in found else ""
+    return f"; {perplexity} on the original's answers{kl}, {found['agreement']:.1%} of the ids the same"
 
 
 # Columns --------------------------------------------------------------------------------------------------------------
@@ -184,6 +189,15 @@ def detail_columns() -> list[list[Column]]:
         ],
         [DRAFTER, ("accepted by step 1, 2, ...", alphas_by_step)],
     ]
+
+
+def drift_columns() -> list[Column]:
+    """Columns of the table of sampled answers some of which a lossy rule accepted."""
+
+    def drift(metric: str) -> Callable[[Entry], str]:
+        return lambda e: shown(interval(RATES[metric], e.totals))
+
+    return [DRAFTER, TAU, ("perplexity [95%]", drift("answer_perplexity")), ("KL, nats [95%]", drift("answer_kl"))]
 
 
 def cost(e: Entry) -> float:

@@ -72,8 +72,8 @@ def floor(group: Sequence[Entry]) -> dict[str, float] | None:
 
 
 def quality(group: Sequence[Entry]) -> dict[str, float] | None:
-    """The same of a quantised target's `quality`."""
-    return _medians(group, "quality", QUALITY)
+    """The same of the `quality` of a quantised or adapted target; without `kl` in older rows."""
+    return _medians(group, "quality", (*QUALITY, "kl")) or _medians(group, "quality", QUALITY)
 
 
 def _medians(group: Sequence[Entry], quantity: str, names: Sequence[str]) -> dict[str, float] | None:

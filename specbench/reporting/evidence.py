@@ -9,7 +9,7 @@ import numpy as np
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES, sum_rows
 from specbench.records.statistics import Rate, Sums, Totals
-from specbench.records.studies import Study, cell_needs, cell_runs, option, quantised, replayed, unmet
+from specbench.records.studies import Study, adapted, cell_needs, cell_runs, option, quantised, replayed, unmet
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.verdict import QUESTIONS
 
@@ -78,16 +78,16 @@ class Evidence:
     def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
         """What names one of the study's cells, see `At`; by default the first one's data set."""
         dataset = option(cell_runs(self.study)[0], "dataset", "mtbench")
-        return {"dataset": dataset, "temperature": 0, "batch": 1, "quantised": None} | dict(at or {})
+        return {"dataset": dataset, "temperature": 0, "batch": 1, "quantised": None, "adapted": None} | dict(at or {})
 
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
         """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
-        at = self.place(at)
+        at = self.place({"adapted": self._adapter(arm)} | dict(at or {}))
         fit = [
             e
             for e in self.entries
             if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
-            and e.batch == at["batch"] and e.quantised == at["quantised"]
+            and e.batch == at["batch"] and e.quantised == at["quantised"] and e.adapted == at["adapted"]
             and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
         ]  # fmt: skip
         if not fit:
@@ -97,6 +97,12 @@ class Evidence:
             return best
         cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
         return pooled([e for e in fit if identity.cell_key(e.header) == cell])
+
+    def _adapter(self, arm: str) -> str | None:
+        """Of the target that an arm drafts for unless a place says otherwise."""
+        if not self.study["arms"].get(arm, {"run": []}).get("adapted"):
+            return None
+        return next((name for words in cell_runs(self.study) if (name := adapted(words))), None)
 
     def _means_lossy(self, arm: str) -> bool:
         """Does the study itself, not the command line, give the arm another rule of acceptance?"""
@@ -113,6 +119,7 @@ class Evidence:
             and replayed(words) == e.replayed
             and int(option(words, "batch", "1")) == e.batch
             and quantised(words) == e.quantised
+            and adapted(words) == e.adapted
         ]
         return max([QUESTIONS, *sizes])
 

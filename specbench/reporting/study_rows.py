@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from specbench.records.statistics import Interval, Totals, interval
-from specbench.records.studies import cell_runs, option, quantised
+from specbench.records.studies import PLACE, adapted, cell_runs, option, quantised
 from specbench.reporting import beside, published
 from specbench.reporting.cells import Entry
 from specbench.reporting.evidence import TIMED, Evidence, rate
@@ -26,7 +26,8 @@ class Rows:
         self._printed: dict[tuple[Any, ...], list[tuple[bool, float]]] = {}
         for cell, arm in published.placed(numbers, evidence):
             metric = beside.MEASURED.get(cell.metric, cell.metric)
-            key = arm, metric, cell.dataset, float(cell.temperature or 0), beside.batch_of(cell), beside.quantised_of(cell)
+            place = cell.dataset, float(cell.temperature or 0), beside.batch_of(cell), beside.quantised_of(cell)
+            key = arm, metric, (*place, None)  # no source names an adapter
             self._printed.setdefault(key, []).append((cell.target in targets, cell.number))
 
     def find(self, arm: str, at: Mapping[str, Any], metric: str = "tau") -> Entry | None:
@@ -35,24 +36,23 @@ class Rows:
     def printed(self, arm: str, metric: str, at: Mapping[str, Any]) -> list[float]:
         """What a source printed of this very target."""
         place = self.evidence.place(at)
-        key = arm, metric, place["dataset"], float(place["temperature"]), place["batch"], place["quantised"]
-        found = self._printed.get(key, [])
+        found = self._printed.get((arm, metric, tuple(place[name] for name in PLACE)), [])
         self.another_target |= any(not same for same, _ in found)
         return [number for same, number in found if same]
 
     def places(self) -> list[dict[str, Any]]:
         """What names each cell; a replayed and a timed one have one name."""
-        names = "dataset", "temperature", "batch", "quantised"
         found = [
             (
                 option(words, "dataset", "mtbench"),
                 float(option(words, "sampler.temperature", "0")),
                 int(option(words, "batch", "1")),
                 quantised(words),
+                adapted(words),
             )
             for words in cell_runs(self.study)
         ]
-        return [dict(zip(names, place, strict=True)) for place in dict.fromkeys(found)]
+        return [dict(zip(PLACE, place, strict=True)) for place in dict.fromkeys(found)]
 
     def values(self, aspect: str) -> list[Any]:
         """The data sets, temperatures, batch sizes or kinds of quantised targets of the study's cells, in their order."""

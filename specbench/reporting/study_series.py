@@ -11,6 +11,7 @@ from typing import Any
 
 from specbench.records.metrics import BASELINE, DEPTHS, METRICS, PHASES, step_alpha
 from specbench.records.statistics import Interval, Rate, interval, repeated
+from specbench.records.studies import PLACE
 from specbench.reporting import beside, leviathan
 from specbench.reporting.cells import Entry
 from specbench.reporting.charts import Chart, Panel, Point, Series
@@ -24,6 +25,9 @@ METRIC_LABELS = {
     "speed_up": "speed-up over plain decoding",
     "tokens_per_s": "tokens a second",
     "draft_ms": "milliseconds of drafting a cycle",
+    "answer_perplexity": "perplexity of the answers under the target",
+    "answer_kl": "KL to the target, nats a token",
+    "solved": "share of problems solved",
 }
 METRIC_LABELS |= {f"alpha{i}": f"step {i + 1} accepted, given the one before" for i in range(6)}
 MEASURED_LABELS = {  # quantity -> label, unit
@@ -157,7 +161,7 @@ def _bar_panel(by: str, metric: str, at: Mapping[str, Any], groups: Groups, rows
     made: dict[str, list[tuple[Any, Interval | None, list[float]]]] = {}
     for title, arm in arms.items():
         for tick in ticks if by != "arm" else [title]:
-            place = {**at, by: tick} if by in ("dataset", "temperature", "batch", "quantised") else at
+            place = {**at, by: tick} if by in PLACE else at
             e = rows.find(arm, place, metric)
             printed = [] if by == "category" else rows.printed(arm, metric, place)
             made.setdefault(title, []).append((tick, value(e, metric, tick if by == "category" else None), printed))
@@ -176,6 +180,7 @@ def _bar_panel(by: str, metric: str, at: Mapping[str, Any], groups: Groups, rows
         "category": "category of the prompts",
         "batch": "sequences at once",
         "quantised": "weights",
+        "adapted": "adapter of the target",
     }
     label = labels.get(by, "")
     absent = [tick_label(by, tick) for tick in ticks if tick not in kept]
@@ -184,7 +189,7 @@ def _bar_panel(by: str, metric: str, at: Mapping[str, Any], groups: Groups, rows
 
 def tick_label(by: str, tick: Any) -> str:
     """The name of a group of bars."""
-    if by == "quantised":
+    if by in ("quantised", "adapted"):
         return tick or "original"
     return f"T={tick:g}" if by == "temperature" else str(tick)
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.engine import weights
+from specbench.engine.adapters import Adapter
+from specbench.engine.target import Target
 from specbench.records.schema import WEIGHTS
 from specbench.training.features import Answer, Corpus, held_out
 from specbench.training.job import Workspace
@@ -34,11 +36,19 @@ class Trained:
     drafter: Any
     answers: list[Answer]
     provenance: dict[str, Any]
+    target: Target  # that it drafts for, see `Drafter.adapt`
     tables: dict[str, Tensor] | None = None  # of a drafter that counts
+    adapter: Adapter | None = None  # of the target
 
     def save(self, out: Path, beside: Callable[[str], None]) -> None:
-        """Write weights and provenance into a folder, see `weights.save`."""
-        weights.save(self.tables or self.drafter, out, self.provenance, beside)
+        """Write weights, the target's adapter and provenance into a folder, see `weights.save`."""
+
+        def write(sha256: str) -> None:
+            if self.adapter is not None:
+                self.adapter.save(out)
+            beside(sha256)
+
+        weights.save(self.tables or self.drafter, out, self.provenance, write)
 
 
 def train(workspace: Workspace, budget: Budget) -> Trained:
@@ -55,16 +65,19 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     drafter.bind(target)
     if drafter.counted:
         return _count(workspace, drafter)
+    adapted = drafter.adapt(target)
     online = job.online or not job.corpus.states or drafter.taps.reads_layers  # shards hold last states only
     processes.print(plan(job, workspace.shards, drafter, online), flush=True)
     if job.build:
         workspace.build_corpus()
     corpus = _corpus(workspace, drafter, online)
     answers = held_out(workspace.shards.folder, settings.validation_answers)
+    if adapted is not target:
+        answers = [replace(answer, states=None) for answer in answers]  # they are the original's
     measured: list[AcceptanceCounts] = []
 
     def validate() -> dict[str, Any]:
-        measured.append(chain_acceptance(target, drafter, answers))
+        measured.append(chain_acceptance(adapted, drafter, answers))
         return _rounded(measured[-1])
 
     shaped_by = {
@@ -79,8 +92,9 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
         file=sys.stderr,
     )
     history = trainer.run(budget)
+    drafter.eval()
     # By all processes: a target in parts runs in all of them or in none.
-    calibration = drafter.calibrate([known_states(target, answer) for answer in answers[:CALIBRATION_ANSWERS]])
+    calibration = drafter.calibrate([known_states(adapted, answer) for answer in answers[:CALIBRATION_ANSWERS]])
     if not measured:  # a finished run validates nothing
         validate()
     measured_by = {
@@ -93,7 +107,9 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
         "calibration": calibration,
     }
     data = {"unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)}
-    return Trained(drafter, answers, _provenance(workspace, data, measured_by, measured[-1]))
+    adapter = drafter.release_adapter()
+    provenance = _provenance(workspace, data, measured_by, measured[-1], adapter)
+    return Trained(drafter, answers, provenance, adapted, adapter=adapter)
 
 
 def _corpus(workspace: Workspace, drafter: Any, online: bool) -> Corpus:
@@ -135,7 +151,8 @@ def _count(workspace: Workspace, drafter: Any) -> Trained:
         "hours": hours,
         "history": [{"step": 1, "tokens": tokens, "seconds": round(3600 * hours, 1), **_rounded(acceptance)}],
     }
-    return Trained(drafter, answers, _provenance(workspace, {"unique_tokens": tokens}, counted, acceptance), tables)
+    provenance = _provenance(workspace, {"unique_tokens": tokens}, counted, acceptance)
+    return Trained(drafter, answers, provenance, workspace.target, tables)
 
 
 def _rounded(counts: AcceptanceCounts) -> dict[str, Any]:
@@ -143,17 +160,28 @@ def _rounded(counts: AcceptanceCounts) -> dict[str, Any]:
 
 
 def _provenance(
-    workspace: Workspace, data: Mapping[str, Any], measured: Mapping[str, Any], acceptance: AcceptanceCounts
+    workspace: Workspace,
+    data: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    acceptance: AcceptanceCounts,
+    adapter: Adapter | None = None,
 ) -> dict[str, Any]:
     """What was trained on what, by which recipe, how long, where, and how good it became."""
     job, recipe = workspace.job, workspace.recipe
     return {
         "drafter": job.drafter,
         "target": job.model.name,
-        "target_fingerprint": workspace.target.fingerprint(),
+        **_fingerprints(workspace.target.fingerprint(), adapter),
         "data": {**recipe["corpus"], **data},
         "recipe": {k: v for k, v in recipe.items() if k not in NOT_RECIPE},
         **measured,
         **workspace.provenance,
         "held_out": {**_rounded(acceptance), "answers": acceptance.answers},  # (tokens emitted, cycles) of each
     }
+
+
+def _fingerprints(original: str, adapter: Adapter | None) -> dict[str, str]:
+    """Of the target that is drafted for, and of that before its adapter, if it got one."""
+    if adapter is None:
+        return {"target_fingerprint": original}
+    return {"target_fingerprint": adapter.fingerprint(original), "original_fingerprint": original}

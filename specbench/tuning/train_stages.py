@@ -71,7 +71,7 @@ def _train(workspace: Workspace, budget: Budget) -> str:
         trained = train(workspace, budget)
     except Paused as pause:
         return f"{job.drafter['name']}: {pause}"
-    followed = acceptance.measure(workspace.target, trained.drafter, trained.answers) if job.follow else None
+    followed = acceptance.measure(trained.target, trained.drafter, trained.answers) if job.follow else None
 
     def beside(sha256: str) -> None:
         if followed is not None:

@@ -496,9 +496,11 @@ def test_the_papers_numbers():
 
 
 @pytest.mark.parametrize("scale", ["small", "paper", "gpu", "brief"])
-@pytest.mark.parametrize("drafter", ["vanilla", "eagle2", "medusa", "hass", "eagle3", "coral", "beagle", "moa"])
+@pytest.mark.parametrize("drafter", ["vanilla", "eagle2", "medusa", "medusa2", "hass", "eagle3", "coral", "beagle", "moa"])
 def test_every_drafter_can_follow_its_recipe(scale, drafter):
     config = composed("train", f"train={scale}", f"drafter={drafter}")
     made = instantiate(config.drafter, weights=None)
-    made.bind(tiny())
+    target = tiny()
+    made.bind(target)
+    made.adapt(target)
     check(made, instantiate(config.train.settings))
