@@ -31,9 +31,7 @@ SpecForge writes, too; and that of speculators (`layers.0.*`, its `transformer_l
 Deviations and choices: for the default target, whose drafters are shipped in 10 MB each, the head has 4096 ids (8192
 for others) and the MLP 112 units instead of the target's 1536 (conf/drafter/eagle3.yaml). Of the 5.0 M numbers that
 this allows fc takes 1.0 M, attention over both halves 1.4 M, and a thousand ids 0.6 M, as much as 340 units: 4096 ids
-are 90% of the tokens of the target's own answers, 3072 (and 448 units) 88%, 8192 95%, sampled ones included; in a first
-training the target's likeliest id was one of the 4096 in 98% of all positions. The loss is the mean over scored
-positions (official code: over all of the batch, padding and prompts included, which is a constant factor for a given
+are 90% of the tokens of the target's own answers, 3072 (and 448 units) 88%, 8192 95%, sampled ones included. The loss is the mean over scored positions (official code: over all of the batch, padding and prompts included, which is a constant factor for a given
 batch); the head starts as the target's rows and final norm, not at random; in targets of fewer than six layers the
 tapped layers are cut to those there are; no noise, as in the official code; `train.settings.vocabulary` is not heeded,
 since the head's vocabulary is small as it is. `norm_output` of a published configuration is read as servers read it
