@@ -28,11 +28,11 @@ are refused beside another list. Where the target is sampled, q is zero for all 
 Published heads: the official layout (`midlayer.*`, `d2t` with offsets: id in the target = index + d2t[index]), which
 SpecForge writes, too; and that of speculators (`layers.0.*`, its `transformer_layer_config`, `norm_before_residual`).
 
-Deviations and choices: for the default target, whose drafters are shipped in 10 MB each, the head has 4096 ids (8192
-for others) and the MLP 112 units instead of the target's 1536 (conf/drafter/eagle3.yaml). Of the 5.0 M numbers that
-this allows fc takes 1.0 M, attention over both halves 1.4 M, and a thousand ids 0.6 M, as much as 340 units: 4096 ids
-are 90% of the tokens of the target's own answers, 3072 (and 448 units) 88%, 8192 95%, sampled ones included. The loss is the mean over scored positions (official code: over all of the batch, padding and prompts included, which is a constant factor for a given
-batch); the head starts as the target's rows and final norm, not at random; in targets of fewer than six layers the
+Deviations and choices: for the default target, whose drafters are shipped in 10 MB each, the head is the target's own,
+frozen (`own_head=false`), as in EAGLE-1 and 2, and the MLP has 1472 units instead of 1536 (conf/drafter/eagle3.yaml). A
+head of its own with 8192 ids would be 9.4 MB; with 4096 ids, 90% of the tokens of the target's answers instead of 95%,
+it would leave the MLP 112 units. The loss is the mean over scored positions (official code: over all of the batch, padding and prompts included, which is a
+constant factor for a given batch); the head starts as the target's rows and final norm, not at random; in targets of fewer than six layers the
 tapped layers are cut to those there are; no noise, as in the official code; `train.settings.vocabulary` is not heeded,
 since the head's vocabulary is small as it is. `norm_output` of a published configuration is read as servers read it
 (SpecForge's own training feeds back the output without a norm all the same).
@@ -72,6 +72,7 @@ class Eagle3(Eagle):
 
     Args:
         draft_vocabulary: ids of its head, the target's most frequent ones; None, or no fewer than the target has: all.
+        own_head: train the head; else it is the target's rows, which are neither trained nor stored.
         tapped: layers whose outputs it reads, from 0; None: the official ones, see `tapped_layers`.
         fc_norm: a norm on each of their states. norm_output: the output is fed back through the head's norm.
         steps: passes of the training-time test. beta: weight of pass s is beta^s.
@@ -89,6 +90,7 @@ class Eagle3(Eagle):
         growth: TreePolicy,
         weights: Text | None = None,
         draft_vocabulary: Ids | None = None,
+        own_head: bool = True,
         tapped: Tapped | None = None,
         fc_norm: bool = False,
         norm_output: bool = False,
@@ -100,7 +102,7 @@ class Eagle3(Eagle):
         super().__init__(
             name, growth, weights, noise=0.0, bias=False, intermediate_size=intermediate_size, vocabulary=vocabulary
         )
-        self.draft_vocabulary, self.tapped = draft_vocabulary, tapped
+        self.draft_vocabulary, self.own_head, self.tapped = draft_vocabulary, own_head, tapped
         self.uses_fc_norm, self.norm_output, self.steps, self.beta = fc_norm, norm_output, steps, beta
         self.norm_before_residual = False  # of published heads: the residual stream begins behind the norm of the state
         self.shape: dict[str, Any] = {}  # of its layer, where a published head differs from the target
@@ -113,7 +115,7 @@ class Eagle3(Eagle):
         self.taps = Taps(hidden=tuple(dict.fromkeys(self.read)), last=False)
         count = min(self.draft_vocabulary or target.vocab_size, target.vocab_size)
         self.embedding = target.embedding
-        self.lm_head = self.head = nn.Linear(width, count, bias=False)
+        self.lm_head = self.head = nn.Linear(width, count, bias=False).requires_grad_(self.own_head)
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
         norms = len(self.read) * self.uses_fc_norm
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps) for _ in range(norms))
@@ -127,10 +129,11 @@ class Eagle3(Eagle):
         if target.device.type == "meta" or self.checkpoint is not None:
             return
         listed = None if count == target.vocab_size else self.draft_from(target, count, OPTION)
-        if self.weights is None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self.weights is None:
                 norm = target.decoder.norm
                 self.norm.weight.copy_(norm(torch.ones_like(norm.weight)))  # Gemma's stores its factors minus one
+            if self.weights is None or not self.own_head:
                 self.lm_head.weight.copy_(target.head.weight if listed is None else target.head.weight[listed.ids])
 
     def _config(self, target: Target) -> Any:  # a LlamaConfig
@@ -155,7 +158,7 @@ class Eagle3(Eagle):
             raise checkpoint.refuse("it has several layers or one norm of all states together (input_norm), unlike EAGLE-3")
         if (head := tensors.get("lm_head.weight")) is None:
             raise checkpoint.refuse("it has no lm_head.weight: EAGLE-3 has a head of its own; it belongs to another method")
-        self.draft_vocabulary = len(head)
+        self.draft_vocabulary, self.own_head = len(head), True
         self.uses_fc_norm = "fc_norm.0.weight" in tensors
         self.norm_output = bool(settings.get("norm_output", False))
         self.norm_before_residual = bool(settings.get("norm_before_residual", False))
@@ -188,6 +191,7 @@ class Eagle3(Eagle):
         if reason := self.export_obstacle(server, vars(self) | {"fc_norm": self.uses_fc_norm}):
             raise SpecBenchError(reason)
         tensors = {n.replace("layer.", "midlayer.", 1): t for n, t in trained(self).items()}
+        tensors["lm_head.weight"] = self.lm_head.weight.detach()
         if self.listed is not None:
             ids = self.listed.ids
             tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)

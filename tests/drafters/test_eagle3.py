@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make, tiny
+from conftest import make as make_configured
+from conftest import tiny
 from decoding import PROMPT, generate, plain
 from drafting import ORDER, batch_of, listing, optimise
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,11 @@ from specbench.training.export import serve_command
 COUNT = 20
 NARROW = f"drafter.draft_vocabulary={COUNT}"
 EAGLE31 = "drafter.fc_norm=true", "drafter.norm_output=true"
+
+
+def make(drafter, target, *options, **kwargs):
+    """With a head of its own unless options say otherwise; for the default target the configuration leaves it out."""
+    return make_configured(drafter, target, "drafter.own_head=true", *options, **kwargs)
 
 
 @pytest.fixture
@@ -204,6 +210,20 @@ def test_a_narrow_head_learns(target):
     losses, found = optimise(made, batch, 60), made.loss(batch)
     assert losses[-1] < 0.7 * losses[0]
     assert float(found["agreement"]) > 0.6 * float(found["covered"]) > 0.1
+
+
+def test_a_head_of_the_targets_stays_its_and_is_not_stored(target, tmp_path):
+    made, batch = make("eagle3", target, NARROW, "drafter.own_head=false"), batch_of(target)
+    losses = optimise(made, batch, 60)
+    assert losses[-1] < 0.7 * losses[0]
+    assert torch.equal(made.lm_head.weight, target.head.weight[ORDER[:COUNT]])
+    weights.save(made, tmp_path / "own", {})
+    assert "lm_head.weight" not in load_file(tmp_path / "own" / "model.safetensors")
+    again = make("eagle3", target, NARROW, "drafter.own_head=false", f"drafter.weights={tmp_path / 'own'}")
+    assert torch.equal(again.lm_head.weight, made.lm_head.weight)
+    assert torch.equal(again.fc.weight, made.fc.weight.bfloat16().float())
+    tensors, _ = served(made, "vllm", target, tmp_path / "out")
+    assert torch.equal(tensors["lm_head.weight"], made.lm_head.weight)
 
 
 # Its draft vocabulary ----------------------------------------------------------------------------------------------------
