@@ -31,11 +31,12 @@ SpecForge writes, too; and that of speculators (`layers.0.*`, its `transformer_l
 Deviations and choices: for the default target, whose drafters are shipped in 10 MB each, the head is the target's own,
 frozen (`own_head=false`), as in EAGLE-1 and 2, and the MLP has 1472 units instead of 1536 (conf/drafter/eagle3.yaml). A
 head of its own with 8192 ids would be 9.4 MB; with 4096 ids, 90% of the tokens of the target's answers instead of 95%,
-it would leave the MLP 112 units. The loss is the mean over scored positions (official code: over all of the batch, padding and prompts included, which is a
-constant factor for a given batch); the head starts as the target's rows and final norm, not at random; in targets of fewer than six layers the
-tapped layers are cut to those there are; no noise, as in the official code; `train.settings.vocabulary` is not heeded,
-since the head's vocabulary is small as it is. `norm_output` of a published configuration is read as servers read it
-(SpecForge's own training feeds back the output without a norm all the same).
+it would leave the MLP 112 units. The loss is the mean over scored positions (official code: over all of the batch,
+padding and prompts included, which is a constant factor for a given batch); the head starts as the target's rows and
+final norm, not at random; in targets of fewer than six layers the tapped layers are cut to those there are; no noise,
+as in the official code; `train.settings.vocabulary` is not heeded, since the head's vocabulary is small as it is.
+`norm_output` of a published configuration is read as servers read it (SpecForge's own training feeds back the output
+without a norm all the same).
 """
 
 from collections.abc import Mapping

@@ -217,9 +217,11 @@ def test_a_head_of_the_targets_stays_its_and_is_not_stored(target, tmp_path):
     losses = optimise(made, batch, 60)
     assert losses[-1] < 0.7 * losses[0]
     assert torch.equal(made.lm_head.weight, target.head.weight[ORDER[:COUNT]])
-    weights.save(made, tmp_path / "own", {})
+    weights.save(made, tmp_path / "own", {"target": "tiny", "target_fingerprint": target.fingerprint()})
     assert "lm_head.weight" not in load_file(tmp_path / "own" / "model.safetensors")
-    again = make("eagle3", target, NARROW, "drafter.own_head=false", f"drafter.weights={tmp_path / 'own'}")
+    again = make("eagle3", target, NARROW, "drafter.own_head=false", seed=5)
+    again.weights = str(tmp_path / "own")
+    again.bind(target)
     assert torch.equal(again.lm_head.weight, made.lm_head.weight)
     assert torch.equal(again.fc.weight, made.fc.weight.bfloat16().float())
     tensors, _ = served(made, "vllm", target, tmp_path / "out")
