@@ -110,7 +110,7 @@ SHIPPED = [d for d in TRAINED if (ROOT / configuration(d).drafter.weights / "mod
 
 def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
     """A drafter as configured, untrained, bound to a target."""
-    config = configuration(drafter, *overrides)
+    config = configuration(drafter, "model.name=tiny", *overrides)  # not the default one, whose drafters are narrower
     OmegaConf.resolve(config.drafter)
     torch.manual_seed(seed)
     part = config.drafter

@@ -155,8 +155,8 @@ BAD = {
     "a batch and a replay": (["batch=2", "replay=true"], "replay=true is for one sequence at a time"),
     "a batch over a link": (["batch=2", "link=4g"], "link=4g is for one sequence at a time"),
     "a batch of a drafter that cannot": (
-        ["drafter=clover2", "batch=2"],
-        "drafter=clover2 drafts for one sequence at a time",
+        ["drafter=ouroboros", "batch=2"],
+        "drafter=ouroboros drafts for one sequence at a time",
     ),
     "a batch larger than memory": (["batch=100000", "drafter=none"], "a smaller batch="),
     "unknown key": (["decode.nonsense=1"], "nonsense"),

@@ -92,10 +92,10 @@ class Adapter:
             for name, pair in self.pairs.items()
             for part, tensor in pair._asdict().items()
         }
-        with atomic_path(folder / TENSORS) as path:
-            save_file(tensors, path, {"format": "pt"})
-        with atomic_path(folder / CONFIG) as path:
-            path.write_text(json.dumps(config, indent=1) + "\n")
+        with atomic_path(folder / TENSORS) as temporary:
+            save_file(tensors, temporary, {"format": "pt"})
+        with atomic_path(folder / CONFIG) as temporary:
+            temporary.write_text(json.dumps(config, indent=1) + "\n")
 
 
 def read(folder: Path) -> Adapter:

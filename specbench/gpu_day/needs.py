@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT
+from specbench.common.storage import PROJECT, write_file
 from specbench.config import run_spec
 from specbench.config.cli import composed
 from specbench.data.download import file_from_wheel, wheel_name
@@ -47,7 +47,7 @@ def pack(stage: str, folder: Path, have: str | None, python: str) -> list[Path]:
         files = [*tracked(), *weights(stage), *cached(stage), *archives.tree(wheels, "gpu-wheels")]
         folders = archives.pack(files, folder / stage)
     for package in folders:
-        (package / gpu.name).write_bytes(gpu.read_bytes())
+        write_file(package / gpu.name, gpu.read_bytes())
     sizes = ", ".join(f"{sum(p.stat().st_size for p in package.iterdir()) / 1e6:.0f} MB" for package in folders)
     print(f"{stage}: {len(folders)} packages in {folder / stage} ({sizes})", file=sys.stderr)
     return folders

@@ -122,6 +122,7 @@ def test_scratch_folders_of_killed_processes_are_removed_and_those_of_living_one
 # Appended to (rows, journals, logs), scratch folders of their own, or inside `atomic_path`.
 OTHERS = {
     "common/errors.py", "common/storage.py", "common/timing.py", "config/sweep.py", "data/download.py", "engine/weights.py",
+    "gpu_day/probe.py", "gpu_day/runner.py",
     "records/blocks.py", "training/corpus.py", "training/export.py", "tuning/layer_search.py",
 }  # fmt: skip
 WRITES = re.compile(r'\.write_(text|bytes)\(|open\("[awx]b?"|\bsave_file\(|torch\.save\(|savefig\(|\.to_csv\(')

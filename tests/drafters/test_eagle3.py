@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make as make_configured
-from conftest import tiny
+from conftest import make, tiny
 from decoding import PROMPT, generate, plain
 from drafting import ORDER, batch_of, listing, optimise
 from safetensors.torch import load_file, save_file
@@ -25,11 +24,6 @@ from specbench.training.export import serve_command
 COUNT = 20
 NARROW = f"drafter.draft_vocabulary={COUNT}"
 EAGLE31 = "drafter.fc_norm=true", "drafter.norm_output=true"
-
-
-def make(drafter, target, *options, **kwargs):
-    """With a head of its own unless options say otherwise; for the default target the configuration leaves it out."""
-    return make_configured(drafter, target, "drafter.own_head=true", *options, **kwargs)
 
 
 @pytest.fixture

@@ -294,7 +294,7 @@ def network_of(made):
     while hasattr(made, "base"):  # a router, a hybrid, Ouroboros
         made = made.base
     if getattr(made, "parallel", False):  # Medusa: one forward is all heads, of which this is the first
-        return made, "network", lambda *parts: parts[-1] == 0 if made.name == "medusa" else True
+        return made, "network", lambda *parts: parts[-1] == 0 if made.name in ("medusa", "medusa2") else True
     found = [
         (owner, name)
         for owner, name in ((getattr(made, "lm", None), "run"), (made, "network"), (made, "cross"), (made, "_extend"))
