@@ -144,18 +144,23 @@ def merge(model: Any, adapter: Adapter) -> None:
 
     Raises `SpecBenchError`, and changes nothing, if one of its layers is not there, or of another shape.
     """
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{n}"}
-    made = f"model.adapter={adapter.folder} was made for another target"
-    if unknown := [name for name in adapter.pairs if name not in linears]:
-        raise SpecBenchError(f"{made}: this one has no {some(unknown)}; leave it out, or choose its own model=")
+    weights_of = {name: product.weight for name, product in _products(model).items()}
+    shapes = {name: (len(b), a.shape[1]) for name, (a, b) in adapter.pairs.items()}
+    made, hint = f"model.adapter={adapter.folder} was made for another target", "leave it out, or choose its own model="
+    if unknown := [name for name in shapes if name not in weights_of]:
+        raise SpecBenchError(f"{made}: this one has no {some(unknown)}; {hint}")
+    for name, shape in shapes.items():
+        if weights_of[name].shape != shape:
+            raise SpecBenchError(f"{made}: {name} is {list(weights_of[name].shape)}, not {list(shape)}; {hint}")
     for name, (a, b) in adapter.pairs.items():
-        if linears[name].weight.shape != (len(b), a.shape[1]):
-            shape, theirs = list(linears[name].weight.shape), [len(b), a.shape[1]]
-            raise SpecBenchError(f"{made}: {name} is {shape}, not {theirs}; leave it out, or choose its own model=")
-    for name, (a, b) in adapter.pairs.items():
-        weight = linears[name].weight
+        weight = weights_of[name]
         change = adapter.scale * (b.float() @ a.float())
         weight.copy_(weight.float() + change.to(weight.device))
+
+
+def _products(model: Any) -> dict[str, nn.Linear]:
+    """The products of a Transformers model's layers, by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{n}"}
 
 
 def require_peft() -> None:
@@ -178,7 +183,7 @@ def attach(target: Any, rank: int, alpha: float, modules: list[str], dropout: fl
 
     shared = {id(t): t for t in (*target.model.parameters(), *target.model.buffers())}
     model = copy.deepcopy(target.model, shared)
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{n}"]
+    names = list(_products(model))
     chosen = [name for name in names if name.rpartition(".")[2] in modules]
     if not chosen:
         raise SpecBenchError(f"no layer of the target is called {some(modules)}; they are {some(_last_parts(names))}")

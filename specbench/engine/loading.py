@@ -24,7 +24,7 @@ from specbench.engine.language_model import LanguageModel
 from specbench.engine.model_files import CONFIG
 from specbench.engine.pretrained import config_of, read_config, read_gguf, read_tokenizer
 from specbench.engine.target import Target
-from specbench.records import blocks
+from specbench.records import identity
 
 Source = tuple[str, str | None, str | None, str | None, Wheel | Wheels | None]  # the arguments of `model_folder`
 
@@ -136,7 +136,7 @@ class ModelSpec:
     @property
     def variant(self) -> str | None:
         """What makes another target of it, as cells are named: `adapted-medusa2`, `int8`, or both; None: nothing."""
-        return blocks.variant(self.adapter, self.quantised)
+        return identity.variant(self.adapter, self.quantised)
 
     def _change(self, target: Target, adapter: adapters.Adapter | None) -> None:
         if adapter is not None:

@@ -24,7 +24,7 @@ from specbench.engine.language_model import Adapted
 from specbench.engine.pretrained import random_model, read_model
 from specbench.engine.tensors import finite, some
 from specbench.engine.verify import LocalVerifier, Verifier, VerifyConfig
-from specbench.records import blocks
+from specbench.records import identity
 
 NON_IDENTITY = (
     "dtype",
@@ -99,13 +99,13 @@ class Target(CausalLM):
 
         Raises `SpecBenchError` for another target's.
         """
-        original, folder = self.fingerprint(), adapter.folder
-        if known := (adapter.provenance or {}).get("original_fingerprint"):
-            made = {"target": (adapter.provenance or {}).get("target"), "target_fingerprint": known}
+        original, folder, provenance = self.fingerprint(), adapter.folder, adapter.provenance or {}
+        if known := provenance.get("original_fingerprint"):
+            made = {"target": provenance.get("target"), "target_fingerprint": known}
             hint = "leave it out, or choose its own model="
             weights.require_target(f"model.adapter={folder} was made for target", made, original, hint)
         adapters.merge(self.model, adapter)
-        self.adapted = Adapted(blocks.adapter_name(str(folder or "")), adapter.fingerprint(original))
+        self.adapted = Adapted(identity.adapter_name(str(folder or "")), adapter.fingerprint(original))
 
     def quantise(self, kind: weight_only.Kind) -> None:
         """Become the target whose layers' weights are rounded; the fingerprint stays that of the files.

@@ -73,7 +73,7 @@ def folder_name(words: Sequence[str]) -> str:
     drawn = temperature, top_p, int(option(words, "sampler.top_k", "0"))
     tokens, link = int(option(words, "decode.max_new_tokens", "1024")), option(words, "link", "local")
     batch, mode = int(option(words, "batch", "1")), replayed(words)
-    variant = blocks.variant(studies.adapted(words), quantised(words))
+    variant = identity.variant(studies.adapted(words), quantised(words))
     return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, mode, batch, variant)
 
 

@@ -66,15 +66,11 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
     study, chosen = study_runs.choose_arms(studies.check(options["study"], name), options["arms"], name, cuda)
     if missing := studies.unmet(study.get("needs", {}), None, cuda):
         raise SpecBenchError(f"study {name} is not testable here: it needs {', '.join(missing)}")
-    if options["arms"] is not None:
-        study_runs.require_packages(study, chosen)
     absent: list[str] = []
     if options["arms"] is None:
-        model = options["model"]
-        absent = study_runs.untrained(study, chosen, model["name"], model.get("published") or {}, overrides)
-        chosen = [arm for arm in chosen if arm not in absent]
-        if absent and not chosen:
-            raise SpecBenchError(study_runs.untrained_line(absent))
+        chosen, absent = study_runs.without_untrained(study, chosen, options["model"], overrides)
+    else:
+        study_runs.require_packages(study, chosen)
     members = list(study_runs.members(study, options["seeds"], chosen))
     folder = Path(options["results"]) / name
     numbers = study_runs.choose_cells(study, options["cells"], cuda)
@@ -133,7 +129,7 @@ class _Decoder:
         self.target = self.model = None
         free_unused()
         cells = [one for one in self.run.cells if one.base.model == study_cell.base.model]
-        self.groups = {id(one): study_runs.groups(one, self.absent) for one in cells}
+        self.groups = {one.base.cell_folder: study_runs.groups(one, self.absent) for one in cells}
         largest = max((group for groups in self.groups.values() for group in groups), key=len)
         self.target, self.chat = arms.load(study_cell.base, [arm.made[0] for arm in largest])
         self.model = study_cell.base.model
@@ -154,7 +150,7 @@ class _Decoder:
 
     def _decode(self, ready: Ready, total_work: float) -> CellResult:
         """Decode a cell group by group of the arms that memory holds at once, of which most cells have one."""
-        groups, results = self.groups[id(ready.cell)], []
+        groups, results = self.groups[ready.cell.base.cell_folder], []
         for number, planned in enumerate(groups, 1):
             if len(groups) > 1:
                 names = ", ".join(arm.label for arm in planned)

@@ -104,6 +104,17 @@ def untrained(
     return [name for name in names if lacks(study["arms"][name])]
 
 
+def without_untrained(
+    study: Study, names: Sequence[str], model: Mapping[str, Any], users: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Arms that can be decoded, and the others, see `untrained`. Raises `SpecBenchError` if all are of the others."""
+    absent = untrained(study, names, model["name"], model.get("published") or {}, users)
+    kept = [name for name in names if name not in absent]
+    if absent and not kept:
+        raise SpecBenchError(untrained_line(absent))
+    return kept, absent
+
+
 def untrained_line(names: Sequence[str]) -> str:
     """A line on arms that are left out since nobody trained them, or nothing."""
     if not names:

@@ -52,7 +52,7 @@ def read(folder: Path, stage: str, work: Path) -> bool:
 def pack(files: Iterable[tuple[Path, str]], folder: Path) -> list[Path]:
     """Files under the names that they get, as pieces in folders `1`, `2`, …, one package each; returns the folders.
 
-    Every package holds the digests of all pieces, so that the last one to arrive can be told.
+    Every package holds the digests of all pieces, so that it is known which one arrives last.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:

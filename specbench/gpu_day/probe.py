@@ -15,7 +15,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,40 @@ from specbench.common.timing import Clock
 from specbench.engine import attention
 from specbench.engine.device import pick_device
 
-COPY_BYTES, SIDE, REPEATS = 4 << 30, 8192, 11
-HEADS, HEAD_DIM, NODES, LENGTHS = 32, 128, (1, 60), range(200, 232)  # of Llama-2-7B; of a tree; keys
-TOY = {"COPY_BYTES": 1 << 20, "SIDE": 64, "REPEATS": 3, "HEADS": 2, "HEAD_DIM": 8, "LENGTHS": range(8, 12)}
+NODES = (1, 60)  # queries of a pass: plain decoding's, a tree's
 
 
-def answers(device: torch.device) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+@dataclass(frozen=True)
+class Sizes:
+    """Of what is measured; by default those of Llama-2-7B, and products as large as a GPU needs.
+
+    Attributes:
+        copied: bytes. side: of a matrix. repeats: of which the median counts. heads, head_dim, lengths: of attention.
+    """
+
+    copied: int = 4 << 30
+    side: int = 8192
+    repeats: int = 11
+    heads: int = 32
+    head_dim: int = 128
+    lengths: range = range(200, 232)
+
+
+TOY = Sizes(1 << 20, 64, 3, 2, 8, range(8, 12))
+
+
+def answers(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """What is asked, by name; nothing is measured before it is called."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     yield "machine", lambda: machine(device)
-    yield "copy", lambda: copying(device)
-    yield "read", lambda: reading(device)
-    yield "launch", lambda: launching(device)
-    yield "product", lambda: product(device, dtype)
+    yield "copy", lambda: copying(device, sizes)
+    yield "read", lambda: reading(device, sizes)
+    yield "launch", lambda: launching(device, sizes)
+    yield "product", lambda: product(device, dtype, sizes)
     for cudnn in (False, True) if device.type == "cuda" else (False,):
         for nodes in NODES:
             name = f"attention, {nodes} nodes, cuDNN {'on' if cudnn else 'off'}"
-            yield name, lambda nodes=nodes, cudnn=cudnn: attending(device, dtype, nodes, cudnn)  # type: ignore[misc]
+            yield name, lambda nodes=nodes, cudnn=cudnn: attending(device, dtype, nodes, cudnn, sizes)  # type: ignore[misc]
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -60,37 +78,30 @@ def machine(device: torch.device) -> dict[str, Any]:
 def missing() -> list[str]:
     """Requirements of this project that are not installed, or in another version."""
     found = []
-    for line in requires("specbench") or [] if _installed("specbench") else []:
+    for line in requires("specbench") or [] if environment.installed("specbench") else []:
         needed = Requirement(line)
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
-        if not _installed(needed.name) or not needed.specifier.contains(version(needed.name), prereleases=True):
+        here = environment.installed(needed.name)
+        if here is None or not needed.specifier.contains(here, prereleases=True):
             found.append(str(needed))
     return found
 
 
-def _installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def copying(device: torch.device) -> dict[str, float]:
-    source = torch.empty(COPY_BYTES // 4, device=device).normal_()
+def copying(device: torch.device, sizes: Sizes) -> dict[str, float]:
+    source = torch.empty(sizes.copied // 4, device=device).normal_()
     sink = torch.empty_like(source)
-    seconds = _median(device, lambda: sink.copy_(source))
+    seconds = _median(device, sizes.repeats, lambda: sink.copy_(source))
     return {"bytes": source.nbytes, "ms": 1000 * seconds, "gb_per_s": 2 * source.nbytes / seconds / 1e9}
 
 
-def reading(device: torch.device) -> dict[str, float]:
-    source = torch.empty(COPY_BYTES // 4, device=device).normal_()
-    seconds = _median(device, source.amax)
+def reading(device: torch.device, sizes: Sizes) -> dict[str, float]:
+    source = torch.empty(sizes.copied // 4, device=device).normal_()
+    seconds = _median(device, sizes.repeats, source.amax)
     return {"bytes": source.nbytes, "ms": 1000 * seconds, "gb_per_s": source.nbytes / seconds / 1e9}
 
 
-def launching(device: torch.device, count: int = 1000) -> dict[str, float]:
+def launching(device: torch.device, sizes: Sizes, count: int = 1000) -> dict[str, float]:
     """The host's time for each of `count` launches in a row, without and with a wait behind each."""
     x, clock = torch.zeros(1, device=device), Clock(device)
 
@@ -103,25 +114,28 @@ def launching(device: torch.device, count: int = 1000) -> dict[str, float]:
             x.add_(1)
             clock()
 
-    return {"launch_us": 1e6 * _median(device, launches) / count, "wait_us": 1e6 * _median(device, waits) / count}
+    return {
+        "launch_us": 1e6 * _median(device, sizes.repeats, launches) / count,
+        "wait_us": 1e6 * _median(device, sizes.repeats, waits) / count,
+    }
 
 
-def product(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
-    seconds = _median(device, lambda: a @ b)
-    return {"side": SIDE, "ms": 1000 * seconds, "tflops": 2 * SIDE**3 / seconds / 1e12}
+def product(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> dict[str, float]:
+    a, b = (torch.randn(sizes.side, sizes.side, device=device, dtype=dtype) for _ in range(2))
+    seconds = _median(device, sizes.repeats, lambda: a @ b)
+    return {"side": sizes.side, "ms": 1000 * seconds, "tflops": 2 * sizes.side**3 / seconds / 1e12}
 
 
-def attending(device: torch.device, dtype: torch.dtype, nodes: int, cudnn: bool) -> dict[str, Any]:
+def attending(device: torch.device, dtype: torch.dtype, nodes: int, cudnn: bool, sizes: Sizes) -> dict[str, Any]:
     """Attention of a few queries to a cache that grows. first_ms: of each length; again_ms: a second time, the median."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
     clock = Clock(device)
     first: list[float] = []
     again: list[float] = []
-    queries = torch.randn(1, HEADS, nodes, HEAD_DIM, device=device, dtype=dtype)
-    for length in LENGTHS:
-        keys = torch.randn(1, HEADS, length, HEAD_DIM, device=device, dtype=dtype)
+    queries = torch.randn(1, sizes.heads, nodes, sizes.head_dim, device=device, dtype=dtype)
+    for length in sizes.lengths:
+        keys = torch.randn(1, sizes.heads, length, sizes.head_dim, device=device, dtype=dtype)
         seen = torch.ones(1, 1, nodes, length, dtype=torch.bool, device=device)
         bias = None if nodes == 1 else attention.aligned_bias(seen, dtype)
         for times in (first, again):
@@ -134,23 +148,21 @@ def attending(device: torch.device, dtype: torch.dtype, nodes: int, cudnn: bool)
 
 
 @torch.inference_mode()
-def _median(device: torch.device, work: Callable[[], object]) -> float:
+def _median(device: torch.device, repeats: int, work: Callable[[], object]) -> float:
     """Seconds of one call; the first one warms up."""
     clock, seconds = Clock(device), []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         begin = clock()
         work()
         seconds.append(clock() - begin)
     return statistics.median(seconds[1:])
 
 
-def main(path: Path, toy: bool) -> None:
+def main(path: Path, sizes: Sizes) -> None:
     """Write the answers that the file lacks, and print each."""
-    if toy:
-        globals().update(TOY)
     known = {json.loads(line)["name"] for line in path.read_text().splitlines()} if path.is_file() else set()
     path.parent.mkdir(parents=True, exist_ok=True)
-    for name, ask in answers(pick_device("auto")):
+    for name, ask in answers(pick_device("auto"), sizes):
         if name in known:
             continue
         begin = time.monotonic()
@@ -161,4 +173,4 @@ def main(path: Path, toy: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--toy" in sys.argv[2:])
+    main(Path(sys.argv[1]), TOY if "--toy" in sys.argv[2:] else Sizes())

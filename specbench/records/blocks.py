@@ -112,17 +112,6 @@ def cell_name(
     return "-".join(parts if variant is None else [*parts, variant])
 
 
-def variant(adapter: str | None, quantised: str | None) -> str | None:
-    """What makes another target of a model: `adapted-medusa2`, `int8`, or both; None: nothing. adapter: a folder."""
-    parts = [] if adapter is None else [f"adapted-{adapter_name(adapter)}"]
-    return "-".join([*parts, *([] if quantised is None else [quantised])]) or None
-
-
-def adapter_name(folder: str) -> str:
-    """What rows call an adapter: the last part of its folder."""
-    return re.sub(r"[^\w.-]", "_", Path(folder).name) or "adapter"
-
-
 def below(root: Path, pattern: str = NAME) -> list[Path]:
     """Blocks (or other files) under a folder, oldest first within one; `local` counts only if it is the root itself."""
     return [path for path in sorted(root.rglob(pattern)) if "local" not in path.relative_to(root).parts]

@@ -6,7 +6,9 @@ and module names are excluded, since files move.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from specbench.common.hashing import of
@@ -33,6 +35,17 @@ def digest(value: Any) -> str:
 def question_digest(turns: Sequence[str], check: str | None = None) -> str:
     """Digest of a question: the texts of its turns, and the check that scores its answer, if it has one."""
     return digest(list(turns) if check is None else [list(turns), check])
+
+
+def variant(adapter: str | None, quantised: str | None) -> str | None:
+    """What makes another target of a model: `adapted-medusa2`, `int8`, or both; None: nothing. adapter: a folder."""
+    parts = [] if adapter is None else [f"adapted-{adapter_name(adapter)}"]
+    return "-".join([*parts, *([] if quantised is None else [quantised])]) or None
+
+
+def adapter_name(folder: str) -> str:
+    """What rows call an adapter: the last part of its folder."""
+    return re.sub(r"[^\w.-]", "_", Path(folder).name) or "adapter"
 
 
 def arm_key(arm: Mapping[str, Any]) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Repetitions, Seed, Temperature, Text
-from specbench.records import blocks, figures
+from specbench.records import figures, identity
 from specbench.records.metrics import BASELINE, METRICS
 
 FOLDER = PROJECT / "conf" / "study"
@@ -323,7 +323,7 @@ def quantised(overrides: Iterable[str]) -> str | None:
 def adapted(overrides: Iterable[str]) -> str | None:
     """Name of the target's adapter, if it has one."""
     folder = option(overrides, "model.adapter", "null")
-    return None if folder == "null" else blocks.adapter_name(folder)
+    return None if folder == "null" else identity.adapter_name(folder)
 
 
 def takes_part(arm: Arm, adapter: str | None) -> bool:

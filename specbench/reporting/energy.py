@@ -1,4 +1,4 @@
-"""Energy of generations on a GPU, and the state of its clocks, where rows hold what the driver said."""
+"""Energy of generations on a GPU, and the state of its clocks, where rows hold what the driver reports."""
 
 import statistics
 from collections import Counter

@@ -41,7 +41,8 @@ def test_a_cells_result_keeps_neither_target_nor_drafters(home, tmp_path, monkey
 
 
 def cell_of(model, number=0):
-    return SimpleNamespace(base=SimpleNamespace(model=model), arms=[], number=number, title=model)
+    base = SimpleNamespace(model=model, cell_folder=f"cell-{number}")
+    return SimpleNamespace(base=base, arms=[], number=number, title=model)
 
 
 class Loads:
