@@ -40,7 +40,7 @@ def spec(model, *overrides):
 
 
 def drafter(name, *overrides):
-    return instantiate(composed("run", f"drafter={name}", *overrides).drafter)
+    return instantiate(composed("run", f"drafter={name}", "model.name=tiny", *overrides).drafter)  # as `make` has it
 
 
 @pytest.fixture
