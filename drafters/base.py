@@ -15,6 +15,7 @@ from specbench.common.storage import PROJECT
 from specbench.common.types import Ids, Name, Text
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
+from specbench.engine.backends.fused_modules import fuse_modules
 from specbench.engine.batch import DRAFT, by_row
 from specbench.engine.cache import KVCache
 from specbench.engine.causal_lm import CausalLM
@@ -195,6 +196,7 @@ class TrainedDrafter(nn.Module, Drafter):
             self.lm.packing = self.packing
             self.lm.optimize_for_inference()
         else:
+            fuse_modules(self.modules(), self.packing)
             self.packing.optimize([self])
         if self.sliced_head is not None:
             self.packing.optimize([self.sliced_head.rows])

@@ -40,6 +40,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from drafters.base import TrainedDrafter, argmax_at, llama_config, noisy
 from drafters.distillation import DistillationLoss
 from drafters.layers import CrossAttention
+from drafters.windows import early_mask, late_mask, window_starts
 from specbench.common.types import Depth, Ids, Name, Text, Tokens, Weight
 from specbench.engine.batch import DRAFT, over_keys
 from specbench.engine.cache import KVCache
@@ -98,7 +99,7 @@ class Beagle(CrossAttention, TrainedDrafter):
     def network(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """h_hat of B x T queries. tokens, positions [B, T]; keys, values [B, H, S, Dh]; mask [B or 1, T, S] -> [B, T, D]"""
         e = self.embedding(tokens).to(keys)
-        return self.cross_block(e, self.query_norm(e), positions, keys, values, mask)
+        return self.cross_block(e, self.query_norm(e), self.cross_rotary(e, positions), keys, values, mask)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows, network = super().for_sequences(count, lockstep), over_keys(self.network)
@@ -220,29 +221,3 @@ class Beagle(CrossAttention, TrainedDrafter):
             if self.concat:
                 more = self.keys_values(predicted, positions)
                 keys, values = (torch.cat(pair, 2) for pair in zip((keys, values), more, strict=True))
-
-
-def window_starts(positions: Tensor, window: int, offset: int) -> Tensor:
-    """The first position of each position's window; its own before the first whole window. [B, T] -> [B, T]"""
-    return torch.where(positions < offset, positions, positions - (positions - offset) % window)
-
-
-def early_mask(batch: Batch, window: int, offset: int) -> Tensor:
-    """[B, T, T] bool: a query attends to the states before its window, of its own sequence.
-
-    length 6, window 2, offset 1      . . . . . .
-                                      x . . . . .
-                                      x . . . . .
-                                      x x x . . .
-                                      x x x . . .
-                                      x x x x x .
-    """
-    starts = window_starts(batch.positions, window, offset)
-    return batch.restrict_mask(batch.positions[:, None, :] < starts[:, :, None])
-
-
-def late_mask(batch: Batch, window: int, offset: int) -> Tensor:
-    """[B, T, 2 T] bool: true states as in `early_mask`, then predicted ones of the same window, strictly before."""
-    true = early_mask(batch, window, offset)
-    before = batch.positions[:, None, :] < batch.positions[:, :, None]
-    return torch.cat([true, batch.restrict_mask(before) & ~true], -1)

@@ -103,7 +103,7 @@ class DFlash(LevelDrafter):
 
         def of(layer: Any) -> tuple[Tensor, Tensor]:
             k, v = (split_heads(part(features), self.head_dim) for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))
-            return rotate(k, self.rotary, positions), v
+            return rotate(k, *self.rotary(k, positions)), v
 
         return [of(layer) for layer in self.stack]
 

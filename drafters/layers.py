@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
+    rotate_half,
 )
 
 from specbench.engine.attention import aligned_bias
@@ -126,10 +126,9 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
-def rotate(x: Tensor, rotary: nn.Module, positions: Tensor) -> Tensor:
-    """Rotary position embedding of queries or keys. x [B, H, T, Dh], positions [B, T]"""
-    cos, sin = rotary(x, positions)
-    return apply_rotary_pos_emb(x, x, cos, sin)[0]
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of queries or keys. x [B, H, T, Dh]; cos, sin [B, T, Dh], as rotary modules give them"""
+    return torch.addcmul(x * cos[:, None], rotate_half(x), sin[:, None])
 
 
 class CrossAttention(nn.Module):
@@ -148,13 +147,22 @@ class CrossAttention(nn.Module):
     def keys_values(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of states. [B, S, D], [B, S] -> 2 x [B, H, S, Dh]"""
         k, v = (split_heads(part(states), self.head_dim) for part in (self.k, self.v))
-        return rotate(k, self.cross_rotary, positions), v
+        return rotate(k, *self.cross_rotary(states, positions)), v
 
     def cross_block(
-        self, x: Tensor, normed: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+        self,
+        x: Tensor,
+        normed: Tensor,
+        angles: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
-        """y + MLP(y) of y = x + attention, with queries from `normed`. x, normed [B, T, D]; mask [B or 1, T, S]"""
-        q = rotate(split_heads(self.q(normed), self.head_dim), self.cross_rotary, positions)
+        """y + MLP(y) of y = x + attention, with queries from `normed`. x, normed [B, T, D]; mask [B or 1, T, S]
+
+        angles: what `cross_rotary` gives for the queries' positions.
+        """
+        q = rotate(split_heads(self.q(normed), self.head_dim), *angles)
         y = x + self.o(attend(q, keys, values, mask))
         return y + self.mlp(self.mlp_norm(y))
 

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
+    rotate_half,
 )
 
 
@@ -29,17 +29,29 @@ class LayerSelfAttention(LlamaDecoderLayer):
         super().__init__(config, layer_idx=0)
         self.heads, self.groups, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.rotary = LlamaRotaryEmbedding(config)
+        self.angles: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """x: [N, L, E] a vector of each layer, without gradient. -> [N, E]"""
         attention, mlp = self.self_attn, self.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        q, k, v = (_heads(y, self.head_dim) for y in _project(x, self.input_layernorm, projections))
-        cos, sin = self.rotary(x, torch.arange(x.shape[1], device=x.device)[None])  # [1, L, Dh]
-        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in _project(x, self.input_layernorm, projections))
+        cos, sin = self._angles(x)
+        q, k = (torch.addcmul(y * cos, rotate_half(y), sin) for y in (q, k))
         x = x + attention.o_proj(self._attend(q, k, v).flatten(2))
         gate, up = _project(x, self.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj))
         return x.mean(1) + mlp.down_proj((mlp.act_fn(gate) * up).mean(1))
+
+    def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of L layers, 2 x [1, L, 1, Dh], made once."""
+        length, key = x.shape[1], (x.shape[1], x.device, x.dtype)
+        if key not in self.angles:
+            with torch.inference_mode(False), torch.no_grad():  # so that they can be used outside of it, too
+                cos, sin = self.rotary(
+                    torch.empty(0, dtype=x.dtype, device=x.device), torch.arange(length, device=x.device)[None]
+                )
+                self.angles[key] = cos[:, :, None], sin[:, :, None]
+        return self.angles[key]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Bidirectional attention. q [N, L, Hq, Dh]; k, v [N, L, H, Dh] -> [N, L, Hq, Dh]"""
@@ -51,17 +63,12 @@ class LayerSelfAttention(LlamaDecoderLayer):
         return y.view(batch, self.heads, length, self.head_dim).transpose(1, 2)
 
 
-def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """[N, L, H * Dh] -> [N, L, H, Dh]"""
-    return x.unflatten(-1, (-1, head_dim))
-
-
 def _project(x: Tensor, norm: LlamaRMSNorm, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
     """norm(x) through several linear maps without biases. x [N, L, E]"""
+    if not torch.is_grad_enabled():  # a few tokens of a cycle: scaling them is cheaper than scaling the weights
+        normed = norm(x)
+        return [linear(normed) for linear in linears]
     wide = x.float()
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)).to(x.dtype)
-    if not torch.is_grad_enabled():  # a few tokens of a cycle: scaling them is cheaper than scaling the weights
-        normed = norm.weight * normed
-        return [linear(normed) for linear in linears]
     weight = torch.cat([linear.weight for linear in linears]) * norm.weight
     return F.linear(normed, weight).split([linear.out_features for linear in linears], -1)

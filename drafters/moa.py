@@ -53,12 +53,13 @@ from drafters.distillation import DistillationLoss
 from drafters.layers import CrossAttention
 from drafters.lsa import LayerSelfAttention
 from drafters.moa_checkpoint import PARTS, attention_shape, map_tensors
+from drafters.windows import random_windows
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Few, Ids, Name, Ratio, Share, Text, Times, Tokens, Weight
 from specbench.engine.batch import DRAFT, by_row, in_one_pass, over_keys
 from specbench.engine.cache import KVCache
 from specbench.engine.drafter import TimedFunction
-from specbench.engine.interface import Batch, Taps, TargetStates
+from specbench.engine.interface import Batch, LayerRows, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.pretrained import fingerprint
 from specbench.engine.slots import Slots
@@ -141,6 +142,8 @@ class MoA(CrossAttention, TrainedDrafter):
         self.sa, self.rotary = LlamaDecoderLayer(sa, layer_idx=0), LlamaRotaryEmbedding(sa)
         self.norm = LlamaRMSNorm(width, ca.rms_norm_eps)  # of queries, keys and values alike
         self.build_cross_attention(ca, width)
+        if all(getattr(sa, name) == getattr(ca, name) for name in ("rope_parameters", "head_dim")):
+            self.cross_rotary = self.rotary  # its angles serve both
         self.tokens_cache, self.states_cache = KVCache(1, 0), KVCache(1, 0)
         self.tail_cache = KVCache(self.tli, 0)
 
@@ -172,8 +175,11 @@ class MoA(CrossAttention, TrainedDrafter):
         for i in range(self.layers):
             for part, rows in enumerate(kv[i]):
                 x[:, :, i, :, part] = rows.transpose(1, 2)
-        x = x.flatten(3).flatten(0, 1)  # [B * T, L, 2 H Dh]
-        return torch.cat([self.across_layers(part) for part in x.split(CHUNK)]).unflatten(0, (batch, length))
+        return self._condensed(x.flatten(0, 1)).unflatten(0, (batch, length))
+
+    def _condensed(self, x: Tensor) -> Tensor:
+        """`across_layers` of keys and values [N, L, H, 2, Dh], some tokens at a time. -> [N, D]"""
+        return torch.cat([self.across_layers(part) for part in x.flatten(2).split(CHUNK)])
 
     def across_layers(self, x: Tensor) -> Tensor:
         """g of N tokens from their keys and values in all layers. [N, L, 2 H Dh] -> [N, D]"""
@@ -182,14 +188,14 @@ class MoA(CrossAttention, TrainedDrafter):
     def keys_values(self, seen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return super().keys_values(self.norm(seen), positions)
 
-    def cross(self, s: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """h_hat of B x T queries. s [B, T, D]; keys, values [B, H, S, Dh]; mask [B, T, S] -> [B, T, D]"""
-        return self.cross_block(s, self.norm(s), positions, keys, values, mask)
+    def cross(self, s: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """h_hat of queries. s [B, T, D]; cos, sin [B, T, Dh]; keys, values [B, H, S, Dh]; mask [B, T, S] -> [B, T, D]"""
+        return self.cross_block(s, self.norm(s), (cos, sin), keys, values, mask)
 
-    def self_attention(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
-        """SA of N tokens a sequence behind a cache. tokens, positions [B, N], mask [B, 1, N, S] -> [B, N, D]"""
+    def self_attention(self, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+        """SA of N tokens a sequence behind a cache. tokens [B, N]; cos, sin [B, N, Dh]; mask [B, 1, N, S] -> [B, N, D]"""
         x = self.embedding(tokens).to(self.q.weight)
-        return self.sa(x, attention_mask=mask, past_key_values=cache, position_embeddings=self.rotary(x, positions))
+        return self.sa(x, attention_mask=mask, past_key_values=cache, position_embeddings=(cos, sin))
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows, call = super().for_sequences(count, lockstep), lockstep.call
@@ -209,8 +215,11 @@ class MoA(CrossAttention, TrainedDrafter):
 
     def compress_states(self, states: TargetStates) -> tuple[Tensor, ...]:
         """CA's keys and values of N tokens, 2 x [N, H, Dh]: all that drafting reads of the target's layers."""
-        seen = self.seen(states.last[None], {i: (k[None], v[None]) for i, (k, v) in states.kv.items()})
-        keys, values = self.keys_values(seen, states.positions[None])
+        seen = states.last
+        if self.over_layers:
+            rows = torch.stack(LayerRows.of(states.kv).stacked, 3)  # [L, H, N, 2, Dh]
+            seen = self._condensed(rows.permute(2, 0, 1, 3, 4))
+        keys, values = self.keys_values(seen[None], states.positions[None])
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
     def observe(self, states: TargetStates, bonus: int) -> None:
@@ -220,29 +229,33 @@ class MoA(CrossAttention, TrainedDrafter):
         self.states_cache.keep()
         self.tokens_cache.truncate(self.stable)
         tokens, positions, mask = unread_tokens(states, bonus, self.stable)
-        s = self._extend(tokens, positions, mask)
+        angles = self.rotary(self.q.weight, positions[None])
+        s = self._extend(tokens, angles, mask)
         self.stable = self.tokens_cache.length
         self.tail_cache.truncate(0)
-        own = torch.ones(1, 1, dtype=torch.bool, device=tokens.device)
-        self.logits = self._draft(s[-1:], positions[-1:], own)[0]
+        none = torch.ones(1, 0, dtype=torch.bool, device=tokens.device)
+        last = angles[0][:, -1:], angles[1][:, -1:]
+        self.logits = self._draft(s[-1:], positions[-1:], last, none)[0]
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
         positions, mask = level_inputs(tokens, depth, visible, self.stable)
-        s = self._extend(tokens, positions, mask)
-        return self._draft(s, positions, torch.cat([visible.new_ones(tokens.shape[0], 1), visible], 1))
+        angles = self.rotary(self.q.weight, positions[None])
+        return self._draft(self._extend(tokens, angles, mask), positions, angles, visible)
 
-    def _extend(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def _extend(self, tokens: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """SA of N tokens behind its cache, whose rows are kept. mask [N, S] -> [N, D]"""
         among = None if mask is None else mask[None, None]
-        s = self.self_attention(tokens[None], positions[None], among, self.tokens_cache)
+        s = self.self_attention(tokens[None], *angles, among, self.tokens_cache)
         self.tokens_cache.keep()
         return s[0]
 
-    def _draft(self, s: Tensor, positions: Tensor, drafted: Tensor) -> Tensor:
-        """CA over verified tokens, then the target's last layers. s [N, D], drafted [N, 1 + rows] -> logits [N, V]"""
+    def _draft(self, s: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], visible: Tensor) -> Tensor:
+        """CA, then the target's last layers. s [N, D], angles of `rotary`, visible [N, R] -> logits [N, V]"""
         verified = self.states_cache.length
         keys, values = self.states_cache.rows(0, 0, verified)
-        hidden = self.cross(s[None], positions[None], keys[None], values[None], None)
+        if self.cross_rotary is not self.rotary:
+            angles = self.cross_rotary(s, positions[None])
+        hidden = self.cross(s[None], *angles, keys[None], values[None], None)
         if self.tli:
 
             def append(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,7 +263,7 @@ class MoA(CrossAttention, TrainedDrafter):
                 own = self.tail_cache.append(layer - self.layers + self.tli, k, v)
                 return torch.cat([true[0][None], own[0]], 2), torch.cat([true[1][None], own[1]], 2)
 
-            mask = torch.cat([drafted.new_ones(drafted.shape[0], verified), drafted], 1)
+            mask = torch.cat([visible.new_ones(visible.shape[0], verified + 1), visible], 1)  # all see the root, too
             hidden = self.target.tail(hidden, positions[None], mask[None, None], self.tli, append)
             self.tail_cache.keep()
         return self.target_logits(hidden[0])
@@ -280,11 +293,12 @@ class MoA(CrossAttention, TrainedDrafter):
         causal = batch.restrict_mask(positions[:, None, :] <= positions[:, :, None])  # [B, T, T]
         confined = self._confined(batch)
         s = self._causal(batch, None if batch.starts is None else causal) if confined is None else keys
+        cos, sin = self.cross_rotary(self.q.weight, positions)
         for starts in windows:
             before = batch.restrict_mask(positions[:, None, :] < starts[:, :, None])  # [B, T, T]
             if confined is not None:
                 s = self._causal(batch, causal & ~(before & confined[:, :, None]))
-            hidden = self.cross(s, positions, keys, values, before)
+            hidden = self.cross(s, cos, sin, keys, values, before)
             final = hidden
             if self.tli:
                 final = self._tail(hidden, batch, torch.cat([before, causal & ~before], -1), dict(batch.kv))
@@ -296,9 +310,9 @@ class MoA(CrossAttention, TrainedDrafter):
         distance = positions[:, :, None] - positions[:, None, :]  # [B, T, T] from key to query
         keys, values = self.keys_values(self.seen(batch.states, batch.kv), positions)
         s = self._causal(batch, None if batch.starts is None else batch.restrict_mask(distance >= 0))
-        rows = dict(batch.kv)
+        rows, (cos, sin) = dict(batch.kv), self.cross_rotary(self.q.weight, positions)
         for step in range(1, steps + 1):
-            hidden = self.cross(s, positions, keys, values, batch.restrict_mask(distance >= step))
+            hidden = self.cross(s, cos, sin, keys, values, batch.restrict_mask(distance >= step))
             if self.tli:  # at i - j + m lies the row that step m computed, as in `Hass`
                 own = [distance == step - earlier for earlier in range(1, step + 1)]
                 hidden = self._tail(hidden, batch, batch.restrict_mask(torch.cat([distance >= step, *own], -1)), rows)
@@ -321,22 +335,7 @@ class MoA(CrossAttention, TrainedDrafter):
         return self.target.tail(hidden, batch.positions, mask[:, None], self.tli, append)
 
     def _windows(self, batch: Batch) -> Tensor:
-        """[B, T] position of its sequence at which each query's window begins; windows end to end, of random lengths.
-
-        The first window of a row begins before it. Where a sequence begins inside a window, its queries attend to
-        everything before them up to the next one.
-        """
-        low, high = (self.window, self.window) if self.window else self.periods
-        rows, length = batch.tokens.shape
-        device = batch.tokens.device
-        lengths = torch.randint(low, high + 1, (rows, length), device=device)
-        passed = (torch.rand(rows, 1, device=device) * lengths[:, :1]).long()
-        begins = lengths.cumsum(1) - passed  # [B, T] columns at which windows begin, except the row's first
-        column = torch.arange(length, device=device).expand(rows, length).contiguous()
-        past = torch.searchsorted(begins, column, right=True)  # [B, T] windows begun up to here
-        last = torch.cat([begins.new_full((rows, 1), -1), begins], 1).gather(1, past)
-        start = last - (0 if batch.starts is None else batch.starts)
-        return torch.where(start < 0, batch.positions, start)
+        return random_windows(batch, *((self.window, self.window) if self.window else self.periods))
 
     def _confined(self, batch: Batch) -> Tensor | None:
         """[B, T] bool: the tokens of sequences in which SA is confined to the window; None if in none."""

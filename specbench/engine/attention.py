@@ -1,5 +1,7 @@
 """Attention on a GPU: which of PyTorch's kernels run, and masks in the form that they read without copies."""
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -26,9 +28,17 @@ def aligned_bias(mask: Tensor, dtype: torch.dtype, repeats: int = 1) -> Tensor:
         return mask
     batch, heads, new, keys = mask.shape
     width = keys if mask.device.type == "cpu" else -(-keys // ALIGNMENT) * ALIGNMENT
-    bias = torch.zeros(batch, heads, repeats * new, width, dtype=dtype, device=mask.device)[..., :keys]
-    hidden = ~mask
-    return bias.masked_fill_(hidden if repeats == 1 else hidden.repeat(1, 1, repeats, 1), -torch.inf)
+    bias = torch.empty(batch, heads, repeats * new, width, dtype=dtype, device=mask.device)[..., :keys]
+    mask = mask[:, :, None].expand(-1, -1, repeats, -1, -1)
+    torch.where(mask, *_weights(dtype, mask.device), out=bias.unflatten(2, (repeats, new)))
+    return bias
+
+
+@functools.cache
+def _weights(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is added to the score of a key that is seen, and of one that is not."""
+    with torch.inference_mode(False):  # so that they can be used outside of it, too
+        return torch.zeros((), dtype=dtype, device=device), torch.full((), -torch.inf, dtype=dtype, device=device)
 
 
 @torch.no_grad()

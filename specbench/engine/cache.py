@@ -9,7 +9,7 @@ accepted path is one indexed copy of its few rows, whatever the number of layers
     after    0 1 2 ... n-1     n+0 n+1 n+4 |
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specbench.common.errors import SpecBenchError
+from specbench.engine.interface import LayerRows
 
 STEP = 256  # rows
 BUCKET = 512  # rows of the smallest pass of fixed shapes
@@ -196,6 +197,14 @@ class KVCache(Cache):
         """Keys and values [H, end - start, Dh] of one layer of the first sequence, as views."""
         keys, values = self.layer(layer)
         return keys[0, :, start:end], values[0, :, start:end]
+
+    def rows_of(self, layers: Sequence[int], start: int, end: int) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """`rows` of several layers, in rising order; of those that lie side by side as views of one tensor."""
+        index = [self.index[layer] for layer in layers]
+        if self.devices is not None or not layers or index != list(range(index[0], index[-1] + 1)):
+            return {layer: self.rows(layer, start, end) for layer in layers}
+        keys, values = (x[index[0] : index[-1] + 1, 0, :, start:end] for x in self.storage[next(iter(self.storage))])
+        return LayerRows(layers, keys, values)
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ draft node to the last; the *bonus* is the token the target adds after the path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -73,6 +73,42 @@ class Sublayers:
         return Sublayers(every - self.attention, every - self.mlp)
 
 
+class LayerRows(Mapping[int, tuple[Tensor, Tensor]]):
+    """Layer -> its keys and values [H, N, Dh], of layers that lie in one tensor each.
+
+    Attributes:
+        layers: in rising order. stacked: keys and values of all of them, 2 x [L, H, N, Dh].
+    """
+
+    def __init__(self, layers: Sequence[int], keys: Tensor, values: Tensor):
+        self.layers, self.stacked = tuple(layers), (keys, values)
+
+    @classmethod
+    def of(cls, rows: Mapping[int, tuple[Tensor, Tensor]]) -> LayerRows:
+        """The same of any mapping that is not empty."""
+        if isinstance(rows, LayerRows):
+            return rows
+        layers = sorted(rows)
+        return cls(layers, *(torch.stack([rows[i][part] for i in layers]) for part in (0, 1)))
+
+    def select(self, nodes: Tensor) -> LayerRows:
+        """Copies of some of the N rows. nodes: [A]"""
+        return LayerRows(self.layers, *(part[:, :, nodes] for part in self.stacked))
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        try:
+            index = self.layers.index(layer)
+        except ValueError:
+            raise KeyError(layer) from None
+        return self.stacked[0][index], self.stacked[1][index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
 @dataclass
 class TargetStates:
     """What one target pass computed for each of its N tokens. `kv` are views of the cache, valid until `Target.keep`."""
@@ -94,7 +130,7 @@ class TargetStates:
             last=self.last[nodes],
             logits=self.logits[:0],
             hidden={i: h[nodes] for i, h in self.hidden.items()},
-            kv={i: (k[:, nodes], v[:, nodes]) for i, (k, v) in self.kv.items()},
+            kv=LayerRows.of(self.kv).select(nodes) if self.kv else self.kv,
             condensed=tuple(part[nodes] for part in self.condensed),
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -76,55 +77,6 @@ class TreePolicy:
         raise NotImplementedError(f"{type(self).__name__} is not fitted")
 
 
-@dataclass(frozen=True)
-class _Level:
-    """F nodes of one level that have children, and these M children."""
-
-    expanded: Tensor  # [F] nodes
-    rows: Tensor  # [F] the row of each one's parent, -1 for the root
-    visible: Tensor  # [F, R + F] bool, see `Expandable.expand`
-    below: Tensor  # [M] nodes
-    parents: Tensor  # [M] index of each one's parent among the F
-    ranks: Tensor  # [M]
-    count: int  # candidates needed below a node
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """A static tree without its tokens, on a device. Tensors as in `DraftTree`; levels from the root's on."""
-
-    parents: Tensor
-    depths: Tensor
-    ranks: Tensor
-    ancestors: Tensor
-    levels: list[_Level]
-
-    @classmethod
-    def of(cls, parents: list[int], depths: list[int], ranks: list[int], device: torch.device) -> "_Shape":
-        def put(values: list[int]) -> Tensor:
-            return torch.tensor(values, device=device)
-
-        ancestors = tree.ancestor_mask(put(parents), max(depths))
-        levels: list[_Level] = []
-        rows: dict[int, int] = {}  # of expanded nodes, in the order of expansion
-        for depth in range(max(depths)):
-            level = sorted({p for p, d in zip(parents, depths, strict=True) if d == depth + 1})
-            rows |= {node: len(rows) + i for i, node in enumerate(level) if depth}
-            below = [n for n, d in enumerate(depths) if d == depth + 1]
-            levels.append(
-                _Level(
-                    expanded=put(level),
-                    rows=put([rows.get(parents[n], -1) for n in level]),
-                    visible=ancestors[put(level)][:, put([*rows])] if depth else ancestors[:1, :0],
-                    below=put(below),
-                    parents=put([level.index(parents[n]) for n in below]),
-                    ranks=put([ranks[n] for n in below]),
-                    count=max(ranks[n] for n in below) + 1,
-                )
-            )
-        return cls(put(parents), put(depths), put(ranks), ancestors, levels)
-
-
 class Static(TreePolicy):
     """The same shape every cycle, given as rank paths: [[0], [1], [0, 0]] is two children and one grandchild.
 
@@ -145,7 +97,7 @@ class Static(TreePolicy):
         self.depths = tree.depths_of(self.parents)
         self.depth, self.nodes, self.width = max(self.depths), len(self.parents), max(self.ranks) + 1
         self.rows = len(set(self.parents[1:]) - {0})
-        self._shapes: dict[torch.device, _Shape] = {}
+        self._shapes: dict[torch.device, tree.StaticShape] = {}
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         logits = drafter.root_logits()[None]
@@ -176,15 +128,15 @@ class Static(TreePolicy):
             tokens[level.below] = followers(tokens[level.expanded])[level.parents, level.ranks]
         return self._tree(tokens, shape)
 
-    def _tree(self, tokens: Tensor, shape: _Shape, passes: int = 0) -> DraftTree:
+    def _tree(self, tokens: Tensor, shape: tree.StaticShape, passes: int = 0) -> DraftTree:
         fixed = shape.parents, shape.depths, shape.ancestors, shape.ranks
         return DraftTree(tokens, *fixed, self.depth, self.width, passes=passes)
 
-    def _shape(self, device: torch.device) -> _Shape:
+    def _shape(self, device: torch.device) -> tree.StaticShape:
         """What all trees have in common, put on a device once: each copy from the host waits for the device."""
         if device not in self._shapes:
             with torch.inference_mode(False):  # so that it can be used outside of it, too
-                self._shapes[device] = _Shape.of(self.parents, self.depths, self.ranks, device)
+                self._shapes[device] = tree.StaticShape.of(self.parents, self.depths, self.ranks, device)
         return self._shapes[device]
 
     def _choose(
@@ -266,38 +218,41 @@ class Dynamic(TreePolicy):
     def __init__(self, depth: Depth, top_k: Width, nodes: Nodes):
         self.depth, self.top_k, self.width, self.nodes = depth, top_k, top_k, nodes
         self.rows = top_k * (depth - 1)
+        self._made: dict[tuple[Any, ...], _Constants] = {}
 
     def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         return self.rerank(root, self.draft(drafter), self.nodes - 1, passes=self.depth)
 
     def draft(self, drafter: Expandable) -> Pool:
         """The candidates of all levels."""
-        k = self.top_k
-        indices, values = best_children(drafter.root_logits()[None], k)  # [1, K]
-        ranks = torch.arange(k, device=indices.device)
-        below_root, itself = torch.full_like(ranks, -1), torch.eye(k, dtype=torch.bool, device=indices.device)
-        level = Pool(to_target_ids(drafter, indices[0]), values[0], below_root, ranks, torch.ones_like(ranks))
-        levels = [level]
-        best = frontier = ranks  # the frontier's indices in the level, and in the pool
-        rows, visible = below_root, itself  # row of each frontier node's parent; rows that each attends to
+        k, logits = self.top_k, drafter.root_logits()[None]
+        parts = self._constants(logits.device)
+        indices, values = best_children(logits, k)  # [F, K] of the F nodes expanded last; F = 1 for the root
+        tokens, best = to_target_ids(drafter, indices).flatten(), parts.first  # [F * K]; the frontier, [K] of these
+        levels, frontiers = [(tokens, values := values.flatten())], []  # indices of frontiers in their own level
+        rows, visible = parts.below_root, parts.itself  # row of each frontier node's parent; rows that each attends to
         for depth in range(1, self.depth):
-            logits = drafter.expand(level.tokens[best], rows, depth, visible)
-            indices, values = best_children(logits, k)
-            level = Pool(
-                tokens=to_target_ids(drafter, indices).flatten(),
-                values=(level.values[best][:, None] + values).flatten(),
-                parents=frontier.repeat_interleave(k),
-                ranks=ranks.repeat(k),
-                depths=torch.full((k * k,), depth + 1, device=indices.device),
-            )
-            levels.append(level)
-            if depth + 1 == self.depth:
-                break
-            best = level.values.topk(k).indices
-            frontier = k + (depth - 1) * k * k + best
-            rows = (depth - 1) * k + best // k
-            visible = torch.cat([visible[best // k], itself], 1)
-        return Pool(*(torch.cat(parts) for parts in zip(*levels, strict=True)))
+            frontiers.append(best)
+            indices, more = best_children(drafter.expand(tokens[best], rows, depth, visible), k)
+            tokens, values = to_target_ids(drafter, indices).flatten(), (values[best][:, None] + more).flatten()
+            levels.append((tokens, values))
+            if depth + 1 < self.depth:
+                best = values.topk(k).indices
+                above = best // k
+                rows, visible = above + (depth - 1) * k, torch.cat([visible[above], parts.itself], 1)
+        parents = parts.below_root
+        if frontiers:
+            parents = torch.cat([parents, (torch.stack(frontiers) + parts.begins).flatten().repeat_interleave(k)])
+        tokens, values = (torch.cat(of) for of in zip(*levels, strict=True))
+        return Pool(tokens, values, parents, parts.ranks, parts.depths)
+
+    def _constants(self, device: torch.device) -> "_Constants":
+        """What all trees have in common, made on a device once."""
+        key = device, self.top_k, self.depth
+        if key not in self._made:
+            with torch.inference_mode(False):  # so that it can be used outside of it, too
+                self._made[key] = _Constants.of(self.top_k, self.depth, device)
+        return self._made[key]
 
     def rerank(self, root: int, pool: Pool, count: int, passes: int) -> DraftTree:
         """The tree of the pool's `count` nodes of highest value, in pool order. passes: draft passes that made the pool."""
@@ -308,20 +263,41 @@ class Dynamic(TreePolicy):
         chosen = pool.values.sort(descending=True, stable=True).indices[:count].sort().values
         node = torch.zeros(size + 1, dtype=torch.long, device=device)  # pool index -> node; the last is for -1, the root
         node[chosen] = torch.arange(1, count + 1, device=device)
-
-        def with_root(first: int, rest: Tensor) -> Tensor:
-            return torch.cat([rest.new_full((1,), first), rest])
-
+        columns = torch.stack([pool.tokens, pool.parents, pool.ranks, pool.depths])[:, chosen]
+        tokens, parents, ranks, depths = F.pad(columns, (1, 0)).unbind()  # the root comes first
+        tokens[0] = root
+        parents = node[parents[1:]]
         return tree.build(
-            tokens=with_root(root, pool.tokens[chosen]),
-            parents=with_root(-1, node[pool.parents[chosen]]),
-            depths=with_root(0, pool.depths[chosen]),
-            ranks=with_root(0, pool.ranks[chosen]),
+            tokens=tokens,
+            parents=F.pad(parents, (1, 0), value=-1),
+            depths=depths,
+            ranks=ranks,
             max_depth=self.depth,
             width=self.top_k,
             confidence=lambda: pool.values[chosen].exp(),  # computed for traces only
             passes=passes,
         )
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """Parts of every dynamic tree with K candidates a node, K nodes expanded a level."""
+
+    first: Tensor  # [K] 0, 1, …: the frontier below the root
+    below_root: Tensor  # [K] -1
+    itself: Tensor  # [K, K] bool identity
+    begins: Tensor  # [depth - 1, 1] where each level but the last begins in the pool
+    ranks: Tensor  # [pool]
+    depths: Tensor  # [pool]
+
+    @classmethod
+    def of(cls, k: int, depth: int, device: torch.device) -> "_Constants":
+        first = torch.arange(k, device=device)
+        sizes = [k] + [k * k] * (depth - 1)
+        depths = [torch.full((size,), level, device=device) for level, size in enumerate(sizes, start=1)]
+        itself = torch.eye(k, dtype=torch.bool, device=device)
+        begins = torch.tensor([[sum(sizes[:level])] for level in range(depth - 1)], device=device)
+        return cls(first, torch.full_like(first, -1), itself, begins, first.repeat(sum(sizes) // k), torch.cat(depths))
 
 
 def to_target_ids(drafter: Any, indices: Tensor) -> Tensor:
@@ -331,7 +307,5 @@ def to_target_ids(drafter: Any, indices: Tensor) -> Tensor:
 
 def best_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k likeliest ids of each row and their log-probabilities in float32. [F, V] -> [F, k], [F, k]"""
-    logits = logits.float()
-    values, ids = top(logits, k)
-    # Rounding may give values above 0, which would make a child worth more than its parent.
-    return ids, (values - logits.logsumexp(-1, keepdim=True)).clamp(max=0)
+    values, ids = top(logits.log_softmax(-1, dtype=torch.float32), k)
+    return ids, values

@@ -191,13 +191,16 @@ class Target(CausalLM):
     def states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor, *hidden: Tensor) -> TargetStates:
         """What a pass over N tokens gave, whose rows are not kept yet. last, hidden [1, N, D], logits [1, N or 1, V]"""
         start = self.cache.length
+        kv = self.cache.rows_of(self.taps.kv, start, start + len(tokens))
+        if self.cache.devices is not None:
+            kv = {i: self._to_device(rows) for i, rows in kv.items()}
         return TargetStates(
             tokens=tokens,
             positions=positions,
             last=last[0],
             logits=logits[0],
             hidden=dict(zip(self.taps.hidden, (h[0] for h in hidden), strict=True)),
-            kv={i: self._to_device(self.cache.rows(i, start, start + len(tokens))) for i in self.taps.kv},
+            kv=kv,
         )
 
     def _to_device(self, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ The mask of a tree: a row's node attends to the columns marked `x`, and to the w
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -109,9 +109,11 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     n = parents.shape[0]
     mask = torch.eye(n, dtype=torch.bool, device=parents.device)
     up = parents.clamp(min=0)  # the root's parent is the root, which changes nothing
-    for _ in range(max_depth.bit_length()):
+    steps = max_depth.bit_length()
+    for step in range(1, steps + 1):
         mask = mask | mask[up]
-        up = up[up]
+        if step < steps:
+            up = up[up]
     return mask
 
 
@@ -140,3 +142,52 @@ def parents_of_rank_paths(rank_paths: list[list[int]]) -> tuple[list[int], list[
         parents.append(index[path[:-1]])
         ranks.append(path[-1])
     return parents, ranks
+
+
+@dataclass(frozen=True)
+class Level:
+    """F nodes of one level that have children, and these M children."""
+
+    expanded: Tensor  # [F] nodes
+    rows: Tensor  # [F] the row of each one's parent, -1 for the root
+    visible: Tensor  # [F, R + F] bool, see `Expandable.expand`
+    below: Tensor  # [M] nodes
+    parents: Tensor  # [M] index of each one's parent among the F
+    ranks: Tensor  # [M]
+    count: int  # candidates needed below a node
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """A static tree without its tokens, on a device. Tensors as in `DraftTree`; levels from the root's on."""
+
+    parents: Tensor
+    depths: Tensor
+    ranks: Tensor
+    ancestors: Tensor
+    levels: list[Level]
+
+    @classmethod
+    def of(cls, parents: list[int], depths: list[int], ranks: list[int], device: torch.device) -> "StaticShape":
+        def put(values: list[int]) -> Tensor:
+            return torch.tensor(values, device=device)
+
+        ancestors = ancestor_mask(put(parents), max(depths))
+        levels: list[Level] = []
+        rows: dict[int, int] = {}  # of expanded nodes, in the order of expansion
+        for depth in range(max(depths)):
+            level = sorted({p for p, d in zip(parents, depths, strict=True) if d == depth + 1})
+            rows |= {node: len(rows) + i for i, node in enumerate(level) if depth}
+            below = [n for n, d in enumerate(depths) if d == depth + 1]
+            levels.append(
+                Level(
+                    expanded=put(level),
+                    rows=put([rows.get(parents[n], -1) for n in level]),
+                    visible=ancestors[put(level)][:, put([*rows])] if depth else ancestors[:1, :0],
+                    below=put(below),
+                    parents=put([level.index(parents[n]) for n in below]),
+                    ranks=put([ranks[n] for n in below]),
+                    count=max(ranks[n] for n in below) + 1,
+                )
+            )
+        return cls(put(parents), put(depths), put(ranks), ancestors, levels)

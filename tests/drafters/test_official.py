@@ -258,7 +258,7 @@ def test_moas_states_loss_and_gradients_are_the_authors_under_their_mask(case):
     keys, values = made.keys_values(made.seen(batch.states, dict(batch.kv)), positions)
     embedded = made.embedding(tokens)
     s = made.sa(embedded, attention_mask=None, position_embeddings=made.rotary(embedded, positions))
-    states = made.cross(s, positions, keys, values, mask)
+    states = made.cross(s, *made.rotary(s, positions), keys, values, mask)
     torch.testing.assert_close(states, given[f"{case}.cross_attention_output"], **CLOSE)
 
     weights, final = reference["weights"], states

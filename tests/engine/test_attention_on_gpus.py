@@ -5,12 +5,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny
+from conftest import make, tiny
 from test_device import META, SAMPLERS, Waits, cycles_of, on_meta
 
 from specbench.engine import attention, loading
 from specbench.engine.backends.fused_llama import FusedLlama
+from specbench.engine.decode import Limits, decode
+from specbench.engine.interface import Step
+from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
+from specbench.engine.verify import Lossless
 
 CPU = torch.device("cpu")
 
@@ -128,3 +132,26 @@ def test_kernels_are_named_as_pytorch_chooses_them(monkeypatch):
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
     assert attention.kernels(2, 8, torch.float32, CPU) == {"prompt": "flash", "tree": "efficient"}
     assert asked == [(False, True), (True, False)]
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle2", "beagle", "moa", "medusa"])
+def test_outputs_may_lie_as_cudas_kernels_lay_them(drafter, monkeypatch):
+    """Position by position, whatever their shape says: a view of them is not possible where queries share keys."""
+    original = F.scaled_dot_product_attention
+
+    def by_position(*arguments, **options):
+        return original(*arguments, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    def ids():
+        target = tiny()
+        target.fused = FusedLlama(target.decoder, target.head, target.packing)
+        made = make(drafter, target)
+        made.optimize_for_inference()
+        found = decode(target, made, [3, 4, 5], Limits(24), Lossless(), Sampler())
+        return [i for e in found for i in (e.tokens if isinstance(e, Step) else [e.token])]
+
+    expected = ids()
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", by_position)
+        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", by_position)
+        assert ids() == expected

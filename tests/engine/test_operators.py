@@ -1,7 +1,7 @@
 """How many operators a cycle gives a GPU to launch, at Llama-2-7B's shape, counted on `meta`, where nothing is computed.
 
 Each is 3 to 6 microseconds of the host, whatever its size; views are free on a GPU and not counted. Bounds are today's
-numbers, which may fall and not grow; `GOALS` are what they should become. How often a cycle waits: `test_device`.
+numbers, which may fall and not grow; `GOALS` are what a cycle may take at most. How often a cycle waits: `test_device`.
 """
 
 from collections import Counter
@@ -23,9 +23,10 @@ from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
 
 GOALS = {"none": 580, "eagle2": 900, "moa": 1000}
-BOUNDS = {"none": 560, "eagle2": 1085, "medusa": 650, "moa": 1620}
+BOUNDS = {"none": 550, "eagle2": 880, "medusa": 640, "moa": 1000}
 CYCLES = 2
 WHOLE = ("scaled_dot_product_attention", "rms_norm")  # one kernel on a GPU, several elsewhere
+SEVERAL = {"constant_pad_nd": 2}  # kernels that an operator starts, where it is not one
 FREE = ("empty", "empty_strided", "new_empty", "empty_like", "_unsafe_view", "detach", "alias", "lift_fresh")
 
 
@@ -43,7 +44,7 @@ class Launches(TorchDispatchMode):
             with self:
                 return function.decompose(*args, **kwargs)
         if not (function.is_view or name in FREE):
-            self.found[name] += 1
+            self.found[name] += SEVERAL.get(name, 1)
         return function(*args, **kwargs)
 
 
@@ -79,5 +80,5 @@ def test_operators_of_a_cycle_do_not_grow(drafter):
     assert count > BOUNDS[drafter] - 20, f"{drafter}: {count}; lower its bound"
 
 
-def test_goals_that_are_not_reached_are_known():
-    assert {drafter for drafter, goal in GOALS.items() if BOUNDS[drafter] > goal} == {"eagle2", "moa"}
+def test_goals_are_reached():
+    assert all(BOUNDS[drafter] <= goal for drafter, goal in GOALS.items())

@@ -7,7 +7,7 @@ their own.
 """
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from specbench.engine.backends.packed_linear import Packing, Product
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Sublayers
 
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # kinds of rotary embedding whose frequencies never change
 LIKE_LLAMA = (LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -44,6 +45,7 @@ class FusedLlama:
         self.queries: int = first.q_proj.out_features // self.head_dim
         self.scale: float = first.scaling
         self.activation: nn.Module = layers[0].mlp.act_fn
+        self.angles = Angles(decoder.rotary_emb)
         self.norms = [(n.input_layernorm, n.post_attention_layernorm) for n in layers]
         attention, mlp = [n.self_attn for n in layers], [n.mlp for n in layers]
         self.joined = {
@@ -65,7 +67,7 @@ class FusedLlama:
     ) -> Tensor:
         """As `CausalLM.run`, or `subset`: embedding, all layers, final norm."""
         append = None if cache is None else cache.append
-        return self.decoder.norm(self.layers(0, self.decoder.embed_tokens(tokens), positions, mask, append, kept))
+        return norm(self.layers(0, self.decoder.embed_tokens(tokens), positions, mask, append, kept), self.decoder.norm)
 
     def score(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | None, last_only: bool = False
@@ -102,10 +104,9 @@ class FusedLlama:
         return hidden
 
     def rotary(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines, and sines with the signs of a rotation by half a head. positions [B, T] -> 2 x [B, T, 1, Dh]"""
-        cos, sin = self.decoder.rotary_emb(hidden, positions)
-        half = sin.shape[-1] // 2
-        return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        """See `Angles`, of one more axis. positions [B, T] -> 2 x [B, T, 1, Dh]"""
+        cos, sin = self.angles(hidden, positions)
+        return cos[:, :, None], sin[:, :, None]
 
     def _bias(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """The mask as a bias on scores, repeated for the G queries that share a key. -> [B or 1, 1, G * T, S]"""
@@ -115,24 +116,74 @@ class FusedLlama:
         self, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor], bias: Tensor | None, append: Append | None
     ) -> Tensor:
         """Self-attention up to its output product. [B, T, D] -> [B, T, Hq * Dh]"""
-        batch, length, _ = x.shape
-        heads = self.products["qkv"][layer](x).view(batch, length, -1, self.head_dim)
+        heads = self.products["qkv"][layer](x).unflatten(-1, (-1, self.head_dim))
         query_key, value = heads.split([self.queries + self.keys, self.keys], 2)
-        cos, sin = rotary
-        rotated = torch.addcmul(query_key * cos, query_key.roll(self.head_dim // 2, -1), sin)
-        query, key = (part.transpose(1, 2) for part in rotated.split([self.queries, self.keys], 2))
-        value = value.transpose(1, 2)
-        if append is not None:
-            key, value = append(layer, key, value)
-        if bias is None and length > 1:
-            y = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, enable_gqa=self.queries != self.keys
-            )
-        else:  # queries that share a key become one head, so that keys need not be repeated for them
-            query = query.reshape(batch, self.keys, -1, self.head_dim)
-            y = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
-            y = y.view(batch, self.queries, length, self.head_dim)
-        return y.transpose(1, 2).reshape(batch, length, -1)
+        own = None if append is None else partial(append, layer)
+        return attend(rotated(query_key, *rotary), value, bias, own, self.scale)
+
+
+class Angles:
+    """Cosines and sines of a rotary embedding, in a few kernels unless its frequencies depend on the length of the text.
+
+    signed: sines as `rotated` takes them, those of the first half of a head negative.
+    """
+
+    def __init__(self, rotary: Any, signed: bool = True):
+        self.rotary, self.signed = rotary, signed
+        self.static = getattr(rotary, "rope_type", "") in STATIC_ROPE
+        self.scale: float = getattr(rotary, "attention_scaling", 1.0)
+        self._frequencies: Tensor | None = None
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of type and device of `hidden`. positions [B, T] -> 2 x [B, T, Dh]"""
+        if not self.static:
+            cos, sin = self.rotary(hidden, positions)
+            first, second = sin.chunk(2, -1)
+            return cos, torch.cat([-first, second], -1) if self.signed else sin
+        if self._frequencies is None or self._frequencies.device != hidden.device:
+            inverse = self.rotary.inv_freq.float().to(hidden.device)
+            self._frequencies = torch.cat([-inverse if self.signed else inverse, inverse])
+        angles = positions[..., None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(hidden.dtype), sin.to(hidden.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding, from signed sines. x [B, T, H, Dh], cos and sin [B, T, 1, Dh]"""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def attend(
+    query_key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    append: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+    scale: float,
+) -> Tensor:
+    """Self-attention of Hq heads of queries, rotated to their positions. -> [B, T, Hq * Dh]
+
+    Args:
+        query_key: [B, T, Hq + H, Dh] rotated. value: [B, T, H, Dh].
+        bias: on scores, [B or 1, 1, G * T, S] for the G queries that share a key, one after another; None: causal.
+        append: takes new keys and values [B, H, T, Dh], returns all S of each; None: there are no others.
+    """
+    batch, length, keys, head_dim = value.shape
+    queries = query_key.shape[2] - keys
+    query, key = (part.transpose(1, 2) for part in query_key.split([queries, keys], 2))
+    value = value.transpose(1, 2)
+    if append is not None:
+        key, value = append(key, value)
+    if bias is None and length > 1:
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=queries != keys)
+        return y.transpose(1, 2).flatten(2)
+    # Queries that share a key become one head, so that keys need not be repeated for them.
+    query = query.reshape(batch, keys, -1, head_dim)
+    y = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, scale=scale
+    )  # CUDA's kernels lay it out otherwise
+    return y.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2)
 
 
 def norm(x: Tensor, module: Any) -> Tensor:

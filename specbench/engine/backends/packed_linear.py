@@ -86,7 +86,7 @@ class Packing:
         linears = {id(m): m for module in modules for m in module.modules() if type(m) is nn.Linear}
         by_shape: dict[torch.Size, list[nn.Linear]] = {}
         for linear in linears.values():
-            if "forward" not in vars(linear):  # not done yet
+            if "forward" not in vars(linear) and not hasattr(linear, "joined"):  # neither done yet nor a part of another
                 by_shape.setdefault(linear.weight.shape, []).append(linear)
         for layers in by_shape.values():
             for linear, product in zip(layers, self.products([(m.weight, m.bias) for m in layers]), strict=True):
