@@ -17,7 +17,8 @@ from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
 from specbench.engine.backends.fused_modules import fuse_modules
 from specbench.engine.batch import DRAFT, by_row
-from specbench.engine.cache import KVCache
+from specbench.engine.cache import DraftRows, KVCache
+from specbench.engine.captured_growth import CapturedGrowth, prepare_cache
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, TargetStates
@@ -45,6 +46,9 @@ class TrainedDrafter(nn.Module, Drafter):
         served_as: what they call its method.
         networks: names of the functions of its network.
         lm: the language model that it is; None if it is none.
+        observed: names of the tensors that `observe` leaves for growing a tree, of shapes that never change; empty: it
+            cannot be grown in fixed shapes, see `captured_growth`.
+        captured: its trees in fixed shapes, see `capture`; None: they are grown as they come.
         sliced_head: the head's rows of the draft vocabulary, which it reads instead of the whole head; None without one.
     """
 
@@ -55,6 +59,9 @@ class TrainedDrafter(nn.Module, Drafter):
     served_as = "eagle"
 
     growth: TreePolicy
+    observed: tuple[str, ...] = ()
+    captured: CapturedGrowth | None = None
+    cache: KVCache
     lm: CausalLM | None = None
     sliced_head: vocabularies.Head | None = None
 
@@ -201,6 +208,11 @@ class TrainedDrafter(nn.Module, Drafter):
         if self.sliced_head is not None:
             self.packing.optimize([self.sliced_head.rows])
 
+    def capture(self, target: Target) -> None:
+        if self.observed:
+            prepare_cache(self.cache, target.max_context, self.growth.rows)
+            self.captured = CapturedGrowth(target)
+
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows = super().for_sequences(count, lockstep)
         logits = by_row(self.target_logits)
@@ -261,7 +273,10 @@ class TrainedDrafter(nn.Module, Drafter):
         return None
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
-        tree = self.growth.grow(self, root, sampler, generator)  # type: ignore[arg-type]
+        if self.captured is not None and self.captured.serves(self, sampler):
+            tree = self.captured.grow(self, root)
+        else:
+            tree = self.growth.grow(self, root, sampler, generator)  # type: ignore[arg-type]
         tree.passes = self._forwards(tree.passes)
         return tree
 
@@ -274,8 +289,13 @@ def unread_tokens(states: TargetStates, bonus: int, rows: int) -> tuple[Tensor, 
     return tokens, positions, prefix_causal_mask(rows, len(tokens), tokens.device)
 
 
-def level_inputs(tokens: Tensor, depth: int, visible: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Positions [F] and mask [F, rows + R + F] of a level to expand, behind `rows` cache rows, the root's the last."""
+def level_inputs(tokens: Tensor, depth: int, visible: Tensor, rows: int | DraftRows) -> tuple[Tensor, Tensor]:
+    """Positions [F] and mask [F, rows + R] of a level to expand, which sees these of the draft's R rows. visible: [F, R]
+
+    rows: those in the cache before the draft's, the root's the last; or the cache, where it has fixed shapes.
+    """
+    if isinstance(rows, DraftRows):
+        return rows.level(tokens, depth, visible)
     positions = torch.full_like(tokens, rows + depth - 1)
     return positions, torch.cat([visible.new_ones(tokens.shape[0], rows), visible], 1)
 

@@ -37,13 +37,13 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from drafters.base import TrainedDrafter, argmax_at, llama_config, noisy
+from drafters.base import TrainedDrafter, argmax_at, level_inputs, llama_config, noisy
 from drafters.distillation import DistillationLoss
 from drafters.layers import CrossAttention
 from drafters.windows import early_mask, late_mask, window_starts
 from specbench.common.types import Depth, Ids, Name, Text, Tokens, Weight
 from specbench.engine.batch import DRAFT, over_keys
-from specbench.engine.cache import KVCache
+from specbench.engine.cache import DraftRows, KVCache
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
@@ -63,6 +63,7 @@ class Beagle(CrossAttention, TrainedDrafter):
     """
 
     batches = True
+    observed: tuple[str, ...] = ("logits",)
     phased = ("stage", "window", "steps", "decreasing", "noise", "regression", "classification")
 
     def __init__(
@@ -95,6 +96,8 @@ class Beagle(CrossAttention, TrainedDrafter):
         self.query_norm = LlamaRMSNorm(target.hidden_size, config.rms_norm_eps)
         self.build_cross_attention(config, target.hidden_size)
         self.cache = KVCache(1, 0)
+        if not self.concat:
+            self.observed = ()  # its queries see as many rows as there are true states
 
     def network(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """h_hat of B x T queries. tokens, positions [B, T]; keys, values [B, H, S, Dh]; mask [B or 1, T, S] -> [B, T, D]"""
@@ -122,10 +125,10 @@ class Beagle(CrossAttention, TrainedDrafter):
         self.logits = self._draft(root, torch.full_like(root, self.stable), None)[0]
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        prefix = visible.new_ones(tokens.shape[0], self.stable + 1)  # true states and the root's
         ancestors = visible[:, : visible.shape[1] - tokens.shape[0]]  # strictly: a node does not attend to itself
-        mask = torch.cat([prefix, ancestors], 1) if self.concat else None
-        return self._draft(tokens, torch.full_like(tokens, self.stable + depth), mask)
+        before = self.stable if isinstance(self.stable, DraftRows) else self.stable + 1  # true states and the root's
+        positions, mask = level_inputs(tokens, depth, ancestors, before)
+        return self._draft(tokens, positions, mask if self.concat else None)
 
     def _draft(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Query the cache with N tokens; with `concat`, append what they predict. mask [N, S] -> logits [N, V]"""

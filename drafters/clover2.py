@@ -90,6 +90,7 @@ class Clover2(PrefixLayers, TrainedDrafter):
     """
 
     batches = True
+    observed = ("rows", "logits")
     phased: tuple[str, ...] = ("heads", "decay", "regression", "classification")
     networks = ("prefix", "network")
 

@@ -84,6 +84,7 @@ class Eagle(TrainedDrafter):
     last_norm: nn.Module
 
     batches = True
+    observed = ("rows", "row_tokens")
     detached = True  # no gradient flows from a draft pass into the one before
     phased: tuple[str, ...] = ("regression", "classification", "noise")
     formats: tuple[str, ...] = ("vllm", "sglang")

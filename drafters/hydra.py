@@ -61,6 +61,7 @@ class Hydra(PrefixLayers, Medusa):
 
     phased = ("decay", "classification", "hard", "regression", "noise", "dropout")
     parallel = False
+    observed = ("level", "logits")
     networks = ("prefix", "network")
     formats: tuple[str, ...] = ()
 

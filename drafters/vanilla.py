@@ -68,6 +68,7 @@ class Vanilla(TrainedDrafter):
 
     lm: CausalLM
     batches = True
+    observed = ("logits",)
     phased: tuple[str, ...] = ("regression", "classification")
     taps = Taps(last=False)
 
@@ -157,6 +158,11 @@ class Vanilla(TrainedDrafter):
     def generation(self) -> dict[str, Any]:
         """The assistant of Transformers' assisted generation, which drafts chains."""
         return {"assistant_model": self.lm.model} if isinstance(self.growth, Chain) else {}
+
+    def capture(self, target: Target) -> None:
+        if self.lm.window is None:  # whose masks need the positions of all levels
+            self.lm.captures = True
+            super().capture(target)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows, run = super().for_sequences(count, lockstep), in_one_pass(self.lm.run)

@@ -10,7 +10,8 @@ a run of the tests below; the first one has to show:
     memory      a peak that is measured in this process does not count other drafters
     waits       the profiler counts what `test_device` counts
     graphs      captured passes say what eager ones say, though every replay overwrites the last one's outputs, and cached
-                rows that a drafter taps are views of what the next pass writes; a cycle launches one graph for its pass
+                rows that a drafter taps are views of what the next pass writes; a cycle launches one graph for its pass,
+                one for a tree of fixed shape
     writing     dialogues written many at a time are those written on the CPU
     training    half precision: finite gradients; that no loss scale is needed
 
@@ -197,12 +198,16 @@ def test_a_cycle_waits_for_the_device_once(drafter, temperature):
 def test_captured_passes_say_what_eager_ones_do_on_a_gpu(drafter, fused, monkeypatch):
     monkeypatch.setattr(cache, "BUCKET", 16)  # an answer outgrows its first capacities
     target = on_gpu(fused=fused)
-    made = fast(drafter, target)
-    expected = ids(events(target, made))
+    expected = ids(events(target, fast(drafter, target)))
     target.capture()
+    made = make(drafter, target)
+    made.capture(target)
+    made.optimize_for_inference()
     assert ids(events(target, made)) == expected
     assert ids(events(target, made)) == expected, "replayed from the first cycle on"
-    assert all(one.graph is not None for one in target.captured.graphs.captured.values())
+    growth = getattr(made, "captured", None)
+    for graphs in [target.captured.graphs] + ([] if growth is None else [growth.graphs]):
+        assert graphs.captured and all(one.graph is not None for one in graphs.captured.values())
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma3"])
@@ -214,14 +219,17 @@ def test_other_architectures_are_captured_on_a_gpu(architecture):
     assert ids(events(target, made)) == expected
 
 
-def test_a_captured_pass_is_launched_as_one_graph():
+@pytest.mark.parametrize(("drafter", "graphs"), [("none", 1), ("eagle2", 3)])
+def test_a_captured_cycle_launches_a_graph_for_its_tree_its_pass_and_what_it_keeps(drafter, graphs):
     target = on_gpu(torch.bfloat16, fused=True)
     target.capture()
-    made = fast("none", target)
+    made = make(drafter, target)
+    made.capture(target)
+    made.optimize_for_inference()
     events(target, made)  # captures
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
         cycles = len(events(target, made)) - 1
-    assert sum(e.count for e in p.key_averages() if e.key == "cudaGraphLaunch") == cycles
+    assert sum(e.count for e in p.key_averages() if e.key == "cudaGraphLaunch") == graphs * cycles
 
 
 def test_dialogues_are_written_on_a_gpu():

@@ -259,6 +259,37 @@ class FixedRows(Cache):
         return column, node.clamp(0, self.new - 1), (node >= 0) & (node < self.new)
 
 
+class DraftRows(FixedRows):
+    """The same for the levels of a draft, each of which writes its rows behind those of the levels above.
+
+    `at` is the number of rows before the first level's. Of use where `KVCache` is: `append`, `keep`, `rows`.
+    """
+
+    def __init__(self, cache: KVCache, capacity: int, at: Tensor):
+        super().__init__(cache, capacity, at, 0)
+        self.written = 0  # rows of the levels above
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.new = key.shape[-2]
+        self.slots = self.at + torch.arange(self.written, self.written + self.new, device=self.at.device)
+        return super().append(layer, key, value)
+
+    def keep(self) -> None:
+        self.written += self.new
+
+    def rows(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """All rows, 2 x [H, C, Dh], whatever is asked for: the mask decides."""
+        keys, values = self.cache.layer(layer)
+        return keys[0, :, : self.capacity], values[0, :, : self.capacity]
+
+    def level(self, tokens: Tensor, depth: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [F] and mask [F, C] of a level of F nodes, which see these of the draft's R rows. visible: [F, R]"""
+        self.new = visible.shape[1]
+        real = visible.new_ones(len(tokens))
+        mask = self.mask(visible, real)[0, 0] if self.new else (self._columns()[0] < self.at).expand(len(tokens), -1)
+        return (self.at + (depth - 1)).expand(len(tokens)), mask
+
+
 def bucket(rows: int) -> int:
     """The capacity of a pass that needs so many rows: 512, 1024, 2048, ..."""
     return BUCKET << max(0, (-(-rows // BUCKET) - 1).bit_length())

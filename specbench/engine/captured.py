@@ -50,7 +50,7 @@ class CapturedPasses:
             self.graphs.clear()
             self._made_for = cache, cache.allocations
         self.at.fill_(cache.length)
-        key = _key(target, width, next(_capacities(cache, cache.length + width)))
+        key = _key(target, width, next(capacities(cache, cache.length + width)))
         if key not in self.graphs.captured:
             self._prepare(target, tree, width)
         outputs = self.graphs.captured[key](tree.tokens, tree.depths, tree.ancestors)
@@ -64,7 +64,7 @@ class CapturedPasses:
         cache, target = target.cache, copy.copy(target)  # whose taps do not change
         for nodes in sorted({width, *(w for w in WIDTHS if w < width)}):
             inputs = tree.tokens[:nodes], tree.depths[:nodes], tree.ancestors[:nodes, :nodes]
-            for capacity in _capacities(cache, cache.length + nodes):
+            for capacity in capacities(cache, cache.length + nodes):
                 function, padding = partial(_pass, target, self.at, capacity), partial(_padding, nodes, self.at.device)
                 self.graphs.get(_key(target, nodes, capacity), function, padding).prepare(*inputs)
 
@@ -84,7 +84,7 @@ def _key(target: Any, width: int, capacity: int) -> Hashable:
     return "forward", width, capacity, target.taps.hidden
 
 
-def _capacities(cache: KVCache, rows: int) -> Iterator[int]:
+def capacities(cache: KVCache, rows: int) -> Iterator[int]:
     """Of passes that need at least so many rows, smallest first; the last one takes the whole storage."""
     stored = cache.layer(next(iter(cache.index)))[0].shape[-2]
     while (capacity := bucket(rows)) < stored:

@@ -48,7 +48,13 @@ def _skipping(layers: Iterable[Any], kept: Sublayers) -> Iterator[None]:
 
 
 class CausalLM(LanguageModel):
-    """A language model that runs here."""
+    """A language model that runs here.
+
+    Attributes:
+        captures: does it run passes in fixed shapes, see `captured`? Set before `optimize_for_inference`.
+    """
+
+    captures = False
 
     def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model, path)
@@ -68,11 +74,6 @@ class CausalLM(LanguageModel):
         first: Any = self.decoder.layers[0].self_attn
         heads = first.k_proj.out_features // first.head_dim if hasattr(first, "k_proj") else 1
         return kernels(heads, first.head_dim, self.dtype, self.device)
-
-    @property
-    def captures(self) -> bool:
-        """Does it run passes in fixed shapes, see `captured`?"""
-        return False
 
     def optimize_for_inference(self) -> None:
         """Make passes over few tokens fast, for decoding, by fused forward and packed products where these are faster.

@@ -173,6 +173,9 @@ class Drafter:
     def optimize_for_inference(self) -> None:
         """Make drafting fast, once weights and device are final; not for training."""
 
+    def capture(self, target: Any) -> None:
+        """From now on grow trees in fixed shapes, on CUDA as graphs, if it can; call it before `optimize_for_inference`."""
+
     def timed_functions(self) -> list[TimedFunction]:
         """Its LM head, the functions of its network and those that run layers of the target, for timing."""
         return []

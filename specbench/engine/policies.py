@@ -27,6 +27,7 @@ from specbench.engine.interface import DraftTree
 from specbench.engine.sampling import Sampler, draw, draw_without_replacement, top
 
 Paths = Sequence[Annotated[Sequence[Rank], Field(min_length=1, max_length=MAX_DEPTH)]]
+Root = int | Tensor  # the root's id, on the host or as [1]
 Candidates = Literal["top", "sample", "sample_with_replacement"]
 
 
@@ -60,7 +61,11 @@ class TreePolicy:
     fitted: bool = False  # it must be fitted to acceptance and costs before it grows a tree, see `fit`
     chosen: dict[str, dict[str, float]]  # the tree that fitting chose, and the runner-up
 
-    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+    def has_fixed_shapes(self, sampler: Sampler) -> bool:
+        """Has every tree the same number of nodes on every level, and does growing it draw no random numbers?"""
+        return False
+
+    def grow(self, drafter: Expandable, root: Root, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         """A tree below the root; its `passes` are the levels of logits that it asked for."""
         raise NotImplementedError(f"{type(self).__name__} grows nothing")
 
@@ -99,11 +104,15 @@ class Static(TreePolicy):
         self.rows = len(set(self.parents[1:]) - {0})
         self._shapes: dict[torch.device, tree.StaticShape] = {}
 
-    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+    def has_fixed_shapes(self, sampler: Sampler) -> bool:
+        return self.candidates == "top" or sampler.greedy
+
+    def grow(self, drafter: Expandable, root: Root, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         logits = drafter.root_logits()[None]
         shape = self._shape(logits.device)
         sampled = self.candidates != "top" and not sampler.greedy
-        tokens = torch.full((self.nodes,), root, dtype=torch.long, device=logits.device)
+        tokens = torch.zeros(self.nodes, dtype=torch.long, device=logits.device)
+        tokens[:1] = root
         q = torch.zeros(self.nodes, logits.shape[-1], device=logits.device) if sampled else None
         for depth, level in enumerate(shape.levels):
             if depth:
@@ -220,7 +229,10 @@ class Dynamic(TreePolicy):
         self.rows = top_k * (depth - 1)
         self._made: dict[tuple[Any, ...], _Constants] = {}
 
-    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+    def has_fixed_shapes(self, sampler: Sampler) -> bool:
+        return True
+
+    def grow(self, drafter: Expandable, root: Root, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         return self.rerank(root, self.draft(drafter), self.nodes - 1, passes=self.depth)
 
     def draft(self, drafter: Expandable) -> Pool:
@@ -254,7 +266,7 @@ class Dynamic(TreePolicy):
                 self._made[key] = _Constants.of(self.top_k, self.depth, device)
         return self._made[key]
 
-    def rerank(self, root: int, pool: Pool, count: int, passes: int) -> DraftTree:
+    def rerank(self, root: Root, pool: Pool, count: int, passes: int) -> DraftTree:
         """The tree of the pool's `count` nodes of highest value, in pool order. passes: draft passes that made the pool."""
         device, size = pool.tokens.device, pool.tokens.shape[0]
         count = min(count, size)
@@ -265,7 +277,7 @@ class Dynamic(TreePolicy):
         node[chosen] = torch.arange(1, count + 1, device=device)
         columns = torch.stack([pool.tokens, pool.parents, pool.ranks, pool.depths])[:, chosen]
         tokens, parents, ranks, depths = F.pad(columns, (1, 0)).unbind()  # the root comes first
-        tokens[0] = root
+        tokens[:1] = root
         parents = node[parents[1:]]
         return tree.build(
             tokens=tokens,

@@ -35,7 +35,7 @@ def build(
     return DraftTree(tokens, parents, depths, mask, ranks, max_depth, width, confidence=confidence, passes=passes)
 
 
-def root_only(root: int, device: torch.device | str = "cpu", passes: int = 0) -> DraftTree:
+def root_only(root: int | Tensor, device: torch.device | str = "cpu", passes: int = 0) -> DraftTree:
     """Nothing but the root: the tree of the baseline, or of draft passes that gave nothing worth verifying."""
     zero = torch.zeros(1, dtype=torch.long, device=device)
     itself = torch.ones(1, 1, dtype=torch.bool, device=device)

@@ -96,6 +96,8 @@ def build(
     """
     drafter, rule = made or make(spec)
     drafter.bind(target)
+    if target.captures:
+        drafter.capture(target)
     if spec.model.forward == "lean":
         drafter.optimize_for_inference()
     own = spec.own

@@ -23,7 +23,7 @@ from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
 from specbench.common.types import Sha256
 from specbench.engine.interface import DraftTree
-from specbench.engine.policies import Dynamic, Expandable, Pool
+from specbench.engine.policies import Dynamic, Expandable, Pool, Root
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
 from specbench.records.schema import WEIGHTS
@@ -53,7 +53,10 @@ class RecordingPolicy(Dynamic):
         super().__init__(depth, TOP_K[-1], 2)
         self.pools: list[Pool] = []
 
-    def grow(self, drafter: Expandable, root: int, sampler: Any, generator: torch.Generator | None) -> DraftTree:
+    def has_fixed_shapes(self, sampler: Any) -> bool:
+        return False
+
+    def grow(self, drafter: Expandable, root: Root, sampler: Any, generator: torch.Generator | None) -> DraftTree:
         self.pools.append(self.draft(drafter))
         return root_only(root, self.pools[-1].tokens.device, passes=self.depth)
 

@@ -31,6 +31,7 @@ from specbench.engine.policies import (
     Expandable,
     Nodes,
     Pool,
+    Root,
     Static,
     TreePolicy,
     best_children,
@@ -229,7 +230,7 @@ class _FittedPolicy(TreePolicy):
         if not self.chosen:
             raise SpecBenchError("a fitted tree was not fitted: only commands that know the costs can decode with it")
 
-    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+    def grow(self, drafter: Expandable, root: Root, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         self.require_fit()
         return super().grow(drafter, root, sampler, generator)
 
@@ -281,7 +282,10 @@ class CostAwareTree(Fitted):
         self.verify = [self.price * between(costs.verify, nodes) for nodes in range(self.nodes + 1)]  # in tokens
         self.level = [self.price * between(costs.level, width) if width else 0.0 for width in range(self.top_k + 1)]
 
-    def grow(self, drafter: Expandable, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+    def has_fixed_shapes(self, sampler: Sampler) -> bool:
+        return False
+
+    def grow(self, drafter: Expandable, root: Root, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         self.require_fit()
         k = self.top_k
         logits = drafter.root_logits()[None]

@@ -25,7 +25,7 @@ from specbench.common.io import OPEN, differing, read_json
 from specbench.common.storage import atomic_path, cache_root
 from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import DraftTree, Step
-from specbench.engine.policies import Dynamic, Expandable
+from specbench.engine.policies import Dynamic, Expandable, Root
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
@@ -77,7 +77,10 @@ class RootOnly(Dynamic):
     def __init__(self) -> None:
         super().__init__(1, 1, 2)
 
-    def grow(self, drafter: Expandable, root: int, sampler: Any, generator: torch.Generator | None) -> DraftTree:
+    def has_fixed_shapes(self, sampler: Any) -> bool:
+        return False
+
+    def grow(self, drafter: Expandable, root: Root, sampler: Any, generator: torch.Generator | None) -> DraftTree:
         return root_only(root, drafter.root_logits().device)
 
 

@@ -3,6 +3,7 @@
 What CUDA makes of them is in `test_gpu`.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -50,10 +51,27 @@ def capturing(architecture="llama", fused=False):
     return target
 
 
+GROWN = ["beagle", "clover2", "coral", "eagle1", "eagle2", "eagle3", "hass", "hydra", "mtp", "vanilla"]  # in fixed shapes
+
+
+def whole(drafter, target, *overrides):
+    """A drafter as a run with captured passes has it."""
+    made = make(drafter, target, *overrides)
+    if target.captures:
+        made.capture(target)
+    made.optimize_for_inference()
+    return made
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_captured_passes_give_the_ids_of_eager_ones(drafter):
     eager, captured = tiny(), capturing()
-    assert ids(captured, make(drafter, captured)) == ids(eager, make(drafter, eager))
+    made = whole(drafter, captured)
+    assert ids(captured, made) == ids(eager, make(drafter, eager))
+    growth = getattr(made, "captured", None)
+    assert (growth is not None and bool(growth.graphs.captured)) == (
+        re.sub("[-_](chain|small|token|unshifted|feature)", "", drafter) in GROWN
+    )
     passes = [key for key in captured.captured.graphs.captured if key[0] == "forward"]
     assert {key[1] for key in passes} <= {*WIDTHS, *range(64, 1024, 16)}, "widths"
 
@@ -77,19 +95,68 @@ def test_an_answer_outgrows_its_capacity(drafter, capacities, monkeypatch):
 @pytest.mark.parametrize("drafter", ["none", "eagle2", "moa"])
 def test_other_architectures(architecture, drafter):
     eager, captured = tiny(architecture), capturing(architecture)
-    assert ids(captured, make(drafter, captured)) == ids(eager, make(drafter, eager))
+    assert ids(captured, whole(drafter, captured)) == ids(eager, make(drafter, eager))
 
 
 @pytest.mark.parametrize("drafter", ["none", "vanilla", "eagle2", "eagle3", "lookahead"])
 def test_the_fused_forward_is_captured(drafter):
     eager, captured = tiny(), capturing(fused=True)
-    assert ids(captured, make(drafter, captured)) == ids(eager, make(drafter, eager))
+    assert ids(captured, whole(drafter, captured)) == ids(eager, make(drafter, eager))
 
 
 @pytest.mark.parametrize("drafter", ["vanilla", "eagle1", "eagle2"])
 def test_samples_are_those_of_eager_passes(drafter):
     eager, captured = tiny(), capturing()
-    assert ids(captured, make(drafter, captured), Sampler(0.9)) == ids(eager, make(drafter, eager), Sampler(0.9))
+    made = whole(drafter, captured)
+    assert ids(captured, made, Sampler(0.9)) == ids(eager, make(drafter, eager), Sampler(0.9))
+    assert bool(made.captured.graphs.captured) == (drafter == "eagle2"), "a sampled tree draws random numbers"
+
+
+@pytest.mark.parametrize("tree", ["static", "chain", "dynamic", "lone"])
+@pytest.mark.parametrize("drafter", ["eagle2", "beagle", "vanilla", "hydra"])
+def test_trees_grown_in_fixed_shapes_are_the_same_node_by_node(drafter, tree, monkeypatch):
+    policies = {
+        "static": ["tree=eagle1" if drafter != "hydra" else "tree=medusa"],
+        "chain": ["tree=chain", "tree.gamma=4"],
+        "dynamic": ["tree=eagle2", "tree.depth=4", "tree.top_k=3", "tree.nodes=9"],
+        "lone": ["tree=eagle2", "tree.depth=1", "tree.top_k=3", "tree.nodes=3"],
+    }
+    seen = {}
+    for captured in (False, True):
+        target = capturing() if captured else tiny()
+        made = whole(drafter, target, *policies[tree])
+        torch.manual_seed(2)
+        for block in getattr(made, "blocks", ()):  # of Hydra; as they begin all nodes of a level draft alike: ties
+            torch.nn.init.normal_(block[0].weight, 0, 0.2)
+        propose, trees = made.propose, []
+
+        def noted(*arguments, propose=propose, trees=trees):
+            found = propose(*arguments)
+            parts = found.tokens, found.parents, found.depths, found.ranks, found.ancestors
+            trees.append([x.clone() for x in parts] + [found.passes, found.max_depth, found.width])
+            if found.confidence is not None:
+                trees[-1].append(found.confidence().clone())
+            return found
+
+        made.propose = noted
+        ids(target, made)
+        seen[captured] = trees
+    assert len(seen[True]) == len(seen[False]) > 5
+    for mine, theirs in zip(seen[True], seen[False], strict=True):
+        torch.testing.assert_close(mine[:8], theirs[:8], atol=0, rtol=0)
+        torch.testing.assert_close(mine[8:], theirs[8:], atol=1e-5, rtol=1e-5)
+
+
+def test_trees_are_captured_once_for_all_capacities_and_prompts():
+    target = capturing()
+    made = whole("eagle2", target)
+    ids(target, made, prompts=PROMPTS[:1])
+    first = dict(made.captured.graphs.captured)
+    assert len(first) > 2 and max(first) == made.cache.layer(0)[0].shape[-2]
+    ids(target, made)
+    assert dict(made.captured.graphs.captured) == first
+    with target.eagerly():
+        assert not made.captured.serves(made, Sampler())
 
 
 def random_tree(nodes, seed):
