@@ -229,13 +229,18 @@ def test_a_stage_takes_along_what_it_reads(tmp_path, monkeypatch):
 
 
 def test_wheels_are_those_that_are_needed_and_not_there(tmp_path, monkeypatch):
-    known = {"specbench": ["torch>=2", "a-b>=1", "c; sys_platform == 'nowhere'", "d[more]"], "a-b": ["e", "nvidia-x"]}
-    known |= {"d": ["f; extra == 'more'", "g; extra == 'other'"], "e": [], "f": ["a_b"]}
+    nvml = "nvidia-ml-py"  # begins like what comes with torch, and does not
+    known = {"specbench": ["torch>=2", "a-b>=1", "c; sys_platform == 'nowhere'", "d[more]"], "a-b": ["e", "nvidia-x", nvml]}
+    known |= {nvml: [], "d": ["f; extra == 'more'", "g; extra == 'other'"], "e": [], "f": ["a_b"]}
     monkeypatch.setattr(needs, "distribution", lambda name: SimpleNamespace(version=f"1.{name}", requires=known[name]))
-    assert needs.closure(["specbench"], needs.THERE) == {name: f"1.{name}" for name in ("d", "f", "a-b", "e")}
+    assert needs.closure(["specbench"], needs.THERE) == {name: f"1.{name}" for name in ("d", "f", "a-b", "e", nvml)}
     have = tmp_path / "have"
     have.write_text("E==1.0\nf\n# a comment\n")
-    assert needs.closure(["specbench"], [*needs.THERE, *needs._names(have)]) == {"d": "1.d", "a-b": "1.a-b"}
+    assert needs.closure(["specbench"], [*needs.THERE, *needs._names(have)]) == {
+        "d": "1.d",
+        "a-b": "1.a-b",
+        nvml: f"1.{nvml}",
+    }
 
 
 def test_a_package_that_cannot_be_had_is_named(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ WEIGHTS = "drafters/weights/smollm2-135m"
 CORPUS = ("corpus.json", "corpus.safetensors.xz", "vocabulary.safetensors")
 # torch must be there, since it has to fit the driver; OpenVINO serves CPUs alone; the rest comes with torch.
 THERE = ("torch", "openvino", "openvino-telemetry", "triton", "setuptools", "pip", "nvidia-", "cuda-")
+OURS = "nvidia-ml-py"  # of all that is called so the one package that does not come with torch
 TESTS = ("pytest", "hypothesis", "scipy")  # of the extra `dev`, what tests on a GPU import
 TAGS = ("2_17", "2014", "2_24", "2_27", "2_28", "2_31", "2_34")  # of manylinux, on x86-64
 
@@ -110,7 +111,7 @@ def closure(roots: Sequence[str], present: Sequence[str]) -> dict[str, str]:
 
 
 def _is_in(name: str, present: Sequence[str]) -> bool:
-    return any(name == one or (one.endswith("-") and name.startswith(one)) for one in present)
+    return name in present or (name != OURS and name.startswith(tuple(one for one in present if one.endswith("-"))))
 
 
 def _names(path: Path) -> list[str]:
