@@ -16,7 +16,7 @@ import numpy as np
 
 from specbench.records.rows import Row
 from specbench.records.schema import Arm, Header
-from specbench.records.statistics import Counts, Interval, Rate, Sums, Totals, interval, mean, pooled
+from specbench.records.statistics import Counts, Interval, Rate, Ratio, Sums, Totals, interval, mean, pooled
 
 BASELINE = "none"
 
@@ -171,8 +171,8 @@ def _speed(s: Sums, prefix: str = "") -> np.ndarray:
 
 RATES: dict[str, Rate] = {
     "tau": lambda s: s["tokens"] / s["cycles"],
-    "tokens_per_s": _speed,
-    "speed_up": lambda s: _speed(s) / _speed(s, "base_"),
+    "tokens_per_s": Ratio(_speed),
+    "speed_up": Ratio(lambda s: _speed(s) / _speed(s, "base_")),
     "alpha": lambda s: s["passed"].sum(-1) / s["tried"].sum(-1),  # over all steps, as in the theory of chains
     **{f"alpha{depth}": step_alpha(depth) for depth in range(6)},
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps after the first

@@ -3,8 +3,8 @@
 A bootstrap sample draws whole questions, so the turns of a question and the seeds of an arm stay together. Intervals are
 studentised and symmetric (Hall, "On symmetric bootstrap confidence intervals", JRSS B 1988): the deviation of every sample
 is divided by its own standard error, which follows from the influence of each question on the rate (delta method). With 20
-questions of skewed length they cover 95%, percentile and BCa intervals 90%. An undefined rate (nothing was counted) is NaN,
-or None in place of an interval.
+questions of skewed length they cover 95%, percentile and BCa intervals 90%. Ratios have theirs on a logarithmic scale. An
+undefined rate (nothing was counted) is NaN, or None in place of an interval.
 
 The seeds of a trained arm are a second source of chance, see `with_seeds`.
 """
@@ -25,6 +25,19 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 Sums = Mapping[str, np.ndarray]
 Rate = Callable[[Sums], np.ndarray]
 Counts = Mapping[str, float | np.ndarray]
+
+
+class Ratio:
+    """A rate that is a ratio of positive quantities, as a speed: its interval is symmetric on a logarithmic scale.
+
+    So it stays above zero, however few the questions.
+    """
+
+    def __init__(self, rate: Rate):
+        self.rate = rate
+
+    def __call__(self, sums: Sums) -> np.ndarray:
+        return self.rate(sums)
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,11 @@ class Estimate:
     questions: int
     log: bool = False
     seed_reach: float = 0.0
+
+    def logarithm(self) -> "Estimate":
+        """The same quantity's logarithm."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return replace(self, value=np.log(self.value), error=self.error / self.value, log=True)
 
     def interval(self) -> Interval | None:
         """The studentised 95% interval; None where the quantity is undefined."""
@@ -290,6 +308,8 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
 def interval(rate: Rate, totals: Totals) -> Interval | None:
     """A rate over all questions with its interval; None where nothing was counted."""
     found = estimate(rate, totals)
+    if found is not None and isinstance(rate, Ratio) and found.value[0] > 0:
+        found = found.logarithm()
     return None if found is None else found.interval()
 
 

@@ -43,6 +43,16 @@ def test_ninety_five_percent_intervals_cover_the_truth_that_often(questions):
     assert 0.93 <= alone / runs <= 0.97 and 0.93 <= paired / runs <= 0.97, (alone / runs, paired / runs)
 
 
+def test_a_speed_up_of_few_questions_stays_above_zero():
+    """Where one question of four takes ten times the seconds of the others."""
+    sums = {"tokens": np.full(4, 64.0), "seconds": np.array([1.0, 1.1, 0.9, 30.0])}
+    totals = Totals(tuple("abcd"), sums | {"base_tokens": np.full(4, 64.0), "base_seconds": np.full(4, 2.0)})
+    found = interval(RATES["speed_up"], totals)
+    assert 0 < found.low < found.value < found.high
+    assert found.value / found.low == pytest.approx(found.high / found.value)
+    assert found.value == pytest.approx(8 / 33)
+
+
 @pytest.mark.parametrize("spread", [0.02, 0.1, 0.5])
 def test_intervals_of_trained_arms_cover_the_truth_of_all_seeds(spread):
     """Three seeds of two arms, 24 questions; the seeds' own spread below, beside and above that of the questions."""
