@@ -48,13 +48,7 @@ def _skipping(layers: Iterable[Any], kept: Sublayers) -> Iterator[None]:
 
 
 class CausalLM(LanguageModel):
-    """A language model that runs here.
-
-    Attributes:
-        captures: does it run passes in fixed shapes, see `captured`? Set before `optimize_for_inference`.
-    """
-
-    captures = False
+    """A language model that runs here."""
 
     def __init__(self, model: Any, path: Path | str | None = None):
         super().__init__(model, path)

@@ -388,6 +388,7 @@ def test_a_killed_client_frees_its_cache(home):
             deadline = time.monotonic() + 120
             while not any(c.session.cache.nbytes for c in list(running.clients.values())) and time.monotonic() < deadline:
                 time.sleep(0.002)
+            assert time.monotonic() < deadline, "the client never came as far as a cache"
             door.send_signal(signal.SIGKILL)
             door.wait()
             while running.clients and time.monotonic() < deadline:
