@@ -66,7 +66,8 @@ from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
-CHUNK = 128  # tokens that go through LSA together: L times as many rows should stay in the processor's cache
+CPU_CHUNK = 128  # tokens that go through LSA together: L times as many rows should stay in the processor's cache
+CHUNK = 8192  # the same elsewhere, where few and large kernels count
 MLP_RATIOS: dict[str, float] = {"lsa": 3.0, "sa": 0.125, "ca": 1.75}  # Table 6: 6144 / 2048, 512 / 4096, 7168 / 4096
 
 
@@ -179,7 +180,8 @@ class MoA(CrossAttention, TrainedDrafter):
 
     def _condensed(self, x: Tensor) -> Tensor:
         """`across_layers` of keys and values [N, L, H, 2, Dh], some tokens at a time. -> [N, D]"""
-        return torch.cat([self.across_layers(part) for part in x.flatten(2).split(CHUNK)])
+        size = CPU_CHUNK if x.device.type == "cpu" else CHUNK
+        return torch.cat([self.across_layers(part) for part in x.flatten(2).split(size)])
 
     def across_layers(self, x: Tensor) -> Tensor:
         """g of N tokens from their keys and values in all layers. [N, L, 2 H Dh] -> [N, D]"""

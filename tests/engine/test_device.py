@@ -189,6 +189,7 @@ def test_a_cycle_waits_for_the_device_once(drafter, sampler):
 def test_captured_passes_wait_no_more_often(drafter, sampler):
     target, made = on_meta(drafter)
     target.capture()
+    made.capture(target)
     waits = Waits()
     assert cycles_of(target, made, sampler, waits) == waits.found.total() == CYCLES, waits
 
