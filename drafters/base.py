@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from drafters.layers import ATTENTION, prefix_causal_mask
+from drafters.layers import ATTENTION
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.common.types import Ids, Name, Text
@@ -17,11 +17,11 @@ from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
 from specbench.engine.backends.fused_modules import fuse_modules
 from specbench.engine.batch import DRAFT, by_row
-from specbench.engine.cache import DraftRows, KVCache
-from specbench.engine.captured_growth import CapturedGrowth, prepare_cache
+from specbench.engine.cache import KVCache
+from specbench.engine.captured_growth import CapturedGrowth
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
-from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler, TargetStates
+from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler
 from specbench.engine.policies import TreePolicy
 from specbench.engine.sampling import require_ids
 from specbench.engine.target import Target
@@ -201,7 +201,7 @@ class TrainedDrafter(nn.Module, Drafter):
     def optimize_for_inference(self) -> None:
         if self.lm is not None:
             self.lm.packing = self.packing
-            self.lm.optimize_for_inference()
+            self.lm.optimize_for_inference(fixed_shapes=self.captured is not None)
         else:
             fuse_modules(self.modules(), self.packing)
             self.packing.optimize([self])
@@ -210,8 +210,7 @@ class TrainedDrafter(nn.Module, Drafter):
 
     def capture(self, target: Target) -> None:
         if self.observed:
-            prepare_cache(self.cache, target.max_context, self.growth.rows)
-            self.captured = CapturedGrowth(target)
+            self.captured = CapturedGrowth(target, self.cache, self.growth.rows)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows = super().for_sequences(count, lockstep)
@@ -279,25 +278,6 @@ class TrainedDrafter(nn.Module, Drafter):
             tree = self.growth.grow(self, root, sampler, generator)  # type: ignore[arg-type]
         tree.passes = self._forwards(tree.passes)
         return tree
-
-
-def unread_tokens(states: TargetStates, bonus: int, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens [N] behind `rows` cached ones, up to the bonus; their positions [N] and mask [N, rows + N] or None."""
-    first = int(rows > 0)  # the old root was run when it was the bonus
-    tokens = torch.cat([states.tokens[first:], states.tokens.new_full((1,), bonus)])
-    positions = torch.arange(rows, rows + len(tokens), device=tokens.device)
-    return tokens, positions, prefix_causal_mask(rows, len(tokens), tokens.device)
-
-
-def level_inputs(tokens: Tensor, depth: int, visible: Tensor, rows: int | DraftRows) -> tuple[Tensor, Tensor]:
-    """Positions [F] and mask [F, rows + R] of a level to expand, which sees these of the draft's R rows. visible: [F, R]
-
-    rows: those in the cache before the draft's, the root's the last; or the cache, where it has fixed shapes.
-    """
-    if isinstance(rows, DraftRows):
-        return rows.level(tokens, depth, visible)
-    positions = torch.full_like(tokens, rows + depth - 1)
-    return positions, torch.cat([visible.new_ones(tokens.shape[0], rows), visible], 1)
 
 
 def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a LlamaConfig; its stubs make numbers optional

@@ -37,13 +37,13 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from drafters.base import TrainedDrafter, argmax_at, level_inputs, llama_config, noisy
+from drafters.base import TrainedDrafter, argmax_at, llama_config, noisy
 from drafters.distillation import DistillationLoss
 from drafters.layers import CrossAttention
 from drafters.windows import early_mask, late_mask, window_starts
 from specbench.common.types import Depth, Ids, Name, Text, Tokens, Weight
 from specbench.engine.batch import DRAFT, over_keys
-from specbench.engine.cache import DraftRows, KVCache
+from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
@@ -126,8 +126,7 @@ class Beagle(CrossAttention, TrainedDrafter):
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
         ancestors = visible[:, : visible.shape[1] - tokens.shape[0]]  # strictly: a node does not attend to itself
-        before = self.stable if isinstance(self.stable, DraftRows) else self.stable + 1  # true states and the root's
-        positions, mask = level_inputs(tokens, depth, ancestors, before)
+        positions, mask = self.cache.level(tokens, depth, ancestors, self.stable + 1)  # true states, and the root's
         return self._draft(tokens, positions, mask if self.concat else None)
 
     def _draft(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:

@@ -41,9 +41,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from drafters.base import best_ids, llama_config
 from drafters.distillation import DistillationLoss
-from drafters.layers import rotate, split_heads
+from drafters.layers import split_heads
 from drafters.levels import LevelDrafter
 from specbench.common.types import Ids, Layers, Name, Nodes, Positive, Text, Times, Units
+from specbench.engine.backends.fused_llama import rotate
 from specbench.engine.batch import share_network
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import Batch, Taps, TargetStates
@@ -103,7 +104,8 @@ class DFlash(LevelDrafter):
 
         def of(layer: Any) -> tuple[Tensor, Tensor]:
             k, v = (split_heads(part(features), self.head_dim) for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))
-            return rotate(k, *self.rotary(k, positions)), v
+            cos, sin = self.rotary(k, positions)
+            return rotate(k, cos, sin, heads=1), v
 
         return [of(layer) for layer in self.stack]
 

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafters.base import Noise, TrainedDrafter, level_inputs, llama_config, noisy, to_serving_config
+from drafters.base import Noise, TrainedDrafter, llama_config, noisy, to_serving_config
 from drafters.distillation import DistillationLoss
 from drafters.layers import prefix_causal_mask
 from specbench.common.errors import SpecBenchError
@@ -248,7 +248,7 @@ class Eagle(TrainedDrafter):
         read = tokens
         if self.inputs == "unshifted":
             read, self.row_tokens = self.row_tokens[parents + 1], torch.cat([self.row_tokens, tokens])
-        predicted = self._extend(self.rows[parents + 1], read, *level_inputs(tokens, depth, visible, self.stable))
+        predicted = self._extend(self.rows[parents + 1], read, *self.cache.level(tokens, depth, visible, self.stable))
         self.rows = torch.cat([self.rows, predicted])
         return self.target_logits(predicted)
 

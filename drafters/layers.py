@@ -15,11 +15,12 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    rotate_half,
 )
 
 from specbench.engine.attention import aligned_bias
+from specbench.engine.backends.fused_llama import rotate
 from specbench.engine.cache import KVCache
+from specbench.engine.interface import TargetStates
 
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
 BLOCK = 128  # queries a block: fewer attend to fewer keys, more make wider, faster products
@@ -30,6 +31,14 @@ def prefix_causal_mask(prefix: int, n: int, device: torch.device) -> Tensor | No
     if n == 1 or not prefix:
         return None
     return torch.ones(n, prefix + n, dtype=torch.bool, device=device).tril(prefix)
+
+
+def unread_tokens(states: TargetStates, bonus: int, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens [N] behind `rows` cached ones, up to the bonus; their positions [N] and mask [N, rows + N] or None."""
+    first = int(rows > 0)  # the old root was run when it was the bonus
+    tokens = torch.cat([states.tokens[first:], states.tokens.new_full((1,), bonus)])
+    positions = torch.arange(rows, rows + len(tokens), device=tokens.device)
+    return tokens, positions, prefix_causal_mask(rows, len(tokens), tokens.device)
 
 
 def visible_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -126,11 +135,6 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of queries or keys. x [B, H, T, Dh]; cos, sin [B, T, Dh], as rotary modules give them"""
-    return torch.addcmul(x * cos[:, None], rotate_half(x), sin[:, None])
-
-
 class CrossAttention(nn.Module):
     """A block of cross-attention and MLP, as a part of a drafter whose parameters it names."""
 
@@ -147,7 +151,8 @@ class CrossAttention(nn.Module):
     def keys_values(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of states. [B, S, D], [B, S] -> 2 x [B, H, S, Dh]"""
         k, v = (split_heads(part(states), self.head_dim) for part in (self.k, self.v))
-        return rotate(k, *self.cross_rotary(states, positions)), v
+        cos, sin = self.cross_rotary(states, positions)
+        return rotate(k, cos, sin, heads=1), v
 
     def cross_block(
         self,
@@ -162,7 +167,7 @@ class CrossAttention(nn.Module):
 
         angles: what `cross_rotary` gives for the queries' positions.
         """
-        q = rotate(split_heads(self.q(normed), self.head_dim), *angles)
+        q = rotate(split_heads(self.q(normed), self.head_dim), *angles, heads=1)
         y = x + self.o(attend(q, keys, values, mask))
         return y + self.mlp(self.mlp_norm(y))
 

@@ -18,8 +18,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    rotate_half,
 )
+
+from specbench.engine.backends.fused_llama import rotate
 
 
 class LayerSelfAttention(LlamaDecoderLayer):
@@ -37,20 +38,20 @@ class LayerSelfAttention(LlamaDecoderLayer):
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in _project(x, self.input_layernorm, projections))
         cos, sin = self._angles(x)
-        q, k = (torch.addcmul(y * cos, rotate_half(y), sin) for y in (q, k))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         x = x + attention.o_proj(self._attend(q, k, v).flatten(2))
         gate, up = _project(x, self.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj))
         return x.mean(1) + mlp.down_proj((mlp.act_fn(gate) * up).mean(1))
 
     def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of L layers, 2 x [1, L, 1, Dh], made once."""
+        """Cosines and sines of L layers, 2 x [1, L, Dh], made once."""
         length, key = x.shape[1], (x.shape[1], x.device, x.dtype)
         if key not in self.angles:
             with torch.inference_mode(False), torch.no_grad():  # so that they can be used outside of it, too
                 cos, sin = self.rotary(
                     torch.empty(0, dtype=x.dtype, device=x.device), torch.arange(length, device=x.device)[None]
                 )
-                self.angles[key] = cos[:, :, None], sin[:, :, None]
+                self.angles[key] = cos, sin
         return self.angles[key]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

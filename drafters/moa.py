@@ -48,9 +48,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from drafters.base import TrainedDrafter, argmax_at, level_inputs, llama_config, unread_tokens
+from drafters.base import TrainedDrafter, argmax_at, llama_config
 from drafters.distillation import DistillationLoss
-from drafters.layers import CrossAttention
+from drafters.layers import CrossAttention, unread_tokens
 from drafters.lsa import LayerSelfAttention
 from drafters.moa_checkpoint import PARTS, attention_shape, map_tensors
 from drafters.windows import random_windows
@@ -240,7 +240,7 @@ class MoA(CrossAttention, TrainedDrafter):
         self.logits = self._draft(s[-1:], positions[-1:], last, none)[0]
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        positions, mask = level_inputs(tokens, depth, visible, self.stable)
+        positions, mask = self.tokens_cache.level(tokens, depth, visible, self.stable)
         angles = self.rotary(self.q.weight, positions[None])
         return self._draft(self._extend(tokens, angles, mask), positions, angles, visible)
 

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from drafters.base import TrainedDrafter, argmax_at, level_inputs, llama_config, unread_tokens
+from drafters.base import TrainedDrafter, argmax_at, llama_config
 from drafters.distillation import DistillationLoss
-from drafters.layers import start_layer, start_norm
+from drafters.layers import start_layer, start_norm, unread_tokens
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import user_path
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
@@ -161,7 +161,6 @@ class Vanilla(TrainedDrafter):
 
     def capture(self, target: Target) -> None:
         if self.lm.window is None:  # whose masks need the positions of all levels
-            self.lm.captures = True
             super().capture(target)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
@@ -184,7 +183,7 @@ class Vanilla(TrainedDrafter):
         self.stable = self.cache.length
 
     def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        return self._extend(tokens, *level_inputs(tokens, depth, visible, self.stable))
+        return self._extend(tokens, *self.cache.level(tokens, depth, visible, self.stable))
 
     def _extend(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> Tensor:
         """Run N tokens behind the cache and keep their rows; logits [N, V]."""

@@ -30,12 +30,12 @@ def aligned_bias(mask: Tensor, dtype: torch.dtype, repeats: int = 1) -> Tensor:
     width = keys if mask.device.type == "cpu" else -(-keys // ALIGNMENT) * ALIGNMENT
     bias = torch.empty(batch, heads, repeats * new, width, dtype=dtype, device=mask.device)[..., :keys]
     mask = mask[:, :, None].expand(-1, -1, repeats, -1, -1)
-    torch.where(mask, *_weights(dtype, mask.device), out=bias.unflatten(2, (repeats, new)))
+    torch.where(mask, *_biases(dtype, mask.device), out=bias.unflatten(2, (repeats, new)))
     return bias
 
 
 @functools.cache
-def _weights(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _biases(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """What is added to the score of a key that is seen, and of one that is not."""
     with torch.inference_mode(False):  # so that they can be used outside of it, too
         return torch.zeros((), dtype=dtype, device=device), torch.full((), -torch.inf, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""A Transformers KV cache with preallocated rows. Knows nothing of trees or drafters.
+"""A Transformers KV cache with preallocated rows. Knows no drafter.
 
 Slot = position: row s of every layer holds the keys and values of position s. A pass appends its N rows after the
 `length` rows kept so far; `keep` then decides which of them stay. One tensor holds all layers of a device, so keeping an
@@ -158,6 +158,14 @@ class KVCache(Cache):
         """A mask over kept and new rows [..., length + N] as one over each, for a pass that reads them apart."""
         return mask[..., : self.length], mask[..., self.length :]
 
+    def level(self, tokens: Tensor, depth: int, visible: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """Positions [F] and mask [F, before + R] of F tokens at one depth of a draft, which see these of its R rows.
+
+        visible: [F, R] bool. before: rows before the draft's, the root's the last; all of the F see them.
+        """
+        positions = torch.full_like(tokens, before + depth - 1)
+        return positions, torch.cat([visible.new_ones(len(tokens), before), visible], 1)
+
     def keep(self, nodes: Tensor | None = None) -> None:
         """Keep rows of the last pass, in the given order, and drop the others. nodes: [A] of its N; None: all."""
         if nodes is not None and self.pending > 1:  # a lone row is where it belongs
@@ -262,7 +270,7 @@ class FixedRows(Cache):
 class DraftRows(FixedRows):
     """The same for the levels of a draft, each of which writes its rows behind those of the levels above.
 
-    `at` is the number of rows before the first level's. Of use where `KVCache` is: `append`, `keep`, `rows`.
+    `at` is the number of rows before the first level's. It stands in for a `KVCache` in `append`, `keep`, `rows`, `level`.
     """
 
     def __init__(self, cache: KVCache, capacity: int, at: Tensor):
@@ -282,8 +290,8 @@ class DraftRows(FixedRows):
         keys, values = self.cache.layer(layer)
         return keys[0, :, : self.capacity], values[0, :, : self.capacity]
 
-    def level(self, tokens: Tensor, depth: int, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [F] and mask [F, C] of a level of F nodes, which see these of the draft's R rows. visible: [F, R]"""
+    def level(self, tokens: Tensor, depth: int, visible: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """As `KVCache.level`, but [F, C], and `at` rows before the draft's, whatever is asked for."""
         self.new = visible.shape[1]
         real = visible.new_ones(len(tokens))
         mask = self.mask(visible, real)[0, 0] if self.new else (self._columns()[0] < self.at).expand(len(tokens), -1)

@@ -22,9 +22,15 @@ SPARE = 16  # cache rows for the root and its like
 
 
 class CapturedGrowth:
-    """The trees of one drafter, grown in fixed shapes. target: whose passes are captured, too."""
+    """The trees of one drafter, grown in fixed shapes.
 
-    def __init__(self, target: Any):
+    Args:
+        target: whose passes are captured, too. cache: the drafter's; it gets one storage for all prompts.
+        rows: nodes of a tree that are expanded.
+    """
+
+    def __init__(self, target: Any, cache: KVCache, rows: int):
+        cache.step = max(cache.step, target.max_context + rows + SPARE)
         self.target = target
         self.graphs = Graphs(target.device)
         self.at, self.root = (torch.zeros(1, dtype=torch.long, device=target.device) for _ in range(2))
@@ -66,16 +72,11 @@ class CapturedGrowth:
         return self.graphs.get(capacity, partial(_grown, drafter, self.at, self.root, capacity), lambda: states)
 
 
-def prepare_cache(cache: KVCache, positions: int, rows: int) -> None:
-    """Let a cache have one storage for all prompts: room for so many positions and the rows of a tree."""
-    cache.step = max(cache.step, positions + rows + SPARE)
-
-
 def _grown(drafter: Any, at: Tensor, root: Tensor, capacity: int, *states: Tensor) -> list[Tensor]:
     """The tree of a drafter that has observed these states behind `at` [1] rows. root: [1]"""
     behind = copy.copy(drafter)  # modules are the same
     vars(behind).update(zip(drafter.observed, states, strict=True))
-    behind.cache = behind.stable = DraftRows(drafter.cache, capacity, at)
+    behind.cache = DraftRows(drafter.cache, capacity, at)
     tree = drafter.growth.grow(behind, root, Sampler(), None)
     parts = [tree.tokens, tree.parents, tree.depths, tree.ranks, tree.ancestors]
     return [*parts, *([] if tree.confidence is None else [tree.confidence()])]

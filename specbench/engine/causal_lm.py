@@ -69,12 +69,14 @@ class CausalLM(LanguageModel):
         heads = first.k_proj.out_features // first.head_dim if hasattr(first, "k_proj") else 1
         return kernels(heads, first.head_dim, self.dtype, self.device)
 
-    def optimize_for_inference(self) -> None:
+    def optimize_for_inference(self, fixed_shapes: bool = False) -> None:
         """Make passes over few tokens fast, for decoding, by fused forward and packed products where these are faster.
 
         Call it once weights and device are final; not for training. Results stay the same but for rounding.
+
+        fixed_shapes: by a forward that can be captured, also where its own passes are not.
         """
-        self.fused = self.fused or forwards.fastest(self)
+        self.fused = self.fused or forwards.fastest(self, fixed_shapes or self.captures)
         self.packing.optimize([self.head] if self.fused else [self.decoder, self.head])
 
     def new_cache(self, capacity: int, only: Collection[int] | None = None) -> KVCache:

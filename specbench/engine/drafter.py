@@ -218,6 +218,9 @@ class Delegating(Drafter):
     def optimize_for_inference(self) -> None:
         self.base.optimize_for_inference()
 
+    def capture(self, target: Any) -> None:
+        self.base.capture(target)
+
     def timed_functions(self) -> list[TimedFunction]:
         return self.base.timed_functions()
 

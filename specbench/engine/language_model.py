@@ -35,10 +35,7 @@ class LanguageModel:
         quantised: how its layers' weights were rounded, see `backends.weight_only`; None: they were not.
         adapted: name and fingerprint of a target with an adapter, see `adapters`; None: it has none.
         made_from: the configuration of a target with random weights; None: its weights were loaded.
-        captures: does it run passes in fixed shapes, see `captured`? Set before `optimize_for_inference`.
     """
-
-    captures = False
 
     def __init__(self, model: Any, path: Path | str | None = None):  # a PreTrainedModel, whose attributes its stubs lack
         self.model = model
@@ -76,6 +73,11 @@ class LanguageModel:
     def computed_by(self) -> dict[str, Any]:
         """What computes its passes, as headers name it."""
         return {"kernels": self.kernels, **({"attention": found} if (found := self.attention) else {})}
+
+    @property
+    def captures(self) -> bool:
+        """Does it run passes in fixed shapes, see `captured`?"""
+        return False
 
     @property
     def device(self) -> torch.device:

@@ -240,8 +240,9 @@ class Dynamic(TreePolicy):
         k, logits = self.top_k, drafter.root_logits()[None]
         parts = self._constants(logits.device)
         indices, values = best_children(logits, k)  # [F, K] of the F nodes expanded last; F = 1 for the root
-        tokens, best = to_target_ids(drafter, indices).flatten(), parts.first  # [F * K]; the frontier, [K] of these
-        levels, frontiers = [(tokens, values := values.flatten())], []  # indices of frontiers in their own level
+        tokens, values = to_target_ids(drafter, indices).flatten(), values.flatten()  # [F * K]
+        levels = [(tokens, values)]
+        best, frontiers = parts.first, []  # the frontier's [K] indices in its level; those of all levels
         rows, visible = parts.below_root, parts.itself  # row of each frontier node's parent; rows that each attends to
         for depth in range(1, self.depth):
             frontiers.append(best)

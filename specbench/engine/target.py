@@ -86,6 +86,10 @@ class Target(CausalLM):
         return hashing.of({k: v for k, v in self.made_from.to_dict().items() if k not in NON_IDENTITY})[:16]
 
     @property
+    def captures(self) -> bool:
+        return self.captured is not None
+
+    @property
     def shares_passes(self) -> bool:
         """Can one pass serve several sequences, see `batch`?"""
         return self.window is None and len(self.new_cache(0).stored) == 1 and not self.captures
@@ -133,15 +137,15 @@ class Target(CausalLM):
         """
         if len(self.new_cache(0).stored) != 1:
             raise SpecBenchError("backend=graphs needs the whole target on one device; use backend=eager")
-        self.captured, self.captures = CapturedPasses(self.device), True
+        self.captured = CapturedPasses(self.device)
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        captured, self.captured, self.captures = self.captured, None, False
+        captured, self.captured = self.captured, None
         try:
             yield
         finally:
-            self.captured, self.captures = captured, captured is not None
+            self.captured = captured
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""

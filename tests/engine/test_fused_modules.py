@@ -65,7 +65,7 @@ def test_a_layer_computes_what_it_did(keys, bias, mask, rope):
 def test_gradients_take_the_modules_own_way(monkeypatch):
     plain, fused = layer(2), layer(2)
     fuse_modules(fused.modules(), Packing())
-    monkeypatch.setattr(fused_modules, "attend", None)
+    monkeypatch.setattr(fused_modules, "self_attention", None)
     for made in (plain, fused):
         outputs(made, "given").square().mean().backward()
     for (name, own), other in zip(plain.named_parameters(), fused.parameters(), strict=True):

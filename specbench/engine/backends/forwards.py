@@ -16,14 +16,14 @@ HALVED_COPIES = 2.1  # the same of a graph of weights in bfloat16, by their byte
 ROUNDING_COPIES = 0.65  # what rounding takes meanwhile, by the bytes of the weights as floats; measured with 40 M
 
 
-def fastest(model: Any) -> FusedLlama | None:
+def fastest(model: Any, fixed_shapes: bool = False) -> FusedLlama | None:
     """A forward for a `CausalLM`, or None: its own. OpenVINO's graph where it can run, else PyTorch's with few kernels.
 
     Raises `SpecBenchError` for a quantised model that OpenVINO's graph cannot run here: any other forward runs it no faster
     than its original.
     """
     if model.window is None and like_llama(model.decoder):
-        for kind in _kinds(model):
+        for kind in _kinds(model, fixed_shapes):
             made = kind(model.decoder, model.head, model.packing)
             if reproduces(made, model):
                 return made
@@ -59,11 +59,11 @@ def exact_in_half(model: Any) -> bool:
     return all(p.dtype == torch.float32 and not bool((p.view(torch.int32) & 0xFFFF).any()) for p in weights)
 
 
-def _kinds(model: Any) -> list[Callable[..., FusedLlama]]:
+def _kinds(model: Any, fixed_shapes: bool) -> list[Callable[..., FusedLlama]]:
     """The forwards to try, fastest first; of a quantised model OpenVINO's alone, which has no passes in fixed shapes."""
     others: list[Callable[..., FusedLlama]] = [FusedLlama] if model.quantised is None else []
     layers, head = (sum(p.numel() for p in part.parameters()) for part in (model.decoder.layers, model.head))
-    if model.captures or not has_openvino() or openvino_bytes(layers, head, model.quantised) > model.packing.room():
+    if fixed_shapes or not has_openvino() or openvino_bytes(layers, head, model.quantised) > model.packing.room():
         return others
     from specbench.engine.backends import openvino_llama
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, rotate_half
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
@@ -119,13 +119,13 @@ class FusedLlama:
         heads = self.products["qkv"][layer](x).unflatten(-1, (-1, self.head_dim))
         query_key, value = heads.split([self.queries + self.keys, self.keys], 2)
         own = None if append is None else partial(append, layer)
-        return attend(rotated(query_key, *rotary), value, bias, own, self.scale)
+        return self_attention(rotate_by_signed(query_key, *rotary), value, bias, own, self.scale)
 
 
 class Angles:
     """Cosines and sines of a rotary embedding, in a few kernels unless its frequencies depend on the length of the text.
 
-    signed: sines as `rotated` takes them, those of the first half of a head negative.
+    signed: sines as `rotate_by_signed` takes them, those of the first half of a head negative.
     """
 
     def __init__(self, rotary: Any, signed: bool = True):
@@ -150,19 +150,24 @@ class Angles:
         return cos.to(hidden.dtype), sin.to(hidden.dtype)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, from signed sines. x [B, T, H, Dh], cos and sin [B, T, 1, Dh]"""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int = 2) -> Tensor:
+    """Rotary position embedding of queries or keys. cos, sin [B, T, Dh]; x has an axis more, `heads`: [B, T, H, Dh]"""
+    return torch.addcmul(x * cos.unsqueeze(heads), rotate_half(x), sin.unsqueeze(heads))
+
+
+def rotate_by_signed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same in a kernel less, from signed sines. x [B, T, H, Dh], cos and sin [B, T, 1, Dh]"""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def attend(
+def self_attention(
     query_key: Tensor,
     value: Tensor,
     bias: Tensor | None,
     append: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
     scale: float,
 ) -> Tensor:
-    """Self-attention of Hq heads of queries, rotated to their positions. -> [B, T, Hq * Dh]
+    """Self-attention of Hq heads of queries. -> [B, T, Hq * Dh]
 
     Args:
         query_key: [B, T, Hq + H, Dh] rotated. value: [B, T, H, Dh].

@@ -16,11 +16,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    rotate_half,
 )
 
 from specbench.engine.attention import aligned_bias
-from specbench.engine.backends.fused_llama import STATIC_ROPE, Angles, attend, fuse, norm
+from specbench.engine.backends.fused_llama import STATIC_ROPE, Angles, fuse, norm, rotate, self_attention
 from specbench.engine.backends.packed_linear import Packing, Product
 
 
@@ -60,14 +59,14 @@ def _attention(module: Any, packing: Packing) -> Callable[..., tuple[Tensor, Non
         **_: Any,
     ) -> tuple[Tensor, None]:
         """As `LlamaAttention`, of masks [B or 1, 1, T, S] bool."""
-        cos, sin = (part[:, :, None] for part in position_embeddings)
         query_key, value = qkv(hidden_states).unflatten(-1, (-1, dim)).split([queries + keys, keys], 2)
-        rotated = torch.addcmul(query_key * cos, rotate_half(query_key), sin)
         bias = None
         if attention_mask is not None:
             bias = aligned_bias(attention_mask, hidden_states.dtype, queries // keys)
         append = None if past_key_values is None else partial(past_key_values.update, layer_idx=module.layer_idx)
-        return module.o_proj(attend(rotated, value, bias, append, module.scaling)), None
+        return module.o_proj(
+            self_attention(rotate(query_key, *position_embeddings), value, bias, append, module.scaling)
+        ), None
 
     return forward
 
