@@ -108,14 +108,15 @@ class Shards:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         shards = {name: texts for name, texts in self._by_name().items() if name == VALIDATION or not held_out}
-        total, done = sum(len(t.tokens) for texts in shards.values() for t in texts), 0
+        own = {self.folder / f"{name}.safetensors": shards[name] for name in list(shards)[process::processes]}
+        missing = {path: texts for path, texts in own.items() if not self._is_complete(path, texts)}
+        total, left = (sum(len(t.tokens) for texts in some.values() for t in texts) for some in (own, missing))
         with progress("states", total, "tokens") as show:
-            for number, (name, texts) in enumerate(shards.items()):
-                path = self.folder / f"{name}.safetensors"
-                if number % processes == process and not self._is_complete(path, texts):
-                    save_shard(path, read(self.target, texts, self.settings.states, self.settings.reading))
-                done += sum(len(t.tokens) for t in texts)
-                show(done)
+            show(total - left)
+            for path, texts in missing.items():
+                save_shard(path, read(self.target, texts, self.settings.states, self.settings.reading))
+                left -= sum(len(t.tokens) for t in texts)
+                show(total - left)
         return self.folder
 
     def _by_name(self) -> dict[str, list[Text]]:
