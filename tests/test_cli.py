@@ -215,7 +215,8 @@ def test_training_writes_weights_that_run_uses(home):
     done = typed(home, "train", *train(home, "plain"))
     assert done.returncode == 0, done.stderr[-3000:]
     provenance = json.loads((home / "out" / "plain" / "provenance.json").read_text())
-    assert provenance["tokens_seen"] > 0 and provenance["steps"] > 20 and provenance["history"][-1]["chain_tau"] >= 1
+    assert provenance["tokens_seen"] > 0 and provenance["steps"] > 20
+    assert all(point["tree_tau"] >= 1 <= point["chain_tau"] for point in provenance["history"])
     out = run(
         home, "run", "drafter=eagle2", f"drafter.weights={home / 'out' / 'plain'}", f"results={home / 'r2'}", "data.limit=1"
     )

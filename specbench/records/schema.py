@@ -51,6 +51,7 @@ class Point(TypedDict):
 
     tokens: Natural
     chain_tau: NotRequired[Measure]
+    tree_tau: NotRequired[Measure]
     n_alpha: NotRequired[Shares]
 
 

@@ -1,6 +1,7 @@
 """Figures of measurements and trainings, and what all figures share. A function returns None if nothing was measured."""
 
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -79,19 +80,23 @@ def _measured(
 
 
 def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
-    """Held-out chain tau and 0-alpha against tokens seen (Beagle, Figures 5-9). weights: drafter -> provenance."""
+    """Held-out tau and 0-alpha against tokens seen (Beagle, Figures 5-9). weights: drafter -> provenance."""
     histories = {n: [h for h in p["history"] if "chain_tau" in h and "n_alpha" in h] for n, p in weights.items()}
     histories = dict([(n, points) for n, points in histories.items() if points][:MAX_ARMS])
     if not histories:
         return None
-    figure, (left, right) = new_axes(8.0, 3.4, ncols=2)
+    with_trees = any("tree_tau" in h for points in histories.values() for h in points)
+    figure, panels = new_axes(12.0 if with_trees else 8.0, 3.4, ncols=3 if with_trees else 2)
     for points, style in zip(histories.values(), _styles(histories), strict=True):
         tokens = [h["tokens"] / 1e6 for h in points]
-        left.plot(tokens, [h["chain_tau"] for h in points], markersize=3.5, linewidth=1.1, **style)
-        right.plot(tokens, [h["n_alpha"][0] for h in points], markersize=3.5, linewidth=1.1, **style | {"label": None})
-    left.set(xlabel="training tokens seen (millions)", ylabel="held-out tau, chain of 5")
-    right.set(xlabel="training tokens seen (millions)", ylabel="held-out 0-alpha")
-    _legend(figure, left)
+        curves = [[h["chain_tau"] for h in points], [h["n_alpha"][0] for h in points]]
+        curves += [[h.get("tree_tau", math.nan) for h in points]] * with_trees
+        for axes, values in zip(panels, curves, strict=True):
+            axes.plot(tokens, values, markersize=3.5, linewidth=1.1, **style)
+            style = style | {"label": None}  # one entry in the legend
+    for axes, what in zip(panels, ("tau, chain of 5", "0-alpha", "tau, its own tree"), strict=False):
+        axes.set(xlabel="training tokens seen (millions)", ylabel=f"held-out {what}")
+    _legend(figure, panels[0])
     return figure
 
 

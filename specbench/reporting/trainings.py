@@ -21,7 +21,7 @@ COST = (
 )  # fmt: skip
 HELD_OUT = (
     "drafter", "trained parameters", "different tokens", "tokens seen", "steps", "hours",
-    "held-out chain tau [95%]", "0-alpha … 4-alpha", "trained on",
+    "held-out chain tau [95%]", "0-alpha … 4-alpha", "held-out tau, its own tree", "trained on",
 )  # fmt: skip
 
 
@@ -75,8 +75,9 @@ def held_out_lines(folder: Path, problems: list[str] | None = None) -> list[list
         if any(cycles for _, cycles in last.get("answers", [])):
             tau += _tau_bounds(last["answers"])
         alphas = " ".join(number("{:.2f}", a) for a in last.get("n_alpha", [])) or ABSENT
+        tree = number("{:.2f}", provenance["history"][-1].get("tree_tau", math.nan))
         parameters, device = f"{provenance['parameters']:,}", provenance["machine"]["device"]
-        lines.append([name, parameters, *_amounts([provenance]), tau, alphas, device])
+        lines.append([name, parameters, *_amounts([provenance]), tau, alphas, tree, device])
     return lines
 
 

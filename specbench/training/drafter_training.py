@@ -22,10 +22,11 @@ from specbench.training.features import Answer, Corpus, held_out
 from specbench.training.job import Workspace
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
 from specbench.training.plan import plan
-from specbench.training.replay import AcceptanceCounts, chain_acceptance, known_states
+from specbench.training.replay import AcceptanceCounts, chain_acceptance, known_states, replay
 from specbench.training.trainer import Trainer
 
 CALIBRATION_ANSWERS = 64  # held-out answers for a drafter's calibration
+TREE_ANSWERS = 64  # held-out answers that are replayed with the drafter's own tree, cycle by cycle
 NOT_RECIPE = ("name", "out", "minutes", "overwrite")  # left out of provenances: where and in how many parts it ran
 
 
@@ -78,7 +79,8 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
 
     def validate() -> dict[str, Any]:
         measured.append(chain_acceptance(adapted, drafter, answers))
-        return _rounded(measured[-1])
+        tree = replay(adapted, drafter, answers[:TREE_ANSWERS])
+        return {**_rounded(measured[-1]), "tree_tau": round(tree.tau, 4)}
 
     shaped_by = {
         "drafter": {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]},

@@ -13,7 +13,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -197,7 +196,7 @@ class Trainer:
         self._enter(len(settings.phases) - 1)
         for parameter in self.parameters:
             parameter.requires_grad_(True)  # whatever the last phase trained
-        self._cast(self.dtype)  # validated as it will be used
+        self._cast(self.dtype)
         if not self.history or self.history[-1]["step"] != self.step:
             self._log()
             self._save()
@@ -280,13 +279,16 @@ class Trainer:
         self.accelerator.print(f"step {self.step}/{self.total}  {losses}  {speed}", file=sys.stderr)
 
     def _log(self) -> None:
-        """Validate; between steps in the precision of training."""
+        """Validate the drafter as it will be used: in its own dtype, whatever that of the weights in training."""
         self.metrics.read(self.step)
         self.drafter.eval()
         entry = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
         entry |= {k: round(v, 5) for k, v in self.metrics.smoothed.items()}
-        with self.accelerator.autocast() if self.step < self.total else nullcontext():
-            entry |= self.validate()
+        trained = [p.data for p in self.parameters]
+        self._cast(self.dtype)
+        entry |= self.validate()
+        for parameter, data in zip(self.parameters, trained, strict=True):
+            parameter.data = data
         self.drafter.train()
         self.history.append(entry)
         self.accelerator.print(f"held out: {entry}", file=sys.stderr)

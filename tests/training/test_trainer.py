@@ -325,22 +325,25 @@ def test_epochs_of_packed_rows_may_differ_in_length(tmp_path, accumulate):
             assert torch.equal(value, resumed.drafter.state_dict()[name]), (step, name)
 
 
-def test_at_the_end_is_measured_what_will_be_used(tmp_path, monkeypatch):
-    """Between steps in the precision of training, at the end the weights as they are saved; what has ended, not at all."""
+def test_measured_is_what_will_be_used_and_training_goes_on_in_full_precision(tmp_path, monkeypatch):
+    """Weights as they are saved, at every validation; what has ended is not measured again."""
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # it holds one precision a process
-    seen = []
+    seen: list[Any] = []
+    made: Any = None
 
     def validate():
         seen.append((made.parameters[0].dtype, torch.is_autocast_enabled("cpu")))
         return {}
 
-    settings = TrainSettings(lr=0.05, epochs=2, precision="bf16", validate_minutes=-1.0)
     corpus: Any = Text()
-    for _ in range(2):
-        made = Trainer(Fake().to(torch.bfloat16), corpus, settings, validate, tmp_path)
+    ends = []
+    for folder, minutes in (("often", -1.0), ("often", -1.0), ("once", 1000.0)):
+        settings = TrainSettings(lr=0.05, epochs=2, precision="bf16", validate_minutes=minutes)
+        made = Trainer(Fake().to(torch.bfloat16), corpus, settings, validate, tmp_path / folder)
         made.run()
-    half, single = torch.bfloat16, torch.float32
-    assert seen == [(single, True)] * 9 + [(half, False)]
+        ends.append([p.clone() for p in made.parameters])
+    assert seen == [(torch.bfloat16, False)] * (10 + 1)
+    assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[2], strict=True))
 
 
 def test_the_last_phase_configures_the_drafter_even_without_a_step(tmp_path):
