@@ -26,7 +26,7 @@ from specbench.training.replay import AcceptanceCounts, chain_acceptance, known_
 from specbench.training.trainer import Trainer
 
 CALIBRATION_ANSWERS = 64  # held-out answers for a drafter's calibration
-TREE_ANSWERS = 64  # held-out answers that are replayed with the drafter's own tree, cycle by cycle
+TREE_ANSWERS = 16  # held-out answers that are replayed with the drafter's own tree: minutes where chains take seconds
 NOT_RECIPE = ("name", "out", "minutes", "overwrite")  # left out of provenances: where and in how many parts it ran
 
 
