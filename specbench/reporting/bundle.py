@@ -27,6 +27,7 @@ from specbench.reporting import (
     energy,
     figures,
     freshness,
+    learning,
     names,
     overview,
     published,
@@ -104,6 +105,7 @@ class Report:
         self.no_studies = not any(e.study for e in self.rest)
         self._judge(next(iter(by_setup))[0] if by_setup else None)
         numbers = published.load(sources.published, self.problems)
+        self.learning = learning.lines(self.weights, numbers)
         self.papers = published.tables(numbers, self.evidence, self.problems)
         self.figures = declared.all_of(self.evidence, numbers, self.cuda)
 

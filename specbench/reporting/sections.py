@@ -16,6 +16,7 @@ from specbench.reporting import (
     console,
     energy,
     engines,
+    learning,
     links,
     overview,
     published,
@@ -100,6 +101,9 @@ def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     if report.training:
         trained = Table(trainings.COST, report.training)
         folds.append(Details("What training cost", [trained, Figures(("learning_curves",))], "tables/trained.md"))
+    if report.learning:
+        parts = [Paragraph(learning.NOTE, "note"), Table(learning.COLUMNS, report.learning)]
+        folds.append(Details("What more training would bring", parts, "tables/learning.md"))
     return [Paragraph(formula, "note"), Figures(("cost",)), *folds]
 
 
