@@ -8,8 +8,8 @@
 With `batch.vocabulary` both softmaxes run over those ids alone (in no paper: it saves most of a small machine's training
 time, and the last steps should run without it).
 
-With a frozen head the gradient follows directly from the logits: (p_hat - p) head. So it is computed a few rows at a time,
-without any array of positions x vocabulary (as in Liger-Kernel's fused cross-entropy).
+The gradient follows directly from the logits, (p_hat - p) head, and so does that of a head which is trained. Both are
+computed a few rows at a time, without any array of positions x vocabulary (as in Liger-Kernel's fused cross-entropy).
 """
 
 from collections.abc import Iterator
@@ -28,19 +28,29 @@ CPU_LOGITS, DEVICE_LOGITS = 2**21, 2**27  # per chunk: as many as fit into a CPU
 MIN_ROWS = 256  # per chunk, which reads the whole head
 
 
+def chunk_of(ids: int, device: torch.device) -> int:
+    """Positions whose logits of so many ids are computed at once."""
+    return max(MIN_ROWS, (CPU_LOGITS if device.type == "cpu" else DEVICE_LOGITS) // ids)
+
+
+def probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[m, K] -> p [m, K] in float32 and its argmax [m, 1]"""
+    logits = logits.float()
+    return logits.softmax(-1), top(logits, 1)[1]
+
+
 class DistillationLoss:
     """The target's states and probabilities at the scored positions of a batch.
 
     Args:
-        batch: states to be predicted. head: the target's, frozen.
+        batch: states to be predicted. head: the drafter's, mostly the target's own, frozen.
         uses: number of calls of `loss`; for several the target's probabilities are kept.
     """
 
     def __init__(self, batch: Batch, head: nn.Linear, uses: int = 1):
         self.scored, self.states = batch.scored, batch.states[batch.scored]  # [M, D]
         self.rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]  # [K, D]
-        logits = CPU_LOGITS if self.states.device.type == "cpu" else DEVICE_LOGITS
-        self.chunk = max(MIN_ROWS, logits // len(self.rows))
+        self.chunk = chunk_of(len(self.rows), self.states.device)
         self.keep = uses > 1
         self.known: list[tuple[Tensor, Tensor]] = []
 
@@ -50,8 +60,7 @@ class DistillationLoss:
             yield from self.known
             return
         for states in self.states.split(self.chunk):
-            logits = F.linear(states, self.rows).float()
-            found = logits.softmax(-1), top(logits, 1)[1]
+            found = probabilities(F.linear(states, self.rows))
             if self.keep:
                 self.known.append(found)
             yield found
@@ -78,9 +87,14 @@ class DistillationLoss:
         """
         guess = predicted[self.scored]  # [M, D]
         smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float(), reduction="none").mean(-1)  # [M]
-        terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self, classification, topk, topk_weight, ranking, top_p)
-        each = regression * smooth_l1 + terms
-        loss = each.mean() if weights is None else (weights[self.scored] * each).sum()
+        w = (
+            guess.new_full((len(guess),), 1 / max(1, len(guess)), dtype=torch.float32)
+            if weights is None
+            else weights[self.scored]
+        )
+        options = classification, topk, topk_weight, ranking, top_p
+        terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self.rows, w, self, *options)
+        loss = regression * (w * smooth_l1).sum() + terms
         shown = torch.stack([smooth_l1.detach(), cross_entropy, agrees.float()])  # [3, M]
         if logged is not None:
             shown = shown[:, logged[self.scored]]
@@ -117,6 +131,8 @@ class _OverVocabulary(torch.autograd.Function):
     def forward(
         ctx: Any,
         guess: Tensor,
+        rows: Tensor,
+        weights: Tensor,
         teacher: DistillationLoss,
         classification: float,
         topk: int,
@@ -124,39 +140,46 @@ class _OverVocabulary(torch.autograd.Function):
         ranking: Ranking,
         top_p: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """guess [M, D] -> [M] each: classification * CE + topk_weight * TopK, CE alone, does the argmax agree?"""
+        """guess [M, D], rows of the head [K, D], weights of positions [M]
+        -> their weighted sum of classification * CE + topk_weight * TopK; [M] each: CE alone, does the argmax agree?"""
         terms, entropies, hits, gradients = [], [], [], []
-        for (p, best), states in zip(teacher.chunks(), guess.split(teacher.chunk), strict=True):
-            product = F.linear(states, teacher.rows)
+        of_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        parts = zip(teacher.chunks(), guess.split(teacher.chunk), weights.split(teacher.chunk), strict=True)
+        for (p, best), states, weight in parts:
+            product = F.linear(states, rows)
             log_q = product.float()  # [m, K], in place from here on
             hits.append(log_q.gather(-1, best) == log_q.amax(-1, keepdim=True))
             log_q.sub_(log_q.logsumexp(-1, keepdim=True))
             entropies.append(-(p * log_q).sum(-1))
-            terms.append(classification * entropies[-1])
+            value = classification * entropies[-1]
             share: Any = classification
             summed = bool(topk_weight) and ranking not in BY_AUTOGRAD
             if topk_weight and not summed:
-                value, more = with_slope(ranking, p, product, topk)
-                terms[-1] = terms[-1] + topk_weight * value
+                ranked, more = with_slope(ranking, p, product, topk)
+                value = value + topk_weight * ranked
             if summed:
                 mass, ids = weighted_ids(ranking, p, log_q, topk, top_p)
-                terms[-1] = terms[-1] - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1)
+                value = value - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1)
                 share = classification + topk_weight * mass.sum(-1, keepdim=True)
-            if ctx.needs_input_grad[0]:
+            terms.append((weight * value).sum())
+            if any(ctx.needs_input_grad[:2]):
                 slope = log_q.exp_().mul_(share).sub_(p, alpha=classification)  # of the terms, by logit
                 if summed:
                     slope.scatter_add_(-1, ids, -topk_weight * mass)
                 elif topk_weight:
                     slope.add_(more, alpha=topk_weight)
-                gradients.append((slope.to(product.dtype) @ teacher.rows).float())
-        if gradients:
-            ctx.save_for_backward(torch.cat(gradients))
-        ctx.dtype = guess.dtype
-        result = torch.cat(terms), torch.cat(entropies), torch.cat(hits)[:, 0]
+                slope = slope.to(product.dtype)
+                gradients.append(weight[:, None] * (slope @ rows).float())
+                if of_rows is not None:
+                    of_rows += (slope.T @ (weight[:, None] * states).to(slope.dtype)).float()
+        ctx.save_for_backward(torch.cat(gradients) if gradients else None, of_rows)
+        ctx.dtypes = guess.dtype, rows.dtype
+        result = torch.stack(terms).sum(), torch.cat(entropies), torch.cat(hits)[:, 0]
         ctx.mark_non_differentiable(*result[1:])
         return result
 
     @staticmethod
-    def backward(ctx: Any, terms: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors  # float32, so that a loss scale is applied before anything can underflow
-        return (terms[:, None] * gradient).to(ctx.dtype), None, None, None, None, None, None
+    def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        # float32, so that a loss scale is applied before anything can underflow
+        own = [None if g is None else (scale * g).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return (*own, *[None] * 7)

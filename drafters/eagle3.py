@@ -34,25 +34,23 @@ head of its own with 8192 ids would be 9.4 MB; with 4096 ids, 90% of the tokens 
 it would leave the MLP 112 units. The loss is the mean over scored positions (official code: over all of the batch,
 padding and prompts included, which is a constant factor for a given batch); the head starts as the target's rows and
 final norm, not at random; in targets of fewer than six layers the tapped layers are cut to those there are; no noise,
-as in the official code; `train.settings.vocabulary` is not heeded, since the head's vocabulary is small as it is.
+as in the official code; a loss that `train.settings` confines runs over those of its ids that are in the draft vocabulary.
 `norm_output` of a published configuration is read as servers read it (SpecForge's own training feeds back the output
 without a norm all the same).
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from drafters.base import llama_config, to_serving_config
-from drafters.distillation import CPU_LOGITS, DEVICE_LOGITS, MIN_ROWS
+from drafters.distillation import DistillationLoss, chunk_of, probabilities
 from drafters.eagle import Eagle, following
 from drafters.moa_checkpoint import attention_shape
 from specbench.common.errors import SpecBenchError
@@ -126,7 +124,7 @@ class Eagle3(Eagle):
         for part in ("q_proj", "k_proj", "v_proj"):
             setattr(layer.self_attn, part, nn.Linear(2 * width, getattr(layer.self_attn, part).out_features, bias=False))
         self.rotary, self.cache = LlamaRotaryEmbedding(config), KVCache(1, 0)
-        self.target_logits, self.teacher = self.draft_logits, target.logits
+        self.target, self.target_logits = target, self.draft_logits
         if target.device.type == "meta" or self.checkpoint is not None:
             return
         listed = None if count == target.vocab_size else self.draft_from(target, count, OPTION)
@@ -225,66 +223,68 @@ class Eagle3(Eagle):
 
     def draft_logits(self, states: Tensor) -> Tensor:
         """Over the draft vocabulary, of what the network returns. [..., D] -> [..., v]"""
-        return self.lm_head(states if self.norm_output else self.norm(states))
+        return self.lm_head(self._normed(states))
+
+    def _normed(self, states: Tensor) -> Tensor:
+        return states if self.norm_output else self.norm(states)
 
     # Training -------------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """The sum over passes; other values logged are the first one's. `covered`: positions that add to the loss."""
+        """The sum over passes; others are means of the first one, over positions that add to the loss: `covered` of all."""
         truth = following(batch)
-        scored, position = truth.scored, truth.positions[truth.scored]
-        p, covered, best = self._truth(truth.states[scored])
+        teacher = _DraftVocabulary(truth, self)
         states = self.known_states(batch.states, batch.hidden)[:, :-1]
-        count, weight, losses, agree = max(1, len(position)), 1.0, [], None
+        count, weight, losses, shown = max(1, int(truth.scored.sum())), 1.0, [], dict[str, Tensor]()
         for step, predicted in enumerate(self.aligned(states, batch, self.steps)):
-            entropy, drafted = self._entropies(predicted[scored], p)
-            reached = covered & (position >= step)  # earlier rows of a sequence have no pass before this one
-            losses.append(weight * (entropy * reached).sum() / count)
-            agree = (drafted == best).float().sum() / count if agree is None else agree
+            reached = teacher.covered & (truth.positions >= step)  # earlier rows of a sequence have no pass before this one
+            metrics = teacher.loss(
+                self._normed(predicted), 0.0, 1.0, weights=weight / count * reached, logged=teacher.covered
+            )
+            shown = shown or {name: metrics[name] for name in ("classification", "agreement")}
+            losses.append(metrics["loss"])
             weight *= self.beta
-        assert agree is not None
-        shown = {"classification": losses[0].detach(), "agreement": agree, "covered": covered.float().sum() / count}
-        return {"loss": torch.stack(losses).sum(), **shown}
+        return {"loss": torch.stack(losses).sum(), **shown, "covered": teacher.covered.float().sum() / count}
 
-    @torch.no_grad()
-    def _truth(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """p' [M, v] of the target's states [M, D]; is its likeliest id in the draft vocabulary, and which one there? [M]"""
-        found = []
-        for part in self._chunks(states, self.head.out_features if self.listed is None else self.listed.size):
-            logits = self.teacher(part)
-            best = logits.argmax(-1)
-            if self.listed is not None:
-                logits = logits[:, self.listed.ids]
-                inside, best = self._index(logits.device)[best] >= 0, self._index(logits.device)[best]
+
+class _DraftVocabulary(DistillationLoss):
+    """The target's probabilities over the draft vocabulary, or over those of its ids that a confined loss names.
+
+    Attributes:
+        covered: [B, T] scored positions whose likeliest id of the target is in the draft vocabulary; all that are scored in
+            a confined loss, which leaves the other ids' logits out.
+    """
+
+    def __init__(self, truth: Batch, drafter: Eagle3):
+        super().__init__(replace(truth, vocabulary=None), drafter.lm_head, uses=drafter.steps)
+        self.covered = truth.scored
+        logits_of: Callable[[Tensor], Tensor] = drafter.target.logits
+        listed, ids = drafter.listed, truth.vocabulary
+        index = None if listed is None else _indices(listed)
+        if ids is not None:
+            own = ids if index is None else index[ids]
+            self.rows, logits_of = self.rows[own[own >= 0]], vocabularies.Head(drafter.target, ids[own >= 0])
+        with torch.no_grad():
+            if ids is None and listed is not None and index is not None:
+                self._restrict(logits_of, listed, index)
             else:
-                inside = torch.ones_like(best, dtype=torch.bool)
-            found.append((logits.float().softmax(-1), inside, best))
-        p, inside, best = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return p, inside, best
+                self.known = [probabilities(logits_of(x)) for x in self.states.split(self.chunk)]
 
-    def _index(self, device: torch.device) -> Tensor:
-        """[V] index in the draft vocabulary, -1 outside."""
-        assert self.listed is not None
-        index = torch.full((self.listed.size,), -1, device=device)
-        index[self.listed.ids] = torch.arange(len(self.listed.ids), device=device)
-        return index
+    def _restrict(self, logits_of: Callable[[Tensor], Tensor], listed: vocabularies.DraftVocabulary, index: Tensor) -> None:
+        """Of all logits take the draft vocabulary's, and note whose likeliest id is in it."""
+        covered = []
+        self.chunk = chunk_of(listed.size, self.states.device)
+        for states in self.states.split(self.chunk):
+            logits = logits_of(states)
+            covered.append(index[logits.argmax(-1)] >= 0)
+            self.known.append(probabilities(logits[:, listed.ids]))
+        self.covered = self.covered.masked_scatter(self.covered, torch.cat(covered))
 
-    def _entropies(self, states: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy with p [M, v] and likeliest index of states [M, D], whose logits are never kept. -> 2 x [M]"""
 
-        def of_chunk(part: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-            logits = self.draft_logits(part).float()
-            return cross_entropy(logits, p, reduction="none"), logits.argmax(-1)
-
-        run = partial(recomputed, of_chunk, use_reentrant=False) if torch.is_grad_enabled() else of_chunk
-        width = self.lm_head.out_features
-        parts = [run(*pair) for pair in zip(self._chunks(states, width), self._chunks(p, width), strict=True)]
-        entropies, drafted = (torch.cat(x) for x in zip(*parts, strict=True))
-        return entropies, drafted
-
-    def _chunks(self, rows: Tensor, width: int) -> tuple[Tensor, ...]:
-        """[M, …] in parts whose logits of this width are few enough to be held."""
-        return rows.split(max(MIN_ROWS, (CPU_LOGITS if rows.device.type == "cpu" else DEVICE_LOGITS) // width))
+def _indices(listed: vocabularies.DraftVocabulary) -> Tensor:
+    """[V] index in the draft vocabulary, -1 outside."""
+    index = torch.full((listed.size,), -1, device=listed.ids.device)
+    return index.index_copy_(0, listed.ids, torch.arange(len(listed.ids), device=index.device))
 
 
 def tapped_layers(layers: int) -> list[int]:

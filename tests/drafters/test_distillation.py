@@ -58,6 +58,27 @@ def test_it_is_the_definition_with_its_gradient(vocabulary, topk_weight, rows, m
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(5, 70)])
+@pytest.mark.parametrize("topk_weight", [0.0, 0.7])
+def test_a_head_that_is_trained_gets_its_gradient(vocabulary, topk_weight, monkeypatch):
+    """With p held fixed, over weighted positions, beside that of the states."""
+    monkeypatch.setattr(distillation, "MIN_ROWS", 4)
+    monkeypatch.setattr(distillation, "CPU_LOGITS", 1)
+    batch, head, predicted = setting(vocabulary)
+    head.requires_grad_(True)
+    weights = torch.rand(B, T)
+    rows = head.weight if vocabulary is None else head.weight[vocabulary]
+    p = (batch.states[batch.scored] @ rows.T).softmax(-1).detach()
+    log_q = (predicted[batch.scored] @ rows.T).log_softmax(-1)
+    mass, ids = p.topk(5)
+    each = -0.3 * (p * log_q).sum(-1) - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1)
+    expected = (weights[batch.scored] * each).sum()
+    found = DistillationLoss(batch, head).loss(predicted, 0.0, 0.3, 5, topk_weight, weights=weights)["loss"]
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(x, (predicted, head.weight)) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
 def written_out(ranking, p, z, k, top_p):
     """Each loss of one position, id by id. p, z: [V]"""
     log_q, likely = z.log_softmax(-1), p.argsort(descending=True).tolist()

@@ -176,8 +176,34 @@ def test_the_loss_is_the_targets_share_of_the_listed_ids(target):
                     hits += s == 0 and listed[int(own.argmax())] == int(logits.argmax())
     assert 0 < covered < count, "ids of both kinds must occur"
     shown = {n: float(x.detach()) for n, x in found.items()}
-    expected = {"loss": total, "classification": first, "agreement": hits / count, "covered": covered / count}
+    expected = {
+        "loss": total,
+        "classification": first * count / covered,
+        "agreement": hits / covered,
+        "covered": covered / count,
+    }
     assert shown == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [(NARROW,), ()])
+def test_a_confined_loss_runs_over_the_listed_ids_that_it_names(target, options):
+    """Both softmaxes over the same ids, every scored position counting, as with the other drafters."""
+    made, batch = make("eagle3", target, *options, "+drafter.steps=2"), batch_of(target, rows=2, length=9)
+    batch.vocabulary = torch.arange(0, target.vocab_size, 3)
+    found = made.loss(batch)
+    listed = ORDER[:COUNT].tolist() if options else list(range(target.vocab_size))
+    ids = [x for x in batch.vocabulary.tolist() if x in listed]
+    with torch.no_grad():
+        total, scored = 0.0, batch.scored[:, 1:]
+        for s, states in enumerate(outputs(made, batch)):
+            for row, i in scored.nonzero().tolist():
+                if i >= s:
+                    p = target.logits(batch.states[row, i + 1])[ids].softmax(-1)
+                    log_q = made.draft_logits(states[row, i])[[listed.index(x) for x in ids]].log_softmax(-1)
+                    total -= 0.8**s * float((p * log_q).sum()) / int(scored.sum())
+    assert float(found["loss"].detach()) == pytest.approx(total, rel=1e-4) and float(found["covered"]) == 1.0
+    found["loss"].backward()
+    assert (made.lm_head.weight.grad is not None) == made.own_head
 
 
 def test_early_rows_of_a_sequence_have_no_later_passes():
