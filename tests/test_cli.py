@@ -362,6 +362,18 @@ def test_training_online_equals_training_stored(home):
     assert logs[0]["loss"] == pytest.approx(logs[1]["loss"], rel=2e-2)
 
 
+def test_training_on_stored_layers_equals_training_online(home):
+    """EAGLE-3 reads three layers: from disk where the corpus stores them."""
+    logs = []
+    options = ["drafter=eagle3", "drafter.draft_vocabulary=null", "train.settings.steps=3"]
+    for name, more in (("beside", []), ("read", ["train.corpus.layers=[0,1]"])):
+        out = run(home, "train", *train(home, name, *options, *more))
+        logs.append(json.loads((home / "out" / name / "provenance.json").read_text())["history"][-1])
+    assert list((home / "cache" / "corpora").rglob("layer-0/shard-*.safetensors")), out
+    assert logs[0]["tokens"] == logs[1]["tokens"]
+    assert logs[0]["loss"] == pytest.approx(logs[1]["loss"], rel=2e-2)
+
+
 def test_training_says_what_it_takes_and_refuses_what_cannot_fit(home):
     message = run(home, "train", *train(home, "plan", "train.settings.steps=2"))
     assert "plan: corpus" in message and "GB free" in message

@@ -23,7 +23,7 @@ from pydantic import Field
 from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path, write_file
-from specbench.common.types import Count, Rows, Seed, Temperature, Times, Tokens
+from specbench.common.types import Count, Few, Rows, Seed, Temperature, Times, Tokens
 from specbench.data import corpus_file
 from specbench.data.chat import Chat, Message
 from specbench.data.corpus_file import Text
@@ -33,7 +33,7 @@ from specbench.training.writer import Lengths, Precision, Prompt, fastest, write
 MAX_CHARACTERS = 12  # of a token; longer questions are dropped without counting their tokens
 MIN_ANSWER = 32  # tokens that an answer must have room for, or its question is not asked
 # options that say how much, where and how it is written, not what it is
-NON_IDENTITY_KEYS = ("tokens", "draws", "states", "shard", "rows", "reading")
+NON_IDENTITY_KEYS = ("tokens", "draws", "states", "layers", "shard", "rows", "reading")
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ class CorpusSettings:
     system: str | None = None
     tokens: Count | None = None
     states: bool = True
+    layers: Annotated[tuple[Few, ...], Field(max_length=16)] = ()
     shard: Count = 96
     rows: Rows = 128
     precision: Precision = "target"
     reading: Literal["auto", "target"] = "target"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings a list
+        object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings lists
+        object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
 
     def identity(self) -> dict[str, Any]:
         """The settings that determine the text."""

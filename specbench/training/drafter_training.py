@@ -16,6 +16,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT
 from specbench.engine import weights
 from specbench.engine.adapters import Adapter
+from specbench.engine.interface import Taps
 from specbench.engine.target import Target
 from specbench.records.schema import WEIGHTS
 from specbench.training.features import Answer, Corpus, held_out
@@ -67,7 +68,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     if drafter.counted:
         return _count(workspace, drafter)
     adapted = drafter.adapt(target)
-    online = job.online or not job.corpus.states or drafter.taps.reads_layers  # shards hold last states only
+    online = job.online or not job.corpus.states or not _stored(drafter.taps, workspace)
     processes.print(plan(job, workspace.shards, drafter, online), flush=True)
     if job.build:
         workspace.build_corpus()
@@ -114,6 +115,12 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     return Trained(drafter, answers, provenance, adapted, adapter=adapter)
 
 
+def _stored(taps: Taps, workspace: Workspace) -> bool:
+    """Do the corpus's shards hold all that a drafter reads?"""
+    taps, stored = taps.resolve(workspace.target.layers), workspace.text.settings.layers
+    return not taps.kv and set(taps.hidden) <= {*stored}
+
+
 def _corpus(workspace: Workspace, drafter: Any, online: bool) -> Corpus:
     """The training corpus, whose states the target computes in the loop if `online`."""
     job, writing = workspace.job, workspace.text.settings
@@ -123,7 +130,7 @@ def _corpus(workspace: Workspace, drafter: Any, online: bool) -> Corpus:
         job.answers_only,
         job.settings.seed,
         workspace.target if online else None,
-        drafter.taps,
+        drafter.taps.resolve(workspace.target.layers),
         writing.tokens,
         job.row_tokens,
         writing.reading,

@@ -1,7 +1,7 @@
 """Batches of token ids and target states, read from shards or computed by the frozen target.
 
 Knows the target and the shards, no drafter. With states on disk ("stored") every drafter shares one pass of the target;
-without them, or where a drafter reads more than the last hidden state, the target computes them per batch ("online").
+without them, or where a drafter reads layers that are not there, the target computes them per batch ("online").
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Corpus:
     Args:
         folder: of shards. online: the target that computes states (and tapped layers) per batch; None reads them.
         batch: rows a batch. answers_only: score only states that lead to an answer token.
-        taps: layers read beside the last state; needs `online`.
+        taps: layers read beside the last state: without `online` stored outputs of them.
         limit: use this many tokens' worth of shards at most.
         row_tokens: pack sequences end to end into rows of this many tokens (longer ones are cut off behind them); None
             gives each a row of its own, padded behind it.
@@ -62,7 +62,7 @@ class Corpus:
         for path in sorted(folder.glob("shard-*.safetensors")):
             if limit is not None and self.tokens >= limit:
                 break
-            shard = read_shard(path)
+            shard = read_shard(path, () if online is not None else self.taps.hidden)
             if shard.states is None and online is None:
                 raise SpecBenchError(f"{path} holds no states; build the corpus with states or train online")
             self.sequences += [(path, a, b) for a, b in itertools.pairwise(shard.starts) if b - a > 2]
@@ -109,6 +109,10 @@ class Corpus:
             self._compute_states(batch, self.online, dtype)
         else:
             batch.states = join(lambda shard, a, b: shard.states[a:b]).to(dtype)  # type: ignore[index]
+            batch.hidden = {
+                layer: join(lambda shard, a, b, layer=layer: shard.layers[layer][a:b]).to(dtype)  # type: ignore[misc]
+                for layer in self.taps.hidden
+            }
         return batch
 
     def _compute_states(self, batch: Batch, target: Target, dtype: torch.dtype) -> None:

@@ -99,6 +99,7 @@ def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, row
             begin = time.perf_counter()
             drafter.configure(**phase.drafter)
             batch = Batch(tokens, states, everywhere, everywhere.clone(), progress=progress + phase.share / 2)
+            batch.hidden = dict.fromkeys(drafter.taps.hidden, states)
             if online:
                 batch.states, batch.hidden, batch.kv = target.tapped(tokens, drafter.taps)
             count = settings.vocabulary_in(phase)

@@ -4,12 +4,13 @@ Knows the target and the corpus's text, no drafter: all drafters share the one p
 
     shard-00007.safetensors    tokens [n] int32 | states [n, D] (optional) | answer [n] uint8 | starts [sequences + 1] |
                                index [sequences] of the conversations in the corpus
+    layer-14/shard-00007.safetensors    states [n, D], outputs of layer 14, for drafters that read layers (optional)
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
 from specbench.data.corpus_file import Text
+from specbench.engine.interface import Taps
 from specbench.engine.target import Target
 from specbench.training.corpus import Writer
 from specbench.training.precision import wide
@@ -38,34 +40,46 @@ class Sequence:
     tokens: Tensor  # [T] int64
     answer: Tensor  # [T] bool: True on the assistant's tokens
     states: Tensor | None = None  # [T, D] post-norm
+    layers: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> its output [T, D]
 
 
-def read(target: Target, texts: list[Text], states: bool = True, precision: str = "target") -> list[Sequence]:
+def read(
+    target: Target, texts: list[Text], states: bool = True, precision: str = "target", layers: tuple[int, ...] = ()
+) -> list[Sequence]:
     """Texts with the target's states, in the given order; neighbours in length share a right-padded pass."""
     parts: list[list[int]] = []
     waiting = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
-    while waiting and states:
+    while waiting and (states or layers):
         rows = max(1, READ_TOKENS // len(texts[waiting[-1]].tokens))
         parts.append(waiting[-rows:])
         waiting = waiting[:-rows]
 
     @torch.no_grad()
-    def run(part: list[int]) -> dict[int, Tensor]:
+    def run(part: list[int]) -> dict[int, list[Tensor]]:
+        """By text the last states and those of the layers."""
         longest = len(texts[part[-1]].tokens)
         padded = [texts[i].tokens + [0] * (longest - len(texts[i].tokens)) for i in part]
         tokens = torch.tensor(padded, device=target.device)
         positions = torch.arange(longest, device=target.device).expand_as(tokens)
-        with wide(precision, target.device, target.hidden_size):
-            last = target.run(tokens, positions, None, None)  # causal, so no real token sees the padding
-        return {i: last[row, : len(texts[i].tokens)].to("cpu", torch.bfloat16) for row, i in enumerate(part)}
+        with wide(precision, target.device, target.hidden_size):  # causal, so no real token sees the padding
+            if layers:
+                last, hidden, _ = target.tapped(tokens, Taps(hidden=layers), positions)
+                found = [last, *(hidden[layer] for layer in layers)]
+            else:
+                found = [target.run(tokens, positions, None, None)]
+        return {i: [x[row, : len(texts[i].tokens)].to("cpu", torch.bfloat16) for x in found] for row, i in enumerate(part)}
 
-    by_text = {i: last for done in _in_parallel(run, parts, target.device) for i, last in done.items()}
+    # a target notes the layers of one pass at a time
+    done = map(run, parts) if layers else _in_parallel(run, parts, target.device)
+    by_text = {i: found for part in done for i, found in part.items()}
     sequences = []
     for i, text in enumerate(texts):
         answer = torch.zeros(len(text.tokens), dtype=torch.bool)
         for begin, end in text.spans:
             answer[begin:end] = True
-        sequences.append(Sequence(text.index, torch.tensor(text.tokens), answer, by_text.get(i)))
+        last, *hidden = by_text.get(i, (None,))
+        named = dict(zip(layers, hidden, strict=False))
+        sequences.append(Sequence(text.index, torch.tensor(text.tokens), answer, last if states else None, named))
     return sequences
 
 
@@ -87,10 +101,14 @@ class Shards:
 
     def __init__(self, text: Writer):
         self.text, self.settings, self.target, self.folder = text, text.settings, text.target, text.folder
+        if beyond := [layer for layer in self.settings.layers if layer >= self.target.layers]:
+            raise SpecBenchError(
+                f"train.corpus.layers: there is no layer {beyond[0]}; the target has {self.target.layers}, from 0"
+            )
 
     @property
     def bytes_per_token(self) -> int:
-        return 5 + (2 * self.target.hidden_size if self.settings.states else 0)  # states in bfloat16
+        return 5 + 2 * self.target.hidden_size * (self.settings.states + len(self.settings.layers))  # in bfloat16
 
     def tokens(self) -> tuple[int, int]:
         """Training tokens of the text to be used, and tokens whose shards are missing or lack newer text."""
@@ -114,7 +132,8 @@ class Shards:
         with progress("states", total, "tokens") as show:
             show(total - left)
             for path, texts in missing.items():
-                save_shard(path, read(self.target, texts, self.settings.states, self.settings.reading))
+                settings, layers = self.settings, self._layers_of(path)
+                save_shard(path, read(self.target, texts, settings.states, settings.reading, layers))
                 left -= sum(len(t.tokens) for t in texts)
                 show(total - left)
         return self.folder
@@ -140,11 +159,23 @@ class Shards:
         if not path.exists():
             return False
         shard = read_shard(path)
-        return shard.index == [t.index for t in texts] and (shard.states is not None or not self.settings.states)
+        has_layers = all(layer_file(path, layer).is_file() for layer in self._layers_of(path))
+        if shard.index != [t.index for t in texts]:
+            return False
+        return has_layers and (shard.states is not None or not self.settings.states)
+
+    def _layers_of(self, path: Path) -> tuple[int, ...]:
+        """The layers whose outputs are stored beside a shard: of held-out dialogues the target computes them."""
+        return () if path.stem == VALIDATION else self.settings.layers
+
+
+def layer_file(shard: Path, layer: int) -> Path:
+    """The file with a layer's outputs beside a shard."""
+    return shard.parent / f"layer-{layer}" / shard.name
 
 
 def save_shard(path: Path, sequences: list[Sequence]) -> None:
-    """Lay sequences end to end in one safetensors file, atomically; states in bfloat16."""
+    """Lay sequences end to end in one safetensors file, and in one for each layer, atomically; states in bfloat16."""
     tensors = {
         "tokens": torch.cat([s.tokens for s in sequences]).int(),
         "answer": torch.cat([s.answer for s in sequences]).to(torch.uint8),
@@ -154,6 +185,10 @@ def save_shard(path: Path, sequences: list[Sequence]) -> None:
     states = [s.states for s in sequences if s.states is not None]
     if len(states) == len(sequences):
         tensors["states"] = torch.cat(states).to(torch.bfloat16)
+    for layer in sequences[0].layers:
+        layer_file(path, layer).parent.mkdir(exist_ok=True)
+        with atomic_path(layer_file(path, layer)) as temporary:
+            save_file({"states": torch.cat([s.layers[layer] for s in sequences]).to(torch.bfloat16)}, temporary)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary)
 
@@ -167,10 +202,11 @@ class Shard:
     states: Tensor | None  # [n, D] bfloat16
     starts: list[int]  # where its sequences begin, and the last one's end
     index: list[int] | None  # of their conversations; None: of an older format
+    layers: Mapping[int, Tensor]  # layer -> its outputs [n, D] bfloat16
 
 
-def read_shard(path: Path) -> Shard:
-    """Map a shard. Raises `SpecBenchError` for one that is not there or damaged."""
+def read_shard(path: Path, layers: tuple[int, ...] = ()) -> Shard:
+    """Map a shard and these layers of it. Raises `SpecBenchError` for one that is not there or damaged."""
     if not path.is_file():
         raise SpecBenchError(f"{path} is not there; build the corpus (train.build=true)")
     with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as file:
@@ -180,4 +216,16 @@ def read_shard(path: Path) -> Shard:
         if starts[:1] != [0] or starts != sorted(starts) or lengths != {starts[-1]}:
             raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
         index = tensors["index"].tolist() if "index" in tensors else None
-        return Shard(tensors["tokens"], tensors["answer"], tensors.get("states"), starts, index)
+        hidden = {layer: _read_layer(layer_file(path, layer), starts[-1]) for layer in layers}
+        return Shard(tensors["tokens"], tensors["answer"], tensors.get("states"), starts, index, hidden)
+
+
+def _read_layer(path: Path, tokens: int) -> Tensor:
+    """Map a layer's outputs [n, D] of so many tokens."""
+    if not path.is_file():
+        raise SpecBenchError(f"{path} is not there; build the corpus (train.build=true)")
+    with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as file:
+        states: Tensor = file.get_tensor("states")
+        if len(states) != tokens:
+            raise ValueError("it is of another shard")
+        return states

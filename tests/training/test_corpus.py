@@ -366,3 +366,42 @@ def test_questions_that_leave_no_room_for_an_answer_are_not_asked(tmp_path):
     short = writer(tiny(), tmp_path, text_tokens=10)  # questions have 5 to 6 ids, an answer at least 8
     short.write()
     assert short.texts() == []
+
+
+def test_outputs_of_layers_are_stored_beside_the_states(tmp_path):
+    """Written for a corpus that has its states already, then read as the target computes them."""
+    target, settings = tiny(), {"layers": [2, 0, 2]}
+    text = writer(target, tmp_path)
+    text.write()
+    bare = Shards(text)
+    folder, less = bare.build(), bare.bytes_per_token
+    shards = Shards(writer(target, tmp_path, **settings))
+    used, unread = shards.tokens()
+    assert shards.build() == folder and unread == used and shards.tokens()[1] == 0, "held-out dialogues need no layers"
+    assert shards.bytes_per_token == less + 2 * 2 * target.hidden_size
+    assert {p.parent.name for p in folder.glob("layer-*/*")} == {"layer-0", "layer-2"}
+    assert not bare.tokens()[1], "one that needs no layers finds its states"
+    taps = Taps(hidden=(2,), last=False)
+    stored, online = Corpus(folder, 4, False, 0, taps=taps), Corpus(folder, 4, False, 0, online=target, taps=taps)
+    items = stored.batches(0)[0]
+    a, b = (corpus.load(items, torch.device("cpu"), torch.float32) for corpus in (stored, online))
+    assert a.hidden.keys() == b.hidden.keys() == {2}
+    torch.testing.assert_close(a.hidden[2][a.valid], b.hidden[2][b.valid], atol=3e-2, rtol=1e-2)
+
+
+def test_a_layer_that_is_missing_damaged_or_not_the_targets_is_named(tmp_path):
+    target = tiny()
+    text = writer(target, tmp_path, layers=[1])
+    text.write()
+    folder = Shards(text).build()
+    path = sorted(folder.glob("layer-1/*"))[0]
+    with pytest.raises(SpecBenchError, match=r"layer-0/shard-\d+\.safetensors is not there; build the corpus"):
+        Corpus(folder, 4, False, 0, taps=Taps(hidden=(0,)))
+    path.write_bytes(b"no tensors")
+    with pytest.raises(SpecBenchError, match=rf"{path.name} is damaged; remove it, and it is made again"):
+        Corpus(folder, 4, False, 0, taps=Taps(hidden=(1,)))
+    path.unlink()
+    Shards(text).build()
+    assert Corpus(folder, 4, False, 0, taps=Taps(hidden=(1,))).tokens
+    with pytest.raises(SpecBenchError, match=r"train\.corpus\.layers: there is no layer 3; the target has 3, from 0"):
+        Shards(writer(target, tmp_path, layers=[3]))
