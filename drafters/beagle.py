@@ -25,8 +25,8 @@ standard deviation; regression targets stay clean. Positions before the first wh
 Losses are means over scored positions instead of sums over windows. Predicted states are detached: loss and gradient of all
 late steps come from one pass over them, so memory does not grow with s. The late window is s (paper: s = 4 and 3, k = 5),
 and a late step's loss is the mean over its positions times (s - i + 1) / s, so that its size does not depend on s. The
-recipe of the shipped weights (conf/recipe/small_beagle.yaml) has an early window of 1, the paper's own next-token baseline,
-where the paper takes 5 and finds 3 best, and gives the late stage 70% of the steps, where the paper gives it half.
+recipe for two cores (conf/recipe/small_beagle.yaml) has an early window of 3, where the paper takes 5 and finds 3 best, and
+gives the late stage 70% of the steps, where the paper gives it half.
 """
 
 from collections.abc import Callable, Iterator
