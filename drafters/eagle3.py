@@ -39,7 +39,7 @@ as in the official code; a loss that `train.settings` confines runs over those o
 without a norm all the same).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -231,7 +231,10 @@ class Eagle3(Eagle):
     # Training -------------------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
-        """The sum over passes; others are means of the first one, over positions that add to the loss: `covered` of all."""
+        """The sum over passes; other values are the first one's, means over the positions that add to the loss.
+
+        covered: the share of such positions.
+        """
         truth = following(batch)
         teacher = _DraftVocabulary(truth, self)
         states = self.known_states(batch.states, batch.hidden)[:, :-1]
@@ -256,35 +259,35 @@ class _DraftVocabulary(DistillationLoss):
     """
 
     def __init__(self, truth: Batch, drafter: Eagle3):
-        super().__init__(replace(truth, vocabulary=None), drafter.lm_head, uses=drafter.steps)
+        super().__init__(replace(truth, vocabulary=None), drafter.lm_head)
         self.covered = truth.scored
-        logits_of: Callable[[Tensor], Tensor] = drafter.target.logits
-        listed, ids = drafter.listed, truth.vocabulary
-        index = None if listed is None else _indices(listed)
-        if ids is not None:
-            own = ids if index is None else index[ids]
-            self.rows, logits_of = self.rows[own[own >= 0]], vocabularies.Head(drafter.target, ids[own >= 0])
+        row_of = _rows(drafter.listed, drafter.lm_head)
+        if truth.vocabulary is None:
+            self._cover(drafter.target, drafter.listed, row_of)
+            return
+        ids = truth.vocabulary[row_of[truth.vocabulary] >= 0]
+        self.rows, logits_of = self.rows[row_of[ids]], vocabularies.Head(drafter.target, ids)
         with torch.no_grad():
-            if ids is None and listed is not None and index is not None:
-                self._restrict(logits_of, listed, index)
-            else:
-                self.known = [probabilities(logits_of(x)) for x in self.states.split(self.chunk)]
+            self.known = [probabilities(logits_of(states)) for states in self.states.split(self.chunk)]
 
-    def _restrict(self, logits_of: Callable[[Tensor], Tensor], listed: vocabularies.DraftVocabulary, index: Tensor) -> None:
-        """Of all logits take the draft vocabulary's, and note whose likeliest id is in it."""
+    @torch.no_grad()
+    def _cover(self, target: Target, listed: vocabularies.DraftVocabulary | None, row_of: Tensor) -> None:
+        """Take the draft vocabulary's of all logits, and note whose likeliest id is in it."""
         covered = []
-        self.chunk = chunk_of(listed.size, self.states.device)
+        self.chunk = chunk_of(len(row_of), self.states.device)
         for states in self.states.split(self.chunk):
-            logits = logits_of(states)
-            covered.append(index[logits.argmax(-1)] >= 0)
-            self.known.append(probabilities(logits[:, listed.ids]))
+            logits = target.logits(states)
+            covered.append(row_of[logits.argmax(-1)] >= 0)
+            self.known.append(probabilities(logits if listed is None else logits[:, listed.ids]))
         self.covered = self.covered.masked_scatter(self.covered, torch.cat(covered))
 
 
-def _indices(listed: vocabularies.DraftVocabulary) -> Tensor:
-    """[V] index in the draft vocabulary, -1 outside."""
-    index = torch.full((listed.size,), -1, device=listed.ids.device)
-    return index.index_copy_(0, listed.ids, torch.arange(len(listed.ids), device=index.device))
+def _rows(listed: vocabularies.DraftVocabulary | None, head: nn.Linear) -> Tensor:
+    """[V] an id's row of the head, -1 for one outside of the draft vocabulary."""
+    rows = torch.arange(head.out_features, device=head.weight.device)
+    if listed is None:
+        return rows
+    return rows.new_full((listed.size,), -1).index_copy_(0, listed.ids, rows)
 
 
 def tapped_layers(layers: int) -> list[int]:

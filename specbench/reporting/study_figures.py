@@ -79,23 +79,26 @@ def _measured(
     return max(cells.values(), key=len, default=[])
 
 
+CURVES = {"chain_tau": "tau, chain of 5", "n_alpha": "0-alpha", "tree_tau": "tau, its own tree"}  # of a training's history
+
+
 def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     """Held-out tau and 0-alpha against tokens seen (Beagle, Figures 5-9). weights: drafter -> provenance."""
     histories = {n: [h for h in p["history"] if "chain_tau" in h and "n_alpha" in h] for n, p in weights.items()}
     histories = dict([(n, points) for n, points in histories.items() if points][:MAX_ARMS])
     if not histories:
         return None
-    with_trees = any("tree_tau" in h for points in histories.values() for h in points)
-    figure, panels = new_axes(12.0 if with_trees else 8.0, 3.4, ncols=3 if with_trees else 2)
+    known = {name for points in histories.values() for h in points for name in h}
+    shown = {name: label for name, label in CURVES.items() if name in known}
+    figure, panels = new_axes(4.0 * len(shown), 3.4, ncols=len(shown))
     for points, style in zip(histories.values(), _styles(histories), strict=True):
         tokens = [h["tokens"] / 1e6 for h in points]
-        curves = [[h["chain_tau"] for h in points], [h["n_alpha"][0] for h in points]]
-        curves += [[h.get("tree_tau", math.nan) for h in points]] * with_trees
-        for axes, values in zip(panels, curves, strict=True):
+        for axes, name in zip(panels, shown, strict=True):
+            values = [np.ravel(h.get(name, math.nan))[0] for h in points]  # of a list the first: 0-alpha
             axes.plot(tokens, values, markersize=3.5, linewidth=1.1, **style)
             style = style | {"label": None}  # one entry in the legend
-    for axes, what in zip(panels, ("tau, chain of 5", "0-alpha", "tau, its own tree"), strict=False):
-        axes.set(xlabel="training tokens seen (millions)", ylabel=f"held-out {what}")
+    for axes, label in zip(panels, shown.values(), strict=True):
+        axes.set(xlabel="training tokens seen (millions)", ylabel=f"held-out {label}")
     _legend(figure, panels[0])
     return figure
 

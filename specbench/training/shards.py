@@ -8,8 +8,9 @@ Knows the target and the corpus's text, no drafter: all drafters share the one p
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def read(
         for begin, end in text.spans:
             answer[begin:end] = True
         last, *hidden = by_text.get(i, (None,))
-        named = dict(zip(layers, hidden, strict=False))
+        named = dict(zip(layers, hidden, strict=True))
         sequences.append(Sequence(text.index, torch.tensor(text.tokens), answer, last if states else None, named))
     return sequences
 
@@ -155,14 +156,16 @@ class Shards:
         return max(-1, (text.index - self.settings.validation) // self.settings.shard)
 
     def _is_complete(self, path: Path, texts: list[Text]) -> bool:
-        """Does this shard hold these texts, with states if the settings ask for them?"""
+        """Does this shard hold these texts, with the states and layers that the settings ask for?"""
         if not path.exists():
             return False
         shard = read_shard(path)
-        has_layers = all(layer_file(path, layer).is_file() for layer in self._layers_of(path))
-        if shard.index != [t.index for t in texts]:
-            return False
-        return has_layers and (shard.states is not None or not self.settings.states)
+        layers = [layer_file(path, layer) for layer in self._layers_of(path)]
+        return (
+            shard.index == [t.index for t in texts]
+            and (shard.states is not None or not self.settings.states)
+            and all(file.is_file() and len(_read_layer(file)) == shard.starts[-1] for file in layers)
+        )
 
     def _layers_of(self, path: Path) -> tuple[int, ...]:
         """The layers whose outputs are stored beside a shard: of held-out dialogues the target computes them."""
@@ -207,25 +210,30 @@ class Shard:
 
 def read_shard(path: Path, layers: tuple[int, ...] = ()) -> Shard:
     """Map a shard and these layers of it. Raises `SpecBenchError` for one that is not there or damaged."""
-    if not path.is_file():
-        raise SpecBenchError(f"{path} is not there; build the corpus (train.build=true)")
-    with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as file:
+    with _mapped(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
         starts: list[int] = tensors["starts"].tolist()
+        hidden = {layer: _read_layer(layer_file(path, layer)) for layer in layers}
         lengths = {len(tensors[name]) for name in ("tokens", "answer", "states") if name in tensors}
         if starts[:1] != [0] or starts != sorted(starts) or lengths != {starts[-1]}:
             raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
+        if any(len(states) != starts[-1] for states in hidden.values()):
+            raise ValueError("its stored layers are of other texts")
         index = tensors["index"].tolist() if "index" in tensors else None
-        hidden = {layer: _read_layer(layer_file(path, layer), starts[-1]) for layer in layers}
         return Shard(tensors["tokens"], tensors["answer"], tensors.get("states"), starts, index, hidden)
 
 
-def _read_layer(path: Path, tokens: int) -> Tensor:
-    """Map a layer's outputs [n, D] of so many tokens."""
+def _read_layer(path: Path) -> Tensor:
+    """Map a layer's outputs [n, D]."""
+    with _mapped(path) as file:
+        states: Tensor = file.get_tensor("states")
+        return states
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises `SpecBenchError` for one that is not there or damaged."""
     if not path.is_file():
         raise SpecBenchError(f"{path} is not there; build the corpus (train.build=true)")
     with refusing(f"{path} is damaged; remove it, and it is made again"), safe_open(path, "pt") as file:
-        states: Tensor = file.get_tensor("states")
-        if len(states) != tokens:
-            raise ValueError("it is of another shard")
-        return states
+        yield file

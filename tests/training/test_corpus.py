@@ -8,6 +8,7 @@ import torch
 from conftest import ARCHITECTURES, tiny
 from corpora import SMALL, STOP, Words, chats_of, prompts_of
 from decoding import plain
+from safetensors.torch import save_file
 
 from specbench.common.errors import SpecBenchError
 from specbench.data.corpus_file import unpack
@@ -400,7 +401,8 @@ def test_a_layer_that_is_missing_damaged_or_not_the_targets_is_named(tmp_path):
     path.write_bytes(b"no tensors")
     with pytest.raises(SpecBenchError, match=rf"{path.name} is damaged; remove it, and it is made again"):
         Corpus(folder, 4, False, 0, taps=Taps(hidden=(1,)))
-    path.unlink()
+    save_file({"states": torch.zeros(3, target.hidden_size)}, path)  # of a shard before it got more text
+    assert Shards(text).tokens()[1] > 0
     Shards(text).build()
     assert Corpus(folder, 4, False, 0, taps=Taps(hidden=(1,))).tokens
     with pytest.raises(SpecBenchError, match=r"train\.corpus\.layers: there is no layer 3; the target has 3, from 0"):
