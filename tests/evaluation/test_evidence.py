@@ -343,11 +343,11 @@ def test_evidence_prints_its_plan_and_refuses_what_is_no_study():
 def test_a_training_in_parts_is_the_training_in_one(home):
     from doors import train
 
-    epochs = "train.settings.epochs=2"
-    run(home, "train", *train(home, "undivided", epochs))
+    steps = "train.settings.steps=8"
+    run(home, "train", *train(home, "undivided", steps))
     parts = 0
     while not (home / "out" / "divided" / "model.safetensors").is_file():
-        message = run(home, "train", *train(home, "divided", epochs, "train.minutes=0.0001"))
+        message = run(home, "train", *train(home, "divided", steps, "train.minutes=0.0001"))
         assert "the same command goes on there" in message or "weights in" in message
         parts += 1
     assert parts > 2
