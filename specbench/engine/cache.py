@@ -172,8 +172,8 @@ class KVCache(Cache):
             target = slice(self.length, self.length + len(nodes))
             for device, (keys, values) in self.storage.items():
                 source = (self.length + nodes).to(device)
-                for stored in (keys, values):  # selected by `index_select`, since indexing takes several threads on a CPU
-                    stored[..., target, :] = stored.index_select(-2, source)
+                for rows in (keys, values):  # indexing would start several threads on a CPU, `index_select` does not
+                    rows[..., target, :] = rows.index_select(-2, source)
         self.advance(self.pending if nodes is None else len(nodes))
 
     def move(self, nodes: Tensor, at: Tensor) -> None:
