@@ -12,6 +12,7 @@ The gradient follows directly from the logits, (p_hat - p) head, and so does tha
 computed a few rows at a time, without any array of positions x vocabulary (as in Liger-Kernel's fused cross-entropy).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,9 +29,18 @@ CPU_LOGITS, DEVICE_LOGITS = 2**21, 2**27  # per chunk: as many as fit into a CPU
 MIN_ROWS = 256  # per chunk, which reads the whole head
 
 
-def chunk_of(ids: int, device: torch.device) -> int:
-    """Positions whose logits of so many ids are computed at once."""
-    return max(MIN_ROWS, (CPU_LOGITS if device.type == "cpu" else DEVICE_LOGITS) // ids)
+def chunk_of(positions: int, ids: int, device: torch.device) -> int:
+    """Positions whose logits of so many ids are computed at once, such that all chunks are about equal."""
+    most = max(MIN_ROWS, (CPU_LOGITS if device.type == "cpu" else DEVICE_LOGITS) // ids)
+    return math.ceil(positions / max(1, math.ceil(positions / most))) or 1
+
+
+def in_product_dtype(weight: Tensor) -> Tensor:
+    """A frozen weight as autocast would convert it, once for all products with it."""
+    kind = weight.device.type
+    if weight.requires_grad or not torch.is_autocast_enabled(kind):
+        return weight
+    return weight.to(torch.get_autocast_dtype(kind))
 
 
 def probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,8 +59,8 @@ class DistillationLoss:
 
     def __init__(self, batch: Batch, head: nn.Linear, uses: int = 1):
         self.scored, self.states = batch.scored, batch.states[batch.scored]  # [M, D]
-        self.rows = head.weight if batch.vocabulary is None else head.weight[batch.vocabulary]  # [K, D]
-        self.chunk = chunk_of(len(self.rows), self.states.device)
+        self.rows = in_product_dtype(head.weight if batch.vocabulary is None else head.weight[batch.vocabulary])  # [K, D]
+        self.chunk = chunk_of(len(self.states), len(self.rows), self.states.device)
         self.keep = uses > 1
         self.known: list[tuple[Tensor, Tensor]] = []
 
@@ -144,26 +154,33 @@ class _OverVocabulary(torch.autograd.Function):
         -> their weighted sum of classification * CE + topk_weight * TopK; [M] each: CE alone, does the argmax agree?"""
         terms, entropies, hits, gradients = [], [], [], []
         of_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        summed = bool(topk_weight) and ranking not in BY_AUTOGRAD  # over ids by weights, see `drafters.losses`
         parts = zip(teacher.chunks(), guess.split(teacher.chunk), weights.split(teacher.chunk), strict=True)
         for (p, best), states, weight in parts:
             product = F.linear(states, rows)
-            log_q = product.float()  # [m, K], in place from here on
-            hits.append(log_q.gather(-1, best) == log_q.amax(-1, keepdim=True))
-            log_q.sub_(log_q.logsumexp(-1, keepdim=True))
-            entropies.append(-(p * log_q).sum(-1))
-            value = classification * entropies[-1]
-            share: Any = classification
-            summed = bool(topk_weight) and ranking not in BY_AUTOGRAD
             if topk_weight and not summed:
                 ranked, more = with_slope(ranking, p, product, topk)
-                value = value + topk_weight * ranked
+            q = product.float()  # [m, K], in place from here on: logits minus the row's largest, then their exponentials
+            peak = q.amax(-1, keepdim=True)
+            hits.append(q.gather(-1, best) == peak)
+            q.sub_(peak)
+            expected = torch.linalg.vecdot(p, q)  # under p
             if summed:
-                mass, ids = weighted_ids(ranking, p, log_q, topk, top_p)
-                value = value - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1)
+                mass, ids = weighted_ids(ranking, p, q, topk, top_p)
+                at_ids = q.gather(-1, ids)
+            total = q.exp_().sum(-1, keepdim=True)
+            log_total = total.log()
+            entropies.append(log_total[:, 0] - expected)  # p sums to 1
+            value = classification * entropies[-1]
+            share: Any = classification
+            if summed:
+                value = value - topk_weight * (mass * (at_ids - log_total)).sum(-1)
                 share = classification + topk_weight * mass.sum(-1, keepdim=True)
+            elif topk_weight:
+                value = value + topk_weight * ranked
             terms.append((weight * value).sum())
             if any(ctx.needs_input_grad[:2]):
-                slope = log_q.exp_().mul_(share).sub_(p, alpha=classification)  # of the terms, by logit
+                slope = q.mul_(share / total).sub_(p, alpha=classification)  # of the terms, by logit
                 if summed:
                     slope.scatter_add_(-1, ids, -topk_weight * mass)
                 elif topk_weight:

@@ -274,7 +274,7 @@ class _DraftVocabulary(DistillationLoss):
     def _cover(self, target: Target, listed: vocabularies.DraftVocabulary | None, row_of: Tensor) -> None:
         """Take the draft vocabulary's of all logits, and note whose likeliest id is in it."""
         covered = []
-        self.chunk = chunk_of(len(row_of), self.states.device)
+        self.chunk = chunk_of(len(self.states), len(row_of), self.states.device)
         for states in self.states.split(self.chunk):
             logits = target.logits(states)
             covered.append(row_of[logits.argmax(-1)] >= 0)
