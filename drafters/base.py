@@ -98,7 +98,7 @@ class TrainedDrafter(nn.Module, Drafter):
                 self.infer_shape(self.checkpoint)
                 self.build(target)
         self._move_own(target)
-        self.packing = target.packing
+        self.packing, self.draft_dtype = target.draft_packing, target.draft_dtype
         self.active_parameters = sum(p.numel() for p in self.parameters())
         if self.head.weight is not self.embedding.weight:  # else its numbers are multiplied, too
             self.active_parameters -= self.embedding.weight.numel()
@@ -119,7 +119,7 @@ class TrainedDrafter(nn.Module, Drafter):
 
     def _move_own(self, target: Target) -> None:
         """Move its own modules to the target's device and dtype. The target's stay: it may be spread out."""
-        shared = set(target.model.modules())
+        shared = {*target.model.modules(), target.draft_head}
 
         def convert(x: Tensor) -> Tensor:
             return x.to(target.device, target.dtype if x.is_floating_point() else None)
@@ -175,7 +175,8 @@ class TrainedDrafter(nn.Module, Drafter):
 
     def share_ends(self, target: Target) -> None:
         """Use the target's embedding and head."""
-        self.embedding, self.head, self.target_logits = target.embedding, target.head, target.logits
+        self.embedding, self.head = target.embedding, target.draft_head
+        self.target_logits = partial(target.logits, head=self.head)
 
     def infer_shape(self, checkpoint: stored.Checkpoint) -> None:
         """Set the options of the network's shape as a published checkpoint has it, before `build`."""

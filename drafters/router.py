@@ -70,7 +70,7 @@ class Routed(TrainedDrafter, Delegating):
     def build(self, target: Target) -> None:
         self.base.bind(target)
         self.base.requires_grad_(False)
-        self.embedding, self.head = target.embedding, target.head
+        self.embedding, self.head = target.embedding, target.draft_head
         self.size = -(-target.vocab_size // self.groups)  # ids a group; the last may be smaller
         self.groups = -(-target.vocab_size // self.size)  # none is empty
         self.router = nn.Linear(target.hidden_size, self.groups)

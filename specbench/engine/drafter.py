@@ -50,6 +50,7 @@ class Drafter:
         deepest: upper bound of its trees' levels; None: no bound.
         batches: it can draft for several sequences at once, see `for_sequences`.
         vocabulary: number of the target's most frequent ids that it drafts from; None: all ids. listed: those ids.
+        draft_dtype: in which its weights are multiplied; None: as the target's.
         weights: folder of its weights, relative to the project; None if it has none.
         takes_checkpoint: weights in their authors' layout may be set as `checkpoint` before `bind`.
         counted: it is fitted by `count`, not by gradient steps.
@@ -77,6 +78,7 @@ class Drafter:
     weights: str | None = None
     takes_checkpoint: bool = False
     counted: bool = False
+    draft_dtype: torch.dtype | None = None
     trains_target: bool = False
     phased: tuple[str, ...] = ()
 

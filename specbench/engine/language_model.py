@@ -1,5 +1,6 @@
 """What drafters share with a target, local or remote: embedding, LM head, sizes, stop tokens and identity."""
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,8 @@ class LanguageModel:
         layers: number of the decoder's layers.
         max_context: positions the model was made for.
         path: the folder of its files and its tokenizer.
-        packing: decides which products, its drafters' too, use packed weights.
+        packing: decides which products use packed weights.
+        draft_dtype: in which its drafters multiply where that is faster; None: in its own.
         listing: the file that lists its most frequent ids, see `vocabulary`.
         quantised: how its layers' weights were rounded, see `backends.weight_only`; None: they were not.
         adapted: name and fingerprint of a target with an adapter, see `adapters`; None: it has none.
@@ -41,6 +43,7 @@ class LanguageModel:
         self.model = model
         self.path = path
         self.packing = Packing()
+        self.draft_dtype: torch.dtype | None = None
         self.listing: Path | None = None
         self.quantised: weight_only.Kind | None = None
         self.adapted: Adapted | None = None
@@ -86,6 +89,22 @@ class LanguageModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
+
+    @property
+    def draft_packing(self) -> Packing:
+        """Decides which products of its drafters use packed weights."""
+        own = self.packing
+        return own if self.draft_dtype is None else Packing(own.timed, own.room, self.draft_dtype)
+
+    @functools.cached_property
+    def draft_head(self) -> nn.Linear:
+        """The LM head for drafters: another layer of the same weights where these multiply in another type."""
+        if self.draft_dtype is None:
+            return self.head
+        layer = nn.Linear(*self.head.weight.shape[::-1], bias=self.head.bias is not None, device="meta")
+        for name, parameter in self.head.named_parameters():
+            layer.register_parameter(name, parameter)
+        return layer
 
     def eagerly(self) -> AbstractContextManager[None]:
         """Inside, its passes run as they come, also those that are captured otherwise."""

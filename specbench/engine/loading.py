@@ -19,6 +19,7 @@ from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
 from specbench.engine import adapters, attention, memory, vocabulary
 from specbench.engine.backends import forwards, weight_only
+from specbench.engine.backends.packed_linear import packable
 from specbench.engine.device import pick_device, pick_dtype
 from specbench.engine.language_model import LanguageModel
 from specbench.engine.model_files import CONFIG
@@ -47,6 +48,8 @@ class ModelSpec:
         forward: `lean` decodes by the fastest forward that reproduces the model's own (`backends.forwards`) and packed
             products; `plain` by Transformers' own.
         adapter: folder of a LoRA adapter that is merged into the weights, see `adapters`: another target.
+        draft_dtype: `bfloat16` lets trained drafters multiply in it where a float32 target runs on a CPU that has it and
+            that is faster; verification stays as it is. None: they multiply as the target does.
         quantised: weights of the layers rounded to 8 or 4 bits, see `backends.weight_only`: another target, on CPUs alone.
         max_context: rows of the cache, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
@@ -68,6 +71,7 @@ class ModelSpec:
     gpu_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     device_map: Literal["auto"] | None = None
     forward: Literal["lean", "plain"] = "lean"
+    draft_dtype: Literal["bfloat16"] | None = None
     adapter: Text | None = None
     quantised: weight_only.Kind | None = None
     max_context: Tokens = 4096
@@ -110,6 +114,9 @@ class ModelSpec:
             self._change(target, adapter)
         target.max_context = min(target.max_context, self.max_context)
         target.packing.room = room.spare
+        short = self.draft_dtype is not None and self.forward == "lean" and dtype == torch.float32
+        if short and packable(target.head.weight, torch.bfloat16):
+            target.draft_dtype = torch.bfloat16
         return target, chat
 
     def groups(self, drafters: Sequence[Any], sequences: int = 1) -> list[list[int]]:
@@ -257,7 +264,8 @@ class Room:
         spec, estimate = self.spec, None
         if config is not None:
             how = spec.forward == "lean", self.processes, spec.weights == "trained", self.sequences, spec.quantised
-            estimate = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how)
+            drafts = spec.draft_dtype is not None
+            estimate = memory.estimate(config, self.dtype, self.device, spec.max_context, self.beside, *how, drafts)
         if estimate is None and spec.billions is not None:
             return memory.Estimate(int(spec.billions * 1e9 * self.dtype.itemsize / self.processes))
         return estimate

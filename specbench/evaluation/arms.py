@@ -111,6 +111,8 @@ def build(
         "weights": _provenance(drafter.provenance),
         "contents": drafter.contents,
     }
+    if (dtype := drafter.trained.draft_dtype) is not None:
+        description["draft_dtype"] = str(dtype).removeprefix("torch.")
     served = {"served": drafter.found} if isinstance(drafter, ServedEngine) else {}
     return Arm(BoundDrafter(label or drafter.name, drafter, rule), spec, description | fitted | served | more)
 

@@ -58,6 +58,7 @@ def arm_key(arm: Mapping[str, Any]) -> tuple[str, str]:
         "searched": [sha for name, sha in contents.items() if name.endswith("skip.json")],
         "calibration": (arm.get("weights") or {}).get("calibration"),
         "sequence": arm.get("sequence"),
+        **({"draft_dtype": dtype} if (dtype := arm.get("draft_dtype")) else {}),  # older arms have no such entry
     }
     fitted = arm.get("fitted")
     if fitted is None:

@@ -85,7 +85,8 @@ class Entry:
     def dtype(self) -> str:
         compiled = {"compile": " compiled", "graphs": " with graphs"}.get(self.header["config"].get("backend", ""), "")
         quantised = f" with {self.quantised} weights" if self.quantised else ""
-        return self.header["target"]["dtype"] + quantised + compiled
+        drafts = next((f", drafters in {d}" for arm in self.header["arms"].values() if (d := arm.get("draft_dtype"))), "")
+        return self.header["target"]["dtype"] + quantised + compiled + drafts
 
     @property
     def quantised(self) -> str | None:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from specbench.engine import cache
 from specbench.engine.backends import forwards, openvino_llama, packed_linear
+from specbench.engine.backends.packed_linear import Packed
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
@@ -66,6 +67,20 @@ def test_a_packed_product_is_the_product(rows, biased):
     with torch.inference_mode():
         assert isinstance(layer.forward, packed_linear.Packed)
         assert torch.allclose(layer(x), expected, atol=1e-5) and layer(x).shape == expected.shape
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_copy_in_a_shorter_type_rounds_inputs_and_results_to_it(biased):
+    layer = nn.Linear(48, 40, bias=biased).requires_grad_(False)
+    x = torch.randn(1, 5, 48)
+    packed_linear.Packing(dtype=torch.bfloat16).optimize([layer])
+    rounded = F.linear(x.bfloat16().float(), layer.weight.bfloat16().float())
+    exact = F.linear(x, layer.weight)
+    expected = rounded.bfloat16().float() if packed_linear.packable(layer.weight, torch.bfloat16) else exact
+    with torch.inference_mode():
+        found = layer(x)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found - (layer.bias if biased else 0), expected, rtol=2**-7, atol=1e-5)
 
 
 def test_packed_weights_multiply_only_where_they_pay(monkeypatch):
@@ -249,3 +264,18 @@ def test_drafters_draft_the_same_on_fast_products(drafter):
     made = make(drafter, fast)
     made.optimize_for_inference()
     assert answer(fast, made) == expected
+
+
+@pytest.mark.parametrize("drafter", ["eagle2", "vanilla", "medusa", "coral_router"])
+def test_drafters_may_multiply_in_bfloat16_while_the_target_does_not(drafter):
+    plain = tiny()
+    expected = answer(plain, make("none", plain))
+    target = tiny()
+    target.draft_dtype = torch.bfloat16
+    target.optimize_for_inference()
+    made = make(drafter, target)
+    made.optimize_for_inference()
+    assert made.head is not target.head and made.head.weight is target.head.weight
+    copies = {part.forward.packed.dtype for part in made.modules() if isinstance(vars(part).get("forward"), Packed)}
+    assert copies == {torch.bfloat16 if packed_linear.packable(target.head.weight, torch.bfloat16) else torch.float32}
+    assert answer(target, made) == expected

@@ -2,8 +2,9 @@
 
 `F.linear` in float32 is MKL's, which reads weights in their own layout and is slow for the 2 to 64 rows of a tree. Which
 is faster for how many rows depends on processor, threads and shape, so both are timed for every shape (`Packing`). Both are
-exact to float32 rounding. Under autograd or autocast, on other devices, on processors without oneDNN, and where memory does
-not suffice for the copies, products stay PyTorch's.
+exact to float32 rounding, unless the copy is in a shorter type: then a product's inputs and result are rounded to that. This
+is for drafters alone, since a target verifies whatever they draft. Under autograd or autocast, on other devices, on
+processors without oneDNN, and where memory does not suffice for the copies, products stay PyTorch's.
 """
 
 import time
@@ -36,22 +37,25 @@ class Packed:
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b from packed weights."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    """x W^T + b from packed weights, in their type; the result has that of x."""
+    if x.dtype == packed.dtype:
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    product = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, None, "none", [], "").to(x.dtype)
+    return product if bias is None else product.add_(bias)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A copy of the weights in oneDNN's own layout."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS[2])
+def pack(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of the weights in oneDNN's own layout. dtype: None, the weights' own."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype or weight.dtype), ROWS[2])
 
 
-def packable(weight: Tensor) -> bool:
-    """Can oneDNN multiply with these weights on this machine?"""
+def packable(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Can oneDNN multiply with a copy of these weights on this machine? dtype: of the copy; None: their own."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return (dtype or weight.dtype) == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Packing:
@@ -60,21 +64,30 @@ class Packing:
     Args:
         timed: measured already; missing shapes are timed and added.
         room: bytes that copies of weights may take now.
+        dtype: of the copies, where the processor multiplies in it; None: the weights' own.
     """
 
-    def __init__(self, timed: Timed | None = None, room: Callable[[], float] = lambda: float("inf")):
+    def __init__(
+        self,
+        timed: Timed | None = None,
+        room: Callable[[], float] = lambda: float("inf"),
+        dtype: torch.dtype | None = None,
+    ):
         self.timed: Timed = {} if timed is None else timed
-        self.room = room
+        self.room, self.dtype = room, dtype
 
     @torch.no_grad()
     def products(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Product]:
         """The products of layers of one shape, packed where that is faster. layers: (weight [E, D], bias [E] or None)."""
         plain = [_plain(weight, bias) for weight, bias in layers]
         weights = [weight for weight, _ in layers]
-        if not weights or not all(map(packable, weights)) or sum(w.nbytes for w in weights) > self.room():
+        if not weights or not all(map(packable, weights)):
             return plain
-        packs = [pack(weight) for weight in weights]
-        key = (tuple(weights[0].shape), weights[0].dtype, torch.get_num_threads())
+        dtype = self.dtype if self.dtype is not None and packable(weights[0], self.dtype) else weights[0].dtype
+        if sum(w.numel() for w in weights) * dtype.itemsize > self.room():
+            return plain
+        packs = [pack(weight, dtype) for weight in weights]
+        key = (tuple(weights[0].shape), weights[0].dtype, dtype, torch.get_num_threads())
         if key not in self.timed:
             self.timed[key] = _time(weights, packs)
         if not any(self.timed[key]):
