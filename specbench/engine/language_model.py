@@ -101,7 +101,8 @@ class LanguageModel:
         """The LM head for drafters: another layer of the same weights where these multiply in another type."""
         if self.draft_dtype is None:
             return self.head
-        layer = nn.Linear(*self.head.weight.shape[::-1], bias=self.head.bias is not None, device="meta")
+        outputs, inputs = self.head.weight.shape
+        layer = nn.Linear(inputs, outputs, bias=self.head.bias is not None, device="meta")
         for name, parameter in self.head.named_parameters():
             layer.register_parameter(name, parameter)
         return layer

@@ -2,8 +2,8 @@
 
 `F.linear` in float32 is MKL's, which reads weights in their own layout and is slow for the 2 to 64 rows of a tree. Which
 is faster for how many rows depends on processor, threads and shape, so both are timed for every shape (`Packing`). Both are
-exact to float32 rounding, unless the copy is in a shorter type: then a product's inputs and result are rounded to that. This
-is for drafters alone, since a target verifies whatever they draft. Under autograd or autocast, on other devices, on
+exact to float32 rounding, unless the copy is in a shorter type: then a product's inputs and result are rounded to that.
+This is for drafters alone, since a target verifies whatever they draft. Under autograd or autocast, on other devices, on
 processors without oneDNN, and where memory does not suffice for the copies, products stay PyTorch's.
 """
 
