@@ -28,6 +28,7 @@ from specbench.data.conversations import Conversations
 from specbench.data.corpus_file import PACKED, PACKED_PROVENANCE, Text, unpack
 from specbench.data.prompts import read_jsonl
 from specbench.engine import checkpoints, loading, pretrained, weights
+from specbench.engine.backends import packed_linear
 from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import Chain
 from specbench.engine.pretrained import config_of, read_gguf, read_tokenizer
@@ -652,3 +653,12 @@ def test_a_tokenizer_without_a_name_still_has_a_line():
             raise TypeError("two\nlines")
 
     refused(lambda: Chat(Odd()).encode([{"role": "user", "content": "x"}]), "two lines")
+
+
+@pytest.mark.parametrize(("options", "takes"), [({}, True), ({"dtype": "bfloat16"}, False), ({"forward": "plain"}, False)])
+def test_drafters_get_a_type_of_their_own_beside_a_float32_target_alone(options, takes, model):
+    settings = {"dtype": "float32", "draft_dtype": "bfloat16"} | options
+    target, _ = ModelSpec("tiny", path=str(model), device="cpu", **settings).load()
+    has_it = packed_linear.packable(target.head.weight, torch.bfloat16)
+    assert target.draft_dtype == (torch.bfloat16 if takes and has_it else None)
+    assert load(model)[0].draft_dtype is None

@@ -651,6 +651,7 @@ RATE = {"_target_": "specbench.tuning.cost_aware.Rate"}
         {"contents": {"model.safetensors": "abc", "config.json": "other", "more.json": "x"}},
         {"parameters": 99, "passes": 9, "bytes": 5, "checkpoint": "x", "of": "y", "seed": 3},
         {"weights": {"commit": "another", "hours": 3}},
+        {"draft_dtype": None},
     ],
 )
 def test_an_arms_name_passes_over_what_determines_no_row(change):
@@ -670,6 +671,7 @@ def test_an_arms_name_passes_over_what_determines_no_row(change):
         {"contents": {"model.safetensors": "abc", "skip.json": "x"}},
         {"weights": {"calibration": "x"}},
         {"sequence": "x"},
+        {"draft_dtype": "bfloat16"},
         {"fitted": FIT},
     ],
 )
