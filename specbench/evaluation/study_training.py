@@ -5,9 +5,12 @@ A training is named by a digest of its overrides, so that studies with the same 
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from specbench.common import hashing, storage
 from specbench.common.budget import Budget
@@ -87,11 +90,16 @@ def weights_folder(member: Member, study: Study, users: Sequence[str]) -> Path |
 
 
 def train_missing(name: str, members: Sequence[Member], study: Study, users: Sequence[str], budget: Budget) -> Trained:
-    """Train what is missing, one after the other, each in a process of its own; members may share a training."""
+    """Train what is missing, one after the other, each in a process of its own; members may share a training.
+
+    What another process is training already comes last: then that is waited for.
+    """
     succeeded: dict[Path, bool] = {}  # by folder
     failed: set[str] = set()
     unfinished: set[str] = set()
-    for member in _with_starts(members, study):
+    queue = [(member, False) for member in _with_starts(members, study)]
+    while queue:
+        member, last = queue.pop(0)
         training, start = training_of(member, study, users), start_of(member, study)
         folder = weights_folder(member, study, users)
         if training is None or folder is None or lacking(folder) is None:
@@ -99,9 +107,17 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
         if start is not None and start.label in failed | unfinished:
             (failed if start.label in failed else unfinished).add(member.label)
             continue
+        if start is not None and any(start.label == waiting.label for waiting, _ in queue):
+            queue.append((member, last))
+            continue
         if folder not in succeeded and budget.allows(None):
-            print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
-            succeeded[folder] = _train(*training, folder, budget)
+            with _alone(folder, budget.left if last else 0) as alone:
+                if not alone and not last:
+                    queue.append((member, True))
+                    continue
+                if alone and lacking(folder) is not None:
+                    print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
+                    succeeded[folder] = _train(*training, folder, budget)
         if (left := lacking(folder)) is None:
             continue
         if succeeded.get(folder, True):
@@ -110,6 +126,22 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
             failed.add(member.label)
             warn(f"{name}: the training of {member.label} failed; see above")
     return Trained(frozenset(failed), frozenset(unfinished))
+
+
+@contextmanager
+def _alone(folder: Path, seconds: float | None) -> Iterator[bool]:
+    """Inside, no other study trains these weights; False if one still does after so many seconds (None: however long)."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.parent / f"{folder.name}.lock")
+    try:
+        lock.acquire(timeout=-1 if seconds is None else max(seconds, 0))
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 def _with_starts(members: Sequence[Member], study: Study) -> list[Member]:

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from conftest import ROOT, tiny
+from filelock import FileLock
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -270,6 +271,36 @@ def test_where_a_training_starts_is_trained_first_even_if_only_the_other_is_name
     found = {"done": set(), "failed": set(done.failed), "unfinished": set(done.unfinished)}
     assert found[outcome] == (set() if outcome == "done" else {"a@0", "b@0"})
     assert asked == (["eagle2", "hass"] if outcome == "done" else ["eagle2"]), "nothing goes on from absent weights"
+
+
+def test_what_another_process_trains_is_waited_for_last_and_not_trained_twice(monkeypatch, tmp_path):
+    arms = {
+        "a": {"run": ["drafter=eagle2"], "train": ["train=short"]},
+        "b": {"run": ["drafter=hass"], "start": "a", "train": ["train=short"]},
+        "c": {"run": ["drafter=medusa"], "train": ["train=short"]},
+    }
+    one, there, asked = {"arms": arms}, set(), []
+    monkeypatch.setattr(study_training, "studies_folder", lambda: tmp_path)
+    of_a = weights_folder(Member("a", 0, "a@0", arms["a"]), one, [])
+    other = FileLock(tmp_path / f"{of_a.name}.lock")
+    other.acquire()
+
+    def train(name, overrides, folder, budget):
+        asked.append(name.split("-")[0])
+        there.update({folder, of_a})
+        other.release()  # the other process is done by now
+        return True
+
+    monkeypatch.setattr(study_training, "_train", train)
+    monkeypatch.setattr(study_training, "lacking", lambda folder: None if folder in there else "weights")
+    members = list(study_runs.members(one, None, ["a", "b", "c"]))
+    done = study_training.train_missing("s", members, one, [], Budget(None))
+    assert asked == ["medusa", "hass"] and not done.failed | done.unfinished
+
+    there.clear()
+    with other:
+        done = study_training.train_missing("s", members[:2], one, [], Budget(0.5))
+    assert asked == ["medusa", "hass"] and done.unfinished == {"a@0", "b@0"}, "the time was over before"
 
 
 # What is planned -------------------------------------------------------------------------------------------------------
