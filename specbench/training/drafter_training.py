@@ -27,7 +27,6 @@ from specbench.training.replay import AcceptanceCounts, chain_acceptance, known_
 from specbench.training.trainer import Trainer
 
 CALIBRATION_ANSWERS = 64  # held-out answers for a drafter's calibration
-TREE_ANSWERS = 16  # held-out answers that are replayed with the drafter's own tree: minutes where chains take seconds
 NOT_RECIPE = ("name", "out", "minutes", "overwrite")  # left out of provenances: where and in how many parts it ran
 
 
@@ -80,8 +79,9 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
 
     def validate() -> dict[str, Any]:
         measured.append(chain_acceptance(adapted, drafter, answers))
-        tree = replay(adapted, drafter, answers[:TREE_ANSWERS])
-        return {**_rounded(measured[-1]), "tree_tau": round(tree.tau, 4)}
+        followed = answers[: settings.validation_trees]
+        tree = {"tree_tau": round(replay(adapted, drafter, followed).tau, 4)} if followed else {}
+        return _rounded(measured[-1]) | tree
 
     shaped_by = {
         "drafter": {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]},

@@ -145,6 +145,7 @@ class TrainSettings(Schedule):
     checkpoint_minutes: Delay = 10.0
     validate_minutes: Delay = 15.0
     validation_answers: Count = 8
+    validation_trees: Natural = 16
     validations: Few = 0
     seed: Seed = 0
 
