@@ -14,7 +14,8 @@ from specbench.records.schema import PROVENANCE
 NON_IDENTITY_OPTIONS: Mapping[str, frozenset[str]] = {  # that say where, when and how fast, not what comes out
     "train": frozenset({"name", "out", "minutes", "missing", "overwrite", "build", "until", "shard_target", "follow"})
     | {"packed", "pack"},
-    "settings": frozenset({"checkpoint_minutes", "validate_minutes", "validation_answers", "validation_trees", "validations"}),
+    "settings": frozenset({"checkpoint_minutes", "validate_minutes"})
+    | {"validations", "validation_answers", "validation_trees"},
     "corpus": frozenset({"precision", "states", "shard", "rows", "reading"}),
     "drafter": frozenset({"name", "weights", "vocabulary"}),
 }
