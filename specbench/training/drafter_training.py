@@ -52,6 +52,27 @@ class Trained:
         weights.save(self.tables or self.drafter, out, self.provenance, write)
 
 
+@dataclass
+class Validation:
+    """Measures a drafter on held-out answers while it trains. trees: answers replayed with its own tree, too.
+
+    chains: what was last measured with chains.
+    """
+
+    target: Target
+    drafter: Any
+    answers: list[Answer]
+    trees: int
+    chains: AcceptanceCounts | None = None
+
+    def measure(self) -> dict[str, Any]:
+        """Values for the history of a training."""
+        self.chains = chain_acceptance(self.target, self.drafter, self.answers)
+        followed = self.answers[: self.trees]
+        tree = {"tree_tau": round(replay(self.target, self.drafter, followed).tau, 4)} if followed else {}
+        return _rounded(self.chains) | tree
+
+
 def train(workspace: Workspace, budget: Budget) -> Trained:
     """Train to the end, from the last checkpoint if there is one. All processes take part.
 
@@ -75,20 +96,13 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     answers = held_out(workspace.shards.folder, settings.validation_answers)
     if adapted is not target:
         answers = [replace(answer, states=None) for answer in answers]  # they are the original's
-    measured: list[AcceptanceCounts] = []
-
-    def validate() -> dict[str, Any]:
-        measured.append(chain_acceptance(adapted, drafter, answers))
-        followed = answers[: settings.validation_trees]
-        tree = {"tree_tau": round(replay(adapted, drafter, followed).tau, 4)} if followed else {}
-        return _rounded(measured[-1]) | tree
-
+    validation = Validation(adapted, drafter, answers, settings.validation_trees)
     shaped_by = {
         "drafter": {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]},
         "target": target.fingerprint(),
         "start": None if job.start is None else hashing.of_file(PROJECT / job.start / WEIGHTS),
     }
-    trainer = Trainer(drafter, corpus, settings, validate, job.progress_folder, shaped_by)
+    trainer = Trainer(drafter, corpus, settings, validation.measure, job.progress_folder, shaped_by)
     processes.print(
         f"{job.drafter['name']}: {trainer.size:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
         f"{trainer.total} steps, checkpoints in {job.progress_folder}",
@@ -98,8 +112,9 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     drafter.eval()
     # By all processes: a target in parts runs in all of them or in none.
     calibration = drafter.calibrate([known_states(adapted, answer) for answer in answers[:CALIBRATION_ANSWERS]])
-    if not measured:  # a finished run validates nothing
-        validate()
+    if validation.chains is None:  # a finished run validates nothing
+        validation.measure()
+    assert validation.chains is not None
     measured_by = {
         "parameters": trainer.size,
         "tokens_seen": trainer.tokens,
@@ -111,7 +126,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     }
     data = {"unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)}
     adapter = drafter.release_adapter()
-    provenance = _provenance(workspace, data, measured_by, measured[-1], adapter)
+    provenance = _provenance(workspace, data, measured_by, validation.chains, adapter)
     return Trained(drafter, answers, provenance, adapted, adapter=adapter)
 
 
