@@ -50,16 +50,21 @@ Groups = Mapping[str, Sequence[str]]  # series -> arms
 
 
 def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
-    """Held-out curves; at their ends what was measured when decoding, of chains."""
-    label, unit = TRAINED[figure.get("x", "tokens")]
+    """Held-out curves; at their ends what was measured when decoding, of chains.
+
+    A training that goes on from another arm's begins where that one ended.
+    """
+    x = figure.get("x", "tokens")
+    label, unit = TRAINED[x]
     panels = []
     for metric in figure.get("y", ["alpha0", "alpha1", "alpha2"]):
         series = []
         for title, arms in groups.items():
-            found = [e for arm in arms if (e := rows.find(arm, {}))]
-            curves = [curve for e in found for curve in _histories(e, figure.get("x", "tokens"), unit, metric)]
-            ends = [(_trained(e, figure.get("x", "tokens")) / unit, v) for e in found if beside.is_chain(e)
-                    and _trained(e, figure.get("x", "tokens")) and (v := value(e, metric))]  # fmt: skip
+            found = [(e, _before(rows, arm, x)) for arm in arms if (e := rows.find(arm, {}))]
+            curves = [[((at + before) / unit, v) for at, v in curve]
+                      for e, before in found for curve in _histories(e, x, metric)]  # fmt: skip
+            ends = [((_trained(e, x) + before) / unit, v) for e, before in found if beside.is_chain(e)
+                    and _trained(e, x) and (v := value(e, metric))]  # fmt: skip
             series.append(Series(title, ends, curves, joined=False))
         step = f"step {int(metric[5:]) + 1}" if metric != "tau" else ""
         panels.append(Panel(label, "accepted, given the step before" if step else METRIC_LABELS[metric], series, step,
@@ -69,12 +74,12 @@ def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
     return Chart(panels, notes if longest > 1 else [*notes, "these rows hold no more than the end of each training"])
 
 
-def _histories(e: Entry, x: str, unit: float, metric: str) -> Iterator[list[Point]]:
+def _histories(e: Entry, x: str, metric: str) -> Iterator[list[tuple[float, float]]]:
     """The learning curve of each training seed of an entry."""
     for label, arm in e.header["arms"].items():
         if arm.get("of", label) == e.name:
             history: Any = arm["weights"].get("history", [])
-            points = [(point[x] / unit, _held_out(point, metric)) for point in history if x in point]
+            points = [(float(point[x]), _held_out(point, metric)) for point in history if x in point]
             yield [p for p in points if math.isfinite(p[1])]
 
 
@@ -88,6 +93,15 @@ def _held_out(point: Mapping[str, Any], metric: str) -> float:
 def _trained(e: Entry, x: str) -> float:
     """Tokens or steps of an arm's training; 0 if unknown."""
     return float(e.weights.get("tokens_seen" if x == "tokens" else "steps", 0))
+
+
+def _before(rows: Rows, arm: str, x: str) -> float:
+    """Tokens or steps of the trainings from which an arm's goes on."""
+    start = rows.study["arms"][arm].get("start")
+    if start is None:
+        return 0.0
+    e = rows.find(start, {})
+    return _before(rows, start, x) + (_trained(e, x) if e else 0.0)
 
 
 def _by_position(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:

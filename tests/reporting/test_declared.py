@@ -137,6 +137,25 @@ def test_progress_draws_the_history_of_every_seed_and_the_measured_end(tmp_path)
     assert by_step.x == "training steps" and by_step.series[0].curves[0][-1] == (2.0, 1.2)
 
 
+def test_a_training_that_goes_on_is_drawn_behind_the_one_it_starts_from(tmp_path):
+    header = settings("a", "b", dataset="mtbench", study="s")
+    for name, tokens in (("a", 2), ("b", 1)):
+        history = [{"tokens": tokens * 10**6, "step": tokens, "chain_tau": 1.5, "n_alpha": [0.3]}]
+        weights = {"history": history, "tokens_seen": tokens * 10**6, "steps": tokens, "parameters": 1, "hours": 0.0,
+                   "data": {"unique_tokens": 1}, "machine": {"device": "x", "cores": 1}}  # fmt: skip
+        header["arms"][name] |= {"weights": weights, "drafter": {"name": name, "growth": CHAIN}}
+    cell, rng = block(tmp_path, header), np.random.default_rng(0)
+    for question in range(6):
+        for name in ("none", "a", "b"):
+            cell.write(random_row(rng, name, str(question))[0])
+    one = study(figure("progress", y=["alpha0"]))
+    for name, arm in one["arms"].items():
+        arm |= {"train": ["train=short"], **({"start": "a"} if name == "b" else {})}
+    (panel,) = chart_of(tmp_path, one).panels
+    assert [[list(curve) for curve in series.curves] for series in panel.series] == [[[(2.0, 0.3)]], [[(3.0, 0.3)]]]
+    assert [list(values(series)) for series in panel.series] == [[2.0], [3.0]]
+
+
 def test_acceptance_by_position_is_of_the_named_cells_and_beside_what_was_printed(tmp_path):
     bench(tmp_path / "s", {"a": 2.0, "b": 1.5}, study="s", questions=30)
     bench(tmp_path / "s", {"a": 2.0}, study="s", questions=30, temperature=1.0, cell="decode-2", seed=1)
