@@ -98,7 +98,9 @@ class TrainedDrafter(nn.Module, Drafter):
                 self.infer_shape(self.checkpoint)
                 self.build(target)
         self._move_own(target)
-        self.packing, self.draft_dtype = target.draft_packing, target.draft_dtype
+        self.packing = target.packing
+        if self.lm is None:  # a language model has a fast forward, which must reproduce its own
+            self.packing, self.draft_dtype = target.draft_packing, target.draft_dtype
         self.active_parameters = sum(p.numel() for p in self.parameters())
         if self.head.weight is not self.embedding.weight:  # else its numbers are multiplied, too
             self.active_parameters -= self.embedding.weight.numel()

@@ -32,7 +32,8 @@ MIN_ROWS = 256  # per chunk, which reads the whole head
 def chunk_of(positions: int, ids: int, device: torch.device) -> int:
     """Positions whose logits of so many ids are computed at once, such that all chunks are about equal."""
     most = max(MIN_ROWS, (CPU_LOGITS if device.type == "cpu" else DEVICE_LOGITS) // ids)
-    return math.ceil(positions / max(1, math.ceil(positions / most))) or 1
+    chunks = max(1, math.ceil(positions / most))
+    return max(1, math.ceil(positions / chunks))
 
 
 def in_product_dtype(weight: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class Vanilla(TrainedDrafter):
         if embedding.weight.device != target.device:  # of a target that is spread over several
             embedding = nn.Embedding.from_pretrained(embedding.weight.to(target.device))
         model.set_input_embeddings(embedding)
-        model.set_output_embeddings(target.draft_head)
+        model.set_output_embeddings(target.head)
         if self.norm_from == "target":
             start_norm(model.model.norm, target.decoder.norm)
         if self.start_from == "target" and self.weights is None:

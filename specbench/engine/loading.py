@@ -48,8 +48,9 @@ class ModelSpec:
         forward: `lean` decodes by the fastest forward that reproduces the model's own (`backends.forwards`) and packed
             products; `plain` by Transformers' own.
         adapter: folder of a LoRA adapter that is merged into the weights, see `adapters`: another target.
-        draft_dtype: `bfloat16` lets trained drafters multiply in it where a float32 target runs on a CPU that has it and
-            that is faster; verification stays as it is. None: they multiply as the target does.
+        draft_dtype: `bfloat16` lets trained drafters multiply in it beside a float32 target, on a CPU that has it, where
+            that is faster; verification stays as it is. Not draft models, whose forward must reproduce their own. None:
+            drafters multiply as the target does.
         quantised: weights of the layers rounded to 8 or 4 bits, see `backends.weight_only`: another target, on CPUs alone.
         max_context: rows of the cache, at most what the model was made for.
         system: system prompt; None leaves it to the chat template.
@@ -114,8 +115,8 @@ class ModelSpec:
             self._change(target, adapter)
         target.max_context = min(target.max_context, self.max_context)
         target.packing.room = room.spare
-        short = self.draft_dtype is not None and self.forward == "lean" and dtype == torch.float32
-        if short and packable(target.head.weight, torch.bfloat16):
+        applies = self.draft_dtype is not None and self.forward == "lean" and dtype == torch.float32
+        if applies and packable(target.head.weight, torch.bfloat16):
             target.draft_dtype = torch.bfloat16
         return target, chat
 

@@ -98,13 +98,13 @@ def estimate(
     read: bool = True,
     sequences: int = 1,
     quantised: str | None = None,
-    short_drafts: bool = False,
+    bfloat16_drafts: bool = False,
 ) -> Estimate | None:
     """Memory of a target of this configuration and of unbound drafters `beside` it; None if it cannot be built.
 
     fused: products may be packed. processes: among which its weights are spread. read: weights come from files, not random.
     sequences: decoded together. quantised: see `backends.weight_only`; the rounded weights are held as floats, too.
-    short_drafts: drafters multiply in bfloat16, with a copy of the head.
+    bfloat16_drafts: drafters multiply in bfloat16, with a copy of the head.
     """
     if (shape := _unless_refused(lambda: Shape(config, dtype))) is None:
         return None
@@ -117,7 +117,7 @@ def estimate(
     weights = [p.numel() for p in shape.model.parameters()]
     here = device.type == "cpu"  # where files are read and drafters built
     copies = _copied(shape, dtype, quantised) if fused and here and packable(torch.empty(0, dtype=dtype)) else 0
-    if copies and short_drafts and dtype == torch.float32:
+    if copies and bfloat16_drafts and dtype == torch.float32:
         copies += shape.head.weight.numel() * torch.bfloat16.itemsize
     converted = max(weights) * FLOAT if read and dtype.itemsize < FLOAT else 0  # one tensor at a time, see `tensors.finite`
     return Estimate(

@@ -5,12 +5,9 @@ A training is named by a digest of its overrides, so that studies with the same 
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from specbench.common import hashing, storage
 from specbench.common.budget import Budget
@@ -18,6 +15,7 @@ from specbench.common.errors import warn
 from specbench.common.processes import dying_with_parent
 from specbench.common.storage import cache_root
 from specbench.records import studies
+from specbench.records.blocks import locked
 from specbench.records.schema import WEIGHTS
 from specbench.records.studies import Study
 from specbench.tuning.train_stages import lacking
@@ -97,9 +95,9 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
     succeeded: dict[Path, bool] = {}  # by folder
     failed: set[str] = set()
     unfinished: set[str] = set()
-    queue = [(member, False) for member in _with_starts(members, study)]
+    queue = [(member, False) for member in _with_starts(members, study)]  # and whether to wait for another process
     while queue:
-        member, last = queue.pop(0)
+        member, wait = queue.pop(0)
         training, start = training_of(member, study, users), start_of(member, study)
         folder = weights_folder(member, study, users)
         if training is None or folder is None or lacking(folder) is None:
@@ -108,14 +106,14 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
             (failed if start.label in failed else unfinished).add(member.label)
             continue
         if start is not None and any(start.label == waiting.label for waiting, _ in queue):
-            queue.append((member, last))
+            queue.append((member, wait))
             continue
         if folder not in succeeded and budget.allows(None):
-            with _alone(folder, budget.left if last else 0) as alone:
-                if not alone and not last:
+            with locked(folder.parent, folder.name, wait, budget.left) as ours:
+                if not ours and not wait:
                     queue.append((member, True))
                     continue
-                if alone and lacking(folder) is not None:
+                if ours and lacking(folder) is not None:
                     print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
                     succeeded[folder] = _train(*training, folder, budget)
         if (left := lacking(folder)) is None:
@@ -126,22 +124,6 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
             failed.add(member.label)
             warn(f"{name}: the training of {member.label} failed; see above")
     return Trained(frozenset(failed), frozenset(unfinished))
-
-
-@contextmanager
-def _alone(folder: Path, seconds: float | None) -> Iterator[bool]:
-    """Inside, no other study trains these weights; False if one still does after so many seconds (None: however long)."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.parent / f"{folder.name}.lock")
-    try:
-        lock.acquire(timeout=-1 if seconds is None else max(seconds, 0))
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 def _with_starts(members: Sequence[Member], study: Study) -> list[Member]:

@@ -13,7 +13,7 @@ import re
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -317,13 +317,13 @@ class Ledger:
 
 
 @contextmanager
-def locked(folder: Path, name: str, wait: bool) -> Iterator[bool]:
-    """Lock a part of a cell while it is measured; yields whether this process holds the lock.
+def locked(folder: Path, name: str, wait: bool, seconds: float | None = None) -> Iterator[bool]:
+    """Lock a part of a folder, as of a cell while it is measured; yields whether this process holds the lock.
 
     A lock ends with its process, so a killed one blocks no other.
 
     Args:
-        name: of the part. wait: until another process releases it; otherwise yield False.
+        name: of the part. wait: until another process releases it, so many seconds at most (None: however long).
     """
     path = folder / LOCKS / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -331,11 +331,13 @@ def locked(folder: Path, name: str, wait: bool) -> Iterator[bool]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        if not wait:
+        if wait:
+            print(f"{folder}: another process works on {name}; waiting", file=sys.stderr, flush=True)
+            with suppress(Timeout):
+                lock.acquire(timeout=-1 if seconds is None else max(seconds, 0))
+        if not lock.is_locked:
             yield False
             return
-        print(f"{folder}: another process measures it; waiting", file=sys.stderr, flush=True)
-        lock.acquire()
     try:
         yield True
     finally:

@@ -266,7 +266,7 @@ def test_drafters_draft_the_same_on_fast_products(drafter):
     assert answer(fast, made) == expected
 
 
-@pytest.mark.parametrize("drafter", ["eagle2", "vanilla", "medusa", "coral_router"])
+@pytest.mark.parametrize("drafter", ["eagle2", "medusa", "coral_router"])
 def test_drafters_may_multiply_in_bfloat16_while_the_target_does_not(drafter):
     plain = tiny()
     expected = answer(plain, make("none", plain))
@@ -278,4 +278,16 @@ def test_drafters_may_multiply_in_bfloat16_while_the_target_does_not(drafter):
     assert made.head is not target.head and made.head.weight is target.head.weight
     copies = {part.forward.packed.dtype for part in made.modules() if isinstance(vars(part).get("forward"), Packed)}
     assert copies == {torch.bfloat16 if packed_linear.packable(target.head.weight, torch.bfloat16) else torch.float32}
+    assert answer(target, made) == expected
+
+
+def test_a_draft_model_keeps_the_forward_that_reproduces_its_own():
+    plain = tiny()
+    expected = answer(plain, make("none", plain))
+    target = tiny()
+    target.draft_dtype = torch.bfloat16
+    target.optimize_for_inference()
+    made = make("vanilla", target)
+    made.optimize_for_inference()
+    assert made.draft_dtype is None and made.packing is target.packing and made.lm.fused is not None
     assert answer(target, made) == expected

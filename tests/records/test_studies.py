@@ -19,6 +19,7 @@ from specbench.config.run_spec import from_config
 from specbench.evaluation import study_runs, study_training
 from specbench.evaluation.study_training import Member, training_of, weights_folder
 from specbench.records import studies
+from specbench.records.blocks import LOCKS
 from specbench.reporting import published
 from specbench.reporting.beside import assigned, matching
 from specbench.reporting.evidence import EXACT, TIMED
@@ -282,7 +283,8 @@ def test_what_another_process_trains_is_waited_for_last_and_not_trained_twice(mo
     one, there, asked = {"arms": arms}, set(), []
     monkeypatch.setattr(study_training, "studies_folder", lambda: tmp_path)
     of_a = weights_folder(Member("a", 0, "a@0", arms["a"]), one, [])
-    other = FileLock(tmp_path / f"{of_a.name}.lock")
+    (tmp_path / LOCKS).mkdir()
+    other = FileLock(tmp_path / LOCKS / f"{of_a.name}.lock")
     other.acquire()
 
     def train(name, overrides, folder, budget):
