@@ -39,7 +39,7 @@ def chunk_of(positions: int, ids: int, device: torch.device) -> int:
 def in_product_dtype(weight: Tensor) -> Tensor:
     """A frozen weight as autocast would convert it, once for all products with it."""
     kind = weight.device.type
-    if weight.requires_grad or not torch.is_autocast_enabled(kind):
+    if weight.requires_grad or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return weight
     return weight.to(torch.get_autocast_dtype(kind))
 

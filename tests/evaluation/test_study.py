@@ -104,8 +104,8 @@ def test_arms_are_trained_once_per_seed_and_their_seeds_pooled(home, tmp_path):
     header, _ = read_block(path)
     assert list(header["arms"]) == ["none", "short@0", "short@1", "same@0", "same@1"]
     assert {a.get("of") for a in header["arms"].values()} == {None, "short", "same"}
-    folders = list((home / "cache" / "studies").iterdir())
-    assert len(folders) == 2 and all(json.loads((f / "provenance.json").read_text())["steps"] == 2 for f in folders)
+    trained = list((home / "cache" / "studies").glob("*/provenance.json"))
+    assert len(trained) == 2 and all(json.loads(path.read_text())["steps"] == 2 for path in trained)
     entries = {e.name: e for e in cells.collect([path])}
     assert set(entries) == {"none", "short", "same"} and entries["short"].seeds == 2
     assert entries["short"].summary.prompts == 2 * entries["none"].summary.prompts
