@@ -4,40 +4,47 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from specbench.records.rows import GpuUse, Row
-from specbench.reporting.cells import Entry
-from specbench.reporting.tables import ABSENT
+import numpy as np
 
-COLUMNS = ("drafter", "J a token", "of plain decoding's", "SM clock, MHz", "clock lowered in answers by", "other processes")
+from specbench.records.rows import GpuUse, Row
+from specbench.records.statistics import Sums, Totals, contrast, pooled
+from specbench.reporting.cells import Entry
+from specbench.reporting.tables import ABSENT, shown
+
+COLUMNS = ("drafter", "J a token", "of plain decoding's [95%]", "SM clock, MHz", "clock lowered in answers by", "other processes")
 
 
 def lines(group: Sequence[Entry]) -> list[list[str]]:
     """A line for each drafter whose rows hold the state of a GPU, in the order of `COLUMNS`.
 
     The energy of a generation, its prompt included, over the tokens that it emitted, pooled over rows; the ratio is that of
-    the same questions by plain decoding. Clocks are those at the end of each answer: their median and range.
+    the same questions by plain decoding, with its 95% interval over questions. Clocks are those at the end of each answer:
+    their median and range.
     """
     return [[e.title, *_cells(e)] for e in group if _states(e.rows)]
 
 
-def per_token(rows: Iterable[Row]) -> float | None:
-    """Joules a token; None if no row holds any."""
-    counted = [(row.gpu.energy_j, len(row.tokens)) for row in rows if row.gpu and row.gpu.energy_j is not None]
-    tokens = sum(count for _, count in counted)
-    return sum(joules for joules, _ in counted if joules is not None) / tokens if tokens else None
+def totals(rows: Iterable[Row]) -> Totals:
+    """Joules and tokens of each question whose rows hold an energy."""
+    used = [(row, row.gpu.energy_j) for row in rows if row.gpu]
+    return Totals.add_up((row.question, {"joules": j, "tokens": len(row.tokens)}) for row, j in used if j is not None)
+
+
+def per_token(sums: Sums) -> np.ndarray:
+    """Joules a token."""
+    return np.asarray(sums["joules"] / sums["tokens"])
 
 
 def _cells(e: Entry) -> list[str]:
     states = _states(e.rows)
-    own, plain = per_token(e.rows), per_token(e.baseline)
-    ratio = ABSENT if own is None or not plain else f"{own / plain:.2f}"
+    own, plain = totals(e.rows), totals(e.baseline)
     lowered = Counter(reason for state in states for reason in state.throttled or ())
     reasons = ", ".join(f"{reason} ({count} of {len(states)})" for reason, count in sorted(lowered.items()))
     known = any(state.throttled is not None for state in states)
     others = max((state.others for state in states if state.others is not None), default=None)
     return [
-        ABSENT if own is None else f"{own:.2f}",
-        ratio,
+        f"{pooled(per_token, own):.2f}" if own.questions else ABSENT,
+        shown(contrast(per_token, own, plain, ratio=True)),
         _clock([state.sm_mhz for state in states if state.sm_mhz is not None]),
         reasons or ("nothing" if known else "unknown"),
         "unknown" if others is None else str(others),

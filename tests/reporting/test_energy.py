@@ -10,6 +10,8 @@ from specbench.records.rows import GpuUse
 from specbench.reporting import cells, energy
 from specbench.reporting.bundle import Report, Sources
 
+RATIO = "of plain decoding's [95%]"
+
 
 def rows_of(drafter, uses):
     rng = np.random.default_rng(3)
@@ -39,11 +41,23 @@ def test_energy_is_pooled_over_tokens_and_compared_with_plain_decoding(entries):
     table = {line[0]: dict(zip(energy.COLUMNS, line, strict=True)) for line in energy.lines(list(found.values()))}
     own, plain = 24.0 / tokens(rows["eagle2"]), 80.0 / tokens(rows["none"])
     eagle = table["eagle2"]
-    assert eagle["J a token"] == f"{own:.2f}" and eagle["of plain decoding's"] == f"{own / plain:.2f}"
+    assert eagle["J a token"] == f"{own:.2f}" and eagle[RATIO] == f"{own / plain:.2f}"
     assert eagle["SM clock, MHz"] == "1,868 (1,755 to 1,980)" and eagle["other processes"] == "1"
     assert eagle["clock lowered in answers by"] == "software power cap (1 of 2)"
-    assert table["none"]["of plain decoding's"] == "1.00" and table["none"]["SM clock, MHz"] == "1,980"
+    assert table["none"][RATIO] == "1.00" and table["none"]["SM clock, MHz"] == "1,980"
     assert table["none"]["clock lowered in answers by"] == "nothing"
+
+
+def test_the_ratio_of_energies_has_an_interval_over_questions(tmp_path):
+    block = fixtures.block(tmp_path, fixtures.settings("eagle2"))
+    uses = [GpuUse(joules, 1980, [], 0) for joules in (10.0, 14.0, 9.0, 20.0, 11.0, 16.0)]
+    rows = {name: rows_of(name, uses) for name in ("none", "eagle2")}
+    for row in (*rows["none"], *rows["eagle2"]):
+        block.write(row)
+    table = {line[0]: line[2] for line in energy.lines(cells.collect([block.path]))}
+    value, low, high = (float(part.strip("[,]")) for part in table["eagle2"].split())
+    assert low < value < high and value == pytest.approx(tokens(rows["none"]) / tokens(rows["eagle2"]), abs=0.005)
+    assert table["none"] == "1.00"
 
 
 def test_what_the_driver_does_not_say_is_no_zero(entries):
