@@ -11,7 +11,14 @@ from specbench.records.statistics import Sums, Totals, contrast, pooled
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, shown
 
-COLUMNS = ("drafter", "J a token", "of plain decoding's [95%]", "SM clock, MHz", "clock lowered in answers by", "other processes")
+COLUMNS = (
+    "drafter",
+    "J a token",
+    "of plain's [95%]",
+    "SM clock, MHz",
+    "clock lowered in answers by",
+    "other processes",
+)
 
 
 def lines(group: Sequence[Entry]) -> list[list[str]]:
