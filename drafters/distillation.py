@@ -22,18 +22,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.losses import BY_AUTOGRAD, Ranking, weighted_ids, with_slope
-from specbench.engine.interface import Batch
+from specbench.engine.interface import SIZE_STEP, Batch
 from specbench.engine.sampling import top
 
 CPU_LOGITS, DEVICE_LOGITS = 2**21, 2**27  # per chunk: as many as fit into a CPU's caches, as keep a device busy
 MIN_ROWS = 256  # per chunk, which reads the whole head
 
 
+def chosen_places(mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Rows and columns of the entries [B, T] that are True, zeros up to a multiple of `SIZE_STEP`; how many are True."""
+    places = mask.nonzero()
+    rows, columns = F.pad(places, (0, 0, 0, -len(places) % SIZE_STEP)).unbind(1)
+    return rows, columns, len(places)
+
+
 def chunk_of(positions: int, ids: int, device: torch.device) -> int:
-    """Positions whose logits of so many ids are computed at once, such that all chunks are about equal."""
+    """Positions whose logits of so many ids are computed at once: a multiple of `SIZE_STEP`, all chunks about equal."""
     most = max(MIN_ROWS, (CPU_LOGITS if device.type == "cpu" else DEVICE_LOGITS) // ids)
     chunks = max(1, math.ceil(positions / most))
-    return max(1, math.ceil(positions / chunks))
+    return max(1, math.ceil(positions / chunks / SIZE_STEP)) * SIZE_STEP
 
 
 def in_product_dtype(weight: Tensor) -> Tensor:
@@ -51,7 +58,7 @@ def probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class DistillationLoss:
-    """The target's states and probabilities at the scored positions of a batch.
+    """The target's states and probabilities at the scored positions of a batch, and at some more that do not count.
 
     Args:
         batch: states to be predicted. head: the drafter's, mostly the target's own, frozen.
@@ -59,7 +66,9 @@ class DistillationLoss:
     """
 
     def __init__(self, batch: Batch, head: nn.Linear, uses: int = 1):
-        self.scored, self.states = batch.scored, batch.states[batch.scored]  # [M, D]
+        rows, columns, self.count = chosen_places(batch.scored)
+        self.places = rows, columns  # [M] each: scored positions, of which only the first `count` count
+        self.states = batch.states[self.places]  # [M, D]
         self.rows = in_product_dtype(head.weight if batch.vocabulary is None else head.weight[batch.vocabulary])  # [K, D]
         self.chunk = chunk_of(len(self.states), len(self.rows), self.states.device)
         self.keep = uses > 1
@@ -96,19 +105,16 @@ class DistillationLoss:
             weights: [B, T] of positions in the loss, then a sum; None: the loss is the mean over scored positions.
             logged: [B, T] bool: positions over which the other values are means; None: all scored ones.
         """
-        guess = predicted[self.scored]  # [M, D]
+        guess = predicted[self.places]  # [M, D]
         smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float(), reduction="none").mean(-1)  # [M]
-        w = (
-            guess.new_full((len(guess),), 1 / max(1, len(guess)), dtype=torch.float32)
-            if weights is None
-            else weights[self.scored]
-        )
+        counted = torch.arange(len(guess), device=guess.device) < self.count
+        w = counted / max(1, self.count) if weights is None else weights[self.places] * counted
         options = classification, topk, topk_weight, ranking, top_p
         terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self.rows, w, self, *options)
         loss = regression * (w * smooth_l1).sum() + terms
-        shown = torch.stack([smooth_l1.detach(), cross_entropy, agrees.float()])  # [3, M]
+        shown = torch.stack([smooth_l1.detach(), cross_entropy, agrees.float()])[:, : self.count]
         if logged is not None:
-            shown = shown[:, logged[self.scored]]
+            shown = shown[:, logged[self.places][: self.count]]
         means = shown.sum(-1) / max(1, shown.shape[1])
         return {"loss": loss, **dict(zip(("regression", "classification", "agreement"), means, strict=True))}
 
@@ -127,7 +133,7 @@ class HardLabels(DistillationLoss):
             labels = index[labels]
             known = known & (labels >= 0)
         super().__init__(replace(batch, scored=batch.scored & known), head)
-        self.labels = labels[self.scored]  # [M]
+        self.labels = labels[self.places].clamp(min=0)  # [M]
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         for labels in self.labels.split(self.chunk):

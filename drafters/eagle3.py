@@ -279,7 +279,7 @@ class _DraftVocabulary(DistillationLoss):
             logits = target.logits(states)
             covered.append(row_of[logits.argmax(-1)] >= 0)
             self.known.append(probabilities(logits if listed is None else logits[:, listed.ids]))
-        self.covered = self.covered.masked_scatter(self.covered, torch.cat(covered))
+        self.covered = self.covered.masked_scatter(self.covered, torch.cat(covered)[: self.count])
 
 
 def _rows(listed: vocabularies.DraftVocabulary | None, head: nn.Linear) -> Tensor:

@@ -197,11 +197,11 @@ class Hydra(PrefixLayers, Medusa):
         return x + (torch.rand_like(x) * 2 - 1) * (self.noise / (x.shape[1] * x.shape[2]) ** 0.5)
 
     def head_loss(
-        self, cross_entropy: Tensor, logits: Tensor, hidden: Tensor, states: Tensor, vocabulary: Tensor | None
+        self, cross_entropy: Tensor, logits: Tensor, hidden: Tensor, states: Tensor, count: int, vocabulary: Tensor | None
     ) -> Tensor:
         rows = self.head.weight if vocabulary is None else self.head.weight[vocabulary]
         p = F.linear(states, rows).float().softmax(-1)
         soft = -(p * logits.log_softmax(-1)).sum(-1)
         smooth_l1 = F.smooth_l1_loss(hidden.float(), states.float(), reduction="none").mean(-1)
-        each = self.classification * soft + self.regression * smooth_l1  # [M]
-        return self.hard * cross_entropy + each.sum() / max(1, len(each))
+        each = (self.classification * soft + self.regression * smooth_l1)[:count]
+        return self.hard * cross_entropy + each.sum() / max(1, count)

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 from specbench.engine.attention import aligned_bias
 from specbench.engine.backends.fused_llama import rotate
 from specbench.engine.cache import KVCache
-from specbench.engine.interface import TargetStates
+from specbench.engine.interface import SIZE_STEP, TargetStates
 
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
 BLOCK = 128  # queries a block: fewer attend to fewer keys, more make wider, faster products
@@ -49,6 +49,9 @@ def visible_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
             T > 1 (and then T = S), else everything.
     """
     length = q.shape[2]
+    if q.device.type == "cpu" and q.requires_grad and length % SIZE_STEP:
+        q, k, v, mask = _padded(q, k, v, mask, -length % SIZE_STEP)
+        return visible_attention(q, k, v, mask, scale)[:, :, :length]
     if mask is not None and q.device.type != "cpu":  # CUDA's fast kernels take a mask or shared key heads, not both
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = aligned_bias(mask, q.dtype)
@@ -58,9 +61,25 @@ def visible_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     parts = []
     for queries, rows in zip(q.split(BLOCK, 2), mask.split(BLOCK, 2), strict=True):
         seen = rows.flatten(0, 2).any(0).nonzero()[:, 0]
-        keys, values, rows = k.index_select(2, seen), v.index_select(2, seen), rows.index_select(3, seen)
+        extra = -len(seen) % SIZE_STEP
+        rows = F.pad(rows.index_select(3, seen), (0, extra))
+        seen = F.pad(seen, (0, extra))
+        keys, values = k.index_select(2, seen), v.index_select(2, seen)
         parts.append(F.scaled_dot_product_attention(queries, keys, values, rows, scale=scale, enable_gqa=True))
     return torch.cat(parts, 2)
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, extra: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Attention's inputs with so many queries more, which see what the last one sees.
+
+    On a CPU the backward pass takes up to twice as long where lengths are no multiples of `SIZE_STEP`.
+    """
+    q = F.pad(q, (0, 0, 0, extra))
+    if mask is None:  # causal: no query sees what lies behind it
+        return q, F.pad(k, (0, 0, 0, extra)), F.pad(v, (0, 0, 0, extra)), None
+    return q, k, v, torch.cat([mask, mask[:, :, -1:].expand(-1, -1, extra, -1)], 2)
 
 
 def _of_layer(

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.base import best_ids
+from drafters.distillation import chosen_places
 from drafters.levels import LevelDrafter
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Ids, Layers, Name, OptionalUnits, Text, Weight
@@ -213,13 +214,13 @@ class Medusa(LevelDrafter):
         return lambda level, rows, columns: batch.states[rows, columns]
 
     def head_loss(
-        self, cross_entropy: Tensor, logits: Tensor, hidden: Tensor, states: Tensor, vocabulary: Tensor | None
+        self, cross_entropy: Tensor, logits: Tensor, hidden: Tensor, states: Tensor, count: int, vocabulary: Tensor | None
     ) -> Tensor:
         """A head's loss from its cross-entropy with the text.
 
         Args:
             logits: [M, K] over the vocabulary, or all ids. hidden: [M, D] `network`'s output.
-            states: [M, D] the target's, which predict the same tokens.
+            states: [M, D] the target's, which predict the same tokens. count: of the M, the first ones that count.
         """
         return cross_entropy
 
@@ -233,22 +234,23 @@ class Medusa(LevelDrafter):
             if batch.tokens.shape[1] <= ahead:
                 break
             counts = counts[:, :-1] & batch.scored[:, ahead - 1 : -1] & batch.same_sequence(ahead)
-            rows, columns = counts.nonzero(as_tuple=True)  # [M] each
+            rows, columns, count = chosen_places(counts)  # [M] each, of which the first `count` count
             labels = batch.tokens[rows, columns + ahead]
             if batch.vocabulary is not None:
                 index = torch.full((self.head.weight.shape[0],), -100, device=labels.device)
                 index[batch.vocabulary] = torch.arange(len(batch.vocabulary), device=labels.device)
                 labels = index[labels]
+            labels[count:] = -100
             hidden = self.network(read(level, rows, columns), level)
             logits = self.output(hidden, level, batch.vocabulary).float()
             cross_entropy = F.cross_entropy(logits, labels, reduction="sum") / (labels >= 0).sum().clamp(min=1)
             states = batch.states[rows, columns + ahead - 1]
-            loss = self.head_loss(cross_entropy, logits, hidden, states, batch.vocabulary)
+            loss = self.head_loss(cross_entropy, logits, hidden, states, count, batch.vocabulary)
             total = total + self.decay ** (level + 1) * loss
             if level < 2:
                 logged[f"head_{level + 1}"] = cross_entropy.detach()
             if level == 0:
-                logged["agreement"] = (logits.argmax(-1) == labels).float().mean()
+                logged["agreement"] = (logits.argmax(-1) == labels)[:count].float().mean()
         return logged | {"loss": total}
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:

@@ -161,6 +161,9 @@ class DraftTree:
         return self.tokens.shape[0]
 
 
+SIZE_STEP = 32  # of lengths in training: on a CPU, products in bfloat16 are compiled for every new shape
+
+
 class NoShortcut(Exception):
     """Raised by a drafter whose held-out acceptance must be replayed cycle by cycle."""
 

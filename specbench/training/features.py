@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specbench.common.errors import SpecBenchError
-from specbench.engine.interface import Batch, Taps
+from specbench.engine.interface import SIZE_STEP, Batch, Taps
 from specbench.engine.target import Target
 from specbench.training.precision import wide
 from specbench.training.shards import VALIDATION, Shard, read_shard
@@ -90,12 +90,13 @@ class Corpus:
         return shuffled(batches)
 
     def load(self, rows: list[Row], device: torch.device, dtype: torch.dtype) -> Batch:
-        """Read one batch, padded on the right."""
+        """Read one batch, padded on the right to a multiple of `SIZE_STEP`."""
 
         def join(read: Callable[[Shard, int, int], Tensor]) -> Tensor:
             """A part of each sequence, end to end in its row, padded with zeros."""
             parts = (torch.cat([read(self.shards[path], a, b) for path, a, b in row]) for row in rows)
-            return pad_sequence(list(parts), batch_first=True).to(device)
+            joined = pad_sequence(list(parts), batch_first=True)  # [B, T, ...]
+            return pad(joined, (0, 0) * (joined.ndim - 2) + (0, -joined.shape[1] % SIZE_STEP)).to(device)
 
         batch = Batch(
             tokens=join(lambda shard, a, b: shard.tokens[a:b].long()),

@@ -41,7 +41,7 @@ def test_blocks_of_queries_give_what_all_keys_give(name, monkeypatch):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(torch.autograd.grad(found, (q, k, v), slope), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert sum(calls) < 0.8 * q.shape[2] * k.shape[2], "keys that nobody sees were multiplied"
+    assert sum(calls) < 0.85 * q.shape[2] * k.shape[2], "keys that nobody sees were multiplied"
 
 
 def test_a_query_without_a_key_gets_nothing():

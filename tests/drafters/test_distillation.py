@@ -147,6 +147,7 @@ class Largest(TorchDispatchMode):
 
 def test_no_array_is_as_large_as_positions_times_vocabulary(monkeypatch):
     monkeypatch.setattr(distillation, "MIN_ROWS", 4)
+    monkeypatch.setattr(distillation, "SIZE_STEP", 4)
     monkeypatch.setattr(distillation, "CPU_LOGITS", 1)
     batch, head, predicted = setting()
     with Largest() as seen:

@@ -146,8 +146,7 @@ def test_a_head_does_not_look_from_one_turns_answer_into_the_next():
     batch.scored = torch.zeros_like(answer)
     batch.scored[:, :-1] = answer[:, 1:]
     counted = []
-    output = made.output
-    made.output = lambda hidden, level, ids: (counted.append(len(hidden)), output(hidden, level, ids))[1]
+    made.head_loss = lambda loss, logits, hidden, states, count, vocabulary: (counted.append(count), loss)[1]
     made.loss(batch)
     expected = [sum(bool(answer[0, i + 2 : i + k + 2].all()) for i in range(16 - k - 1)) for k in range(1, made.heads + 1)]
     assert counted == expected

@@ -87,8 +87,8 @@ def test_a_label_is_of_the_states_own_sequence():
     batch.starts = torch.tensor([[0] * 5 + [5] * 7])
     truth = following(batch)
     found = HardLabels(truth, target.head)
-    assert found.scored[0].tolist() == [True] * 3 + [False] * 2 + [True] * 5 + [False]
-    assert found.labels.tolist() == batch.tokens[0, 2:5].tolist() + batch.tokens[0, 7:].tolist()
+    assert found.count == 8 and found.places[1][:8].tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
+    assert found.labels[:8].tolist() == batch.tokens[0, 2:5].tolist() + batch.tokens[0, 7:].tolist()
 
 
 def test_norms_start_like_the_targets_and_one_step_is_enough_to_train():
