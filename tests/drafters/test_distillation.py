@@ -46,6 +46,7 @@ def defined(batch, head, predicted, regression, classification, topk, topk_weigh
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(5, 70)])
 def test_it_is_the_definition_with_its_gradient(vocabulary, topk_weight, rows, monkeypatch):
     monkeypatch.setattr(distillation, "MIN_ROWS", rows)
+    monkeypatch.setattr(distillation, "SIZE_STEP", min(rows, distillation.SIZE_STEP))
     monkeypatch.setattr(distillation, "CPU_LOGITS", 1)  # so that MIN_ROWS decides
     batch, head, predicted = setting(vocabulary)
     terms = 0.4, 0.3, 5, topk_weight
@@ -143,6 +144,31 @@ class Largest(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.elements = max(self.elements, tensor.numel())
         return made
+
+
+class Products(TorchDispatchMode):
+    """The shapes of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.shapes.add(tuple(tuple(x.shape) for x in args))
+        return function(*args, **(kwargs or {}))
+
+
+def test_batches_with_nearly_as_many_scored_positions_multiply_the_same_shapes():
+    """A CPU's kernels are compiled for each new shape."""
+    seen = []
+    for count in (17, 23, 32):
+        batch, head, predicted = setting()
+        batch.scored = (torch.arange(B * T) < count).view(B, T)
+        with Products() as products:
+            DistillationLoss(batch, head).loss(predicted, 1.0, 0.1)["loss"].backward()
+        seen.append(products.shapes)
+    assert seen[0] and seen[0] == seen[1] == seen[2]
 
 
 def test_no_array_is_as_large_as_positions_times_vocabulary(monkeypatch):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from specbench.common.errors import SpecBenchError
 from specbench.data.corpus_file import unpack
 from specbench.engine.backends.quantised import EXACT, Int8Linear, quantised
-from specbench.engine.interface import Taps
+from specbench.engine.interface import SIZE_STEP, Taps
 from specbench.engine.rows import Rows
 from specbench.training.corpus import CorpusSettings, Writer
 from specbench.training.features import Corpus, held_out, packed
@@ -276,6 +276,8 @@ def test_shards_hold_the_targets_states_and_follow_their_text(tmp_path):
     corpus = Corpus(folder, 4, False, 0)
     assert corpus.tokens == sum(len(t.tokens) for t in whole.texts() if t.index >= 6)
     batch = corpus.load(corpus.batches(0)[0], torch.device("cpu"), torch.float32)
+    assert batch.tokens.shape[1] % SIZE_STEP == 0 and batch.states.shape[:2] == batch.tokens.shape
+    assert not (batch.scored & ~batch.valid).any()
     for tokens, states, valid in zip(batch.tokens, batch.states, batch.valid, strict=True):
         ids = tokens[valid].tolist()
         torch.testing.assert_close(states[valid], states_of(target, ids), atol=2e-2, rtol=1e-2)  # stored in bfloat16
