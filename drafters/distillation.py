@@ -30,7 +30,10 @@ MIN_ROWS = 256  # per chunk, which reads the whole head
 
 
 def chosen_places(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Rows and columns of the entries [B, T] that are True, zeros up to a multiple of `SIZE_STEP`; how many are True."""
+    """Where a mask [B, T] is True: rows [M] and columns [M], and how many there are.
+
+    Behind them both hold zeros up to a multiple of `SIZE_STEP`.
+    """
     places = mask.nonzero()
     rows, columns = F.pad(places, (0, 0, 0, -len(places) % SIZE_STEP)).unbind(1)
     return rows, columns, len(places)
@@ -58,7 +61,7 @@ def probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class DistillationLoss:
-    """The target's states and probabilities at the scored positions of a batch, and at some more that do not count.
+    """The target's states and probabilities at the scored positions of a batch, and at padding that has no weight.
 
     Args:
         batch: states to be predicted. head: the drafter's, mostly the target's own, frozen.
@@ -67,7 +70,7 @@ class DistillationLoss:
 
     def __init__(self, batch: Batch, head: nn.Linear, uses: int = 1):
         rows, columns, self.count = chosen_places(batch.scored)
-        self.places = rows, columns  # [M] each: scored positions, of which only the first `count` count
+        self.places = rows, columns  # [M] each: the scored positions, `count` of them, then padding
         self.states = batch.states[self.places]  # [M, D]
         self.rows = in_product_dtype(head.weight if batch.vocabulary is None else head.weight[batch.vocabulary])  # [K, D]
         self.chunk = chunk_of(len(self.states), len(self.rows), self.states.device)

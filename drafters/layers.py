@@ -72,7 +72,7 @@ def visible_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, extra: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Attention's inputs with so many queries more, which see what the last one sees.
+    """Attention's inputs with so many more queries at the end, which see what the last one sees.
 
     On a CPU the backward pass takes up to twice as long where lengths are no multiples of `SIZE_STEP`.
     """

@@ -220,7 +220,7 @@ class Medusa(LevelDrafter):
 
         Args:
             logits: [M, K] over the vocabulary, or all ids. hidden: [M, D] `network`'s output.
-            states: [M, D] the target's, which predict the same tokens. count: of the M, the first ones that count.
+            states: [M, D] the target's, which predict the same tokens. count: of the M, without the padding at the end.
         """
         return cross_entropy
 
@@ -234,7 +234,7 @@ class Medusa(LevelDrafter):
             if batch.tokens.shape[1] <= ahead:
                 break
             counts = counts[:, :-1] & batch.scored[:, ahead - 1 : -1] & batch.same_sequence(ahead)
-            rows, columns, count = chosen_places(counts)  # [M] each, of which the first `count` count
+            rows, columns, count = chosen_places(counts)  # [M] each: `count` states, then padding
             labels = batch.tokens[rows, columns + ahead]
             if batch.vocabulary is not None:
                 index = torch.full((self.head.weight.shape[0],), -100, device=labels.device)

@@ -161,7 +161,8 @@ class DraftTree:
         return self.tokens.shape[0]
 
 
-SIZE_STEP = 32  # of lengths in training: on a CPU, products in bfloat16 are compiled for every new shape
+# Training pads lengths to multiples of it: on a CPU, PyTorch compiles a product in bfloat16 for every new shape.
+SIZE_STEP = 32
 
 
 class NoShortcut(Exception):

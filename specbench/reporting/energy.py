@@ -14,7 +14,7 @@ from specbench.reporting.tables import ABSENT, shown
 COLUMNS = (
     "drafter",
     "J a token",
-    "of plain's [95%]",
+    "ratio to plain [95%]",
     "SM clock, MHz",
     "clock lowered in answers by",
     "other processes",

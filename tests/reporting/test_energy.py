@@ -10,7 +10,7 @@ from specbench.records.rows import GpuUse
 from specbench.reporting import cells, energy
 from specbench.reporting.bundle import Report, Sources
 
-RATIO = "of plain's [95%]"
+RATIO = "ratio to plain [95%]"
 
 
 def rows_of(drafter, uses):
