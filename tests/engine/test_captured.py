@@ -292,7 +292,7 @@ def test_a_run_with_captured_passes(home):
     """As a run loads and builds them: with the forward that can be captured."""
     files = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", f"data.root={home}", "model.device=cpu"]
     sizes = ["data.limit=2", "decode.max_new_tokens=8", "memory=0", "threads=1", "backend=graphs", "dataset=mtbench"]
-    spec = settled("suffix", *files, *sizes)
+    spec = settled("suffix", *files, *sizes, "model.dtype=float32")
     target, _ = arms.load(spec)
     assert target.captures and target.kernels == "fused"
     assert ids(target, arms.build(spec, target).bound.drafter) == ids(tiny(), make("none", tiny()))

@@ -379,14 +379,14 @@ workers.work([t for t in plan.all_tasks(scope, ["worked"]) if t.open], workers.S
 """
 
 
-def test_evidence_killed_at_five_moments_loses_and_doubles_nothing(home, tmp_path):
+def test_evidence_killed_at_three_moments_loses_and_doubles_nothing(home, tmp_path):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     assert replayed(home, undisturbed, "worked").returncode == 0
     words = tuple(a for a in arguments_of(home, "study") if not a.startswith(("results=", "model.name=")))
     words = (f"--config-dir={home / 'conf'}", *words, "model.name=tiny")
     program = WORKING.format(results=str(killed), words=words, folder=str(home / "conf" / "study"))
     moments = random.Random(5)
-    for _ in range(5):
+    for _ in range(3):
         process = subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, env=environment(home), stderr=subprocess.DEVNULL
         )
