@@ -117,7 +117,7 @@ def _legend(figure: Figure, chart: Chart, looks: Mapping[str, dict[str, Any]]) -
         parts, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(parts, labels, fontsize="small", ncols=len(labels), loc="outside upper center", frameon=False)
         return
-    shown = {s.label: looks[s.label] for panel in chart.panels for s in panel.series}
+    shown = {s.label: looks[s.label] for panel in chart.panels for s in panel.series if s}
     handles = [Line2D([], [], **look, label=mathtext(label)) for label, look in shown.items()]
     if any(s.printed for panel in chart.panels for s in panel.series):
         handles.append(Line2D([], [], color="black", label=PRINTED, **OPEN))

@@ -52,7 +52,7 @@ Groups = Mapping[str, Sequence[str]]  # series -> arms
 def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
     """Held-out curves; at their ends what was measured when decoding, of chains.
 
-    A training that goes on from another arm's begins where that one ended.
+    A training that goes on from another arm's begins where that one ended, and is left out where that one has no rows.
     """
     x = figure.get("x", "tokens")
     label, unit = TRAINED[x]
@@ -60,7 +60,8 @@ def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
     for metric in figure.get("y", ["alpha0", "alpha1", "alpha2"]):
         series = []
         for title, arms in groups.items():
-            found = [(e, _before(rows, arm, x)) for arm in arms if (e := rows.find(arm, {}))]
+            entries = [(e, _before(rows, arm, x)) for arm in arms if (e := rows.find(arm, {}))]
+            found = [(e, before) for e, before in entries if math.isfinite(before)]
             curves = [[((at + before) / unit, v) for at, v in curve]
                       for e, before in found for curve in _histories(e, x, metric)]  # fmt: skip
             ends = [((_trained(e, x) + before) / unit, v) for e, before in found if beside.is_chain(e)
@@ -96,12 +97,12 @@ def _trained(e: Entry, x: str) -> float:
 
 
 def _before(rows: Rows, arm: str, x: str) -> float:
-    """Tokens or steps of the trainings from which an arm's goes on."""
+    """Tokens or steps of the trainings from which an arm's goes on; NaN if one of those has no rows."""
     start = rows.study["arms"][arm].get("start")
     if start is None:
         return 0.0
     e = rows.find(start, {})
-    return _before(rows, start, x) + (_trained(e, x) if e else 0.0)
+    return _before(rows, start, x) + _trained(e, x) if e else math.nan
 
 
 def _by_position(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:

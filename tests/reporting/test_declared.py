@@ -131,8 +131,9 @@ def test_progress_draws_the_history_of_every_seed_and_the_measured_end(tmp_path)
     assert curves[1][0] == [(1.0, 0.05), (2.0, 0.1)] and curves[2] == [[(1.0, 1.1), (2.0, 1.2)], [(1.0, 2.1), (2.0, 2.2)]]
     assert values(found.panels[0].series[0]) == {2.0: pooled(entry(tmp_path, "a"), "alpha0")}
     assert [panel.title for panel in found.panels][:2] == ["step 1", "step 2"] and "not measured yet: b" in found.notes[-1]
-    lines = drawn_axes(found)[0].get_lines()
-    assert [list(line.get_ydata()) for line in lines[:2]] == [[0.1, 0.2]] * 2
+    drawn = charts.draw(found)
+    assert [list(line.get_ydata()) for line in drawn.axes[0].get_lines()[:2]] == [[0.1, 0.2]] * 2
+    assert not drawn.legends, "a legend names what is drawn, and one series needs none"
     (by_step,) = chart_of(tmp_path, study(figure("progress", x="step", y=["tau"]), arms=["a"])).panels
     assert by_step.x == "training steps" and by_step.series[0].curves[0][-1] == (2.0, 1.2)
 
@@ -154,6 +155,11 @@ def test_a_training_that_goes_on_is_drawn_behind_the_one_it_starts_from(tmp_path
     (panel,) = chart_of(tmp_path, one).panels
     assert [[list(curve) for curve in series.curves] for series in panel.series] == [[[(2.0, 0.3)]], [[(3.0, 0.3)]]]
     assert [list(values(series)) for series in panel.series] == [[2.0], [3.0]]
+    one["arms"] = {"c": {"run": ["drafter=a"], "train": ["train=short"]}} | one["arms"]
+    one["arms"]["b"]["start"] = "c"
+    (panel,) = chart_of(tmp_path, one).panels
+    drawn = [series.label for series in panel.series if series]
+    assert drawn == ["a"], "where b's training began is not known"
 
 
 def test_acceptance_by_position_is_of_the_named_cells_and_beside_what_was_printed(tmp_path):
