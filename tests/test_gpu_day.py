@@ -64,7 +64,7 @@ def test_the_probe_answers_and_runs_the_tests_that_a_gpu_needs(home, tmp_path):
 
 def test_bench7b_says_that_its_acceptance_is_assumed(home, tmp_path):
     back, steps, _ = dry(home, tmp_path, "bench7b")
-    assert {"speed-eager", "trace-none-eager", "trace-eagle2-eager"} <= set(steps)
+    assert {"speed-eager", "trace-eagle2-eager", "trace-eagle2-graphs"} <= set(steps)
     blocks = blocks_below(back / "results")
     assert blocks and all(header["simulated"] for header, _ in blocks)
     assert all(row.audit["verdict"] == "simulated acceptance" for _, rows in blocks for row in rows)

@@ -95,7 +95,7 @@ def _bench7b(work: Path, dry: bool) -> list[Step]:
         words = ["study=bench", "cells=[0]", "datasets=[mtbench]", *_random("llama2-7b", dry), f"backend={backend}"]
         words += [f"arms=[{','.join(arms)}]", *_size(dry, 4, 256), "memory=0"]
         steps.append(_study(f"speed-{backend}", work, words, 5.0 / len(ways), "random"))
-        for drafter in ("none", "eagle2"):
+        for drafter in ("eagle2",) if dry else ("none", "eagle2"):
             words = [str(work), *_random("llama2-7b", dry), f"drafter={drafter}", f"backend={backend}"]
             name = f"trace-{drafter}-{backend}"
             steps.append(Step(name, "specbench.gpu_day.cycles", tuple(words), 3.0 / len(ways) / 2, "random"))
