@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from drafters.layers import ATTENTION
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT
+from specbench.common.storage import project_path
 from specbench.common.types import Ids, Name, Text
 from specbench.engine import vocabulary as vocabularies
 from specbench.engine import weights as stored
@@ -113,7 +113,7 @@ class TrainedDrafter(nn.Module, Drafter):
             self.contents |= self.checkpoint.contents()
             self.checkpoint.release()
         elif self.weights is not None:
-            folder = PROJECT / self.weights
+            folder = project_path(self.weights)
             self.provenance = stored.load(self, folder, target.fingerprint())
             self.contents |= stored.contents_of(folder)
         if self.vocabulary is not None:

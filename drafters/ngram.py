@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT
+from specbench.common.storage import project_path
 from specbench.common.types import Name, Text, Width
 from specbench.engine import weights as stored
 from specbench.engine.drafter import Drafter
@@ -72,7 +72,7 @@ class NGram(Drafter):
         if self.weights is None:
             self._fill(self.count([]))
             return
-        folder = PROJECT / self.weights
+        folder = project_path(self.weights)
         self.provenance, tables = stored.read(folder, target.fingerprint())
         self._check(tables, folder / WEIGHTS)
         self._fill(tables)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from drafters.retrieval import Retriever
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT, cached
+from specbench.common.storage import cached, project_path
 from specbench.common.types import Count, Depth, DraftNodes, Length, Name, Text
 from specbench.data import corpus_file
 from specbench.engine.interface import DraftTree, Sampler
@@ -157,7 +157,7 @@ class Rest(Retriever):
             nothing = torch.full((1,), END, dtype=torch.int32)
             self.store = Datastore(nothing, suffix_order(nothing, 1))
         else:
-            self.store = self._load(PROJECT / self.corpus, target)
+            self.store = self._load(project_path(self.corpus), target)
 
     def _load(self, folder: Path, target: Any) -> Datastore:
         """A packed corpus's datastore, from the cache. Raises `SpecBenchError` if that is missing or another target's."""

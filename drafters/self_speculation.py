@@ -210,7 +210,7 @@ class SelfSpeculation(_Partial):
 
     def choose(self, target: Target) -> Sublayers:
         self.provenance = {}
-        if self.searched is not None and (folder := storage.PROJECT / self.searched).joinpath(SKIP).is_file():
+        if self.searched is not None and (folder := storage.project_path(self.searched)).joinpath(SKIP).is_file():
             skipped, self.provenance = weights.load_skip(folder, target.fingerprint(), target.layers)
             self.contents = hashing.of_files([folder / SKIP])
             return skipped

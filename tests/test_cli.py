@@ -15,7 +15,7 @@ from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, st
 
 from specbench.config.cli import expand_shorthands
 from specbench.records import blocks
-from specbench.records.blocks import NAME
+from specbench.records.blocks import NAME, locked
 from specbench.reporting import cells
 
 
@@ -278,7 +278,13 @@ def test_training_survives_kill_9_bit_for_bit(home):
     for name in ("whole", "killed"):
         assert (home / "out" / name / "model.safetensors").is_file()
     whole, killed = ((home / "out" / n / "model.safetensors").read_bytes() for n in ("whole", "killed"))
-    assert whole == killed
+    assert whole == killed and not checkpoint.exists(), "the same recipe would end at once instead of training anew"
+
+
+def test_two_trainings_of_one_name_would_share_a_checkpoint(home):
+    with locked(home / "cache" / "training" / "tiny" / "taken", "training", wait=False):
+        message = run(home, "train", *train(home, "taken"), ok=False)
+    assert "another process trains taken" in message and "train.name=NAME" in message
 
 
 def kill_often(begin, times, longest):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specbench.common.errors import SpecBenchError, visible
 
-PROJECT = Path(__file__).resolve().parents[2]  # the checkout: folders in a configuration start here
+PROJECT = Path(__file__).resolve().parents[2]  # the checkout
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCRATCH = ".specbench-"  # begins the names of scratch folders: .specbench-<machine>-<process>-<random>
 ABANDONED_S = 86400.0  # age at which a scratch folder of another machine is removed
@@ -31,6 +31,14 @@ def user_path(path: str, hint: str = "write the folder in full") -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise SpecBenchError(f"{visible(path)}: there is no such home folder; {hint}") from error
+
+
+def project_path(path: str) -> Path:
+    """A folder of weights or a corpus, as a configuration names it: relative ones start at the checkout.
+
+    Results start at the current folder instead.
+    """
+    return PROJECT / user_path(path)
 
 
 def sha256_of(path: Path) -> str:

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from pydantic import TypeAdapter
 
 from specbench.common.errors import SpecBenchError, nearest, shorten, visible
-from specbench.common.storage import PROJECT, cache_root, user_path
+from specbench.common.storage import cache_root, project_path, user_path
 from specbench.config import catalog
 from specbench.config.catalog import File
 from specbench.data.download import Wheel, Wheels, wheel_name
@@ -98,7 +98,7 @@ def _corpus(folder: str, model: str) -> str:
 
 def _folder(option: str, model: str) -> Path:
     """The folder that an option of a file names, for a target."""
-    return PROJECT / option.replace("${model.name}", model)
+    return project_path(option.replace("${model.name}", model))
 
 
 # Models and prompts ---------------------------------------------------------------------------------------------------

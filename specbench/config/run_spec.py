@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specbench.common.errors import SpecBenchError, format_exception, warn
-from specbench.common.storage import PROJECT
+from specbench.common.storage import project_path
 from specbench.common.types import MAX_NODES, Count, Duration, Name, Natural, Repetitions, Text, Threads, is_name
 from specbench.config import catalog, validation
 from specbench.config.cli import composed, folder_name, selected
@@ -252,7 +252,7 @@ def _resolve(options: dict[str, Any]) -> None:
         use_simulated_acceptance(options)
     elif options["alpha"] is not None:
         raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
-    elif options["checkpoint"] is None and node.get("weights") and not (PROJECT / node["weights"]).exists():
+    elif options["checkpoint"] is None and node.get("weights") and not project_path(node["weights"]).exists():
         options["checkpoint"] = (model.get("published") or {}).get(node["name"])
 
 

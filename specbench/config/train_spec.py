@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from hydra.utils import get_class, instantiate
@@ -11,7 +10,7 @@ from omegaconf import DictConfig
 from pydantic import Field
 
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT, require_writable
+from specbench.common.storage import project_path, require_writable
 from specbench.common.types import Duration, Name, Rows, Text, Threads, Tokens
 from specbench.config import catalog, validation
 from specbench.data.conversations import Conversations
@@ -81,11 +80,11 @@ def from_config(config: DictConfig) -> TrainJob:
         validation.check_some(phase.get("drafter", {}), drafter_class, drafter_class.phased, key)
     if not (recipe["overwrite"] or recipe["missing"]):
         if recipe["until"] == "search":
-            refuse_overwriting(Path(recipe["out"]) / SKIP)
+            refuse_overwriting(project_path(recipe["out"]) / SKIP)
         elif recipe["until"] == "weights":
-            refuse_overwriting(Path(recipe["out"]) / WEIGHTS, made_by(drafter, recipe))
+            refuse_overwriting(project_path(recipe["out"]) / WEIGHTS, made_by(drafter, recipe))
     plain = {field.name: recipe[field.name] for field in fields(TrainJob) if field.name in recipe}
-    folders = {"out": Path(recipe["out"]), "packed": PROJECT / recipe["packed"]}
+    folders = {name: project_path(recipe[name]) for name in ("out", "packed")}
     return TrainJob(
         **plain | made | folders,
         threads=options["threads"],
@@ -118,4 +117,4 @@ def _require_trainable(recipe: Mapping[str, Any], drafter: Mapping[str, Any], dr
     option, verb = ("searched", "search") if recipe["until"] == "search" else ("weights", "train")
     if option not in drafter:
         raise SpecBenchError(f"drafter={drafter['name']} has nothing to {verb}; choose another drafter=")
-    require_writable(Path(recipe["out"]))
+    require_writable(project_path(recipe["out"]))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specbench.common.errors import SpecBenchError
+from specbench.common.storage import user_path
 from specbench.common.types import Text
 from specbench.data.chat import Message
 from specbench.data.download import Wheel, file_from_wheel
@@ -39,9 +40,10 @@ class Conversations:
 
     def _file(self) -> Path:
         if self.path is not None:
-            if not Path(self.path).is_file():
+            path = user_path(self.path)
+            if not path.is_file():
                 raise SpecBenchError(f"no training text at train.text.path={self.path}")
-            return Path(self.path)
+            return path
         if self.wheel is not None:
             return file_from_wheel(self.wheel)
         from huggingface_hub import hf_hub_download

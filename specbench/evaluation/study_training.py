@@ -56,7 +56,7 @@ def training_of(member: Member, study: Study, users: Sequence[str]) -> tuple[str
     model = [o for o in users if o.split("=")[0].split(".")[0] in ("model", "threads")]
     overrides = [*model, *own, *source.get("train", []), f"train.settings.seed={member.seed}"]
     drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]
-    files = [storage.PROJECT / o.partition("=")[2] / WEIGHTS for o in overrides if o.startswith("train.start=")]
+    files = [storage.project_path(o.partition("=")[2]) / WEIGHTS for o in overrides if o.startswith("train.start=")]
     started = [hashing.of_file(path) for path in files if path.is_file()]
     named_by = sorted({*overrides} - {DEFAULT_MODEL} - {o for o in model if o.startswith("threads=")})  # in any order
     if (start := start_of(member, study)) is not None and (before := training_of(start, study, users)):

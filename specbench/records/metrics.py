@@ -16,7 +16,8 @@ import numpy as np
 
 from specbench.records.rows import Row
 from specbench.records.schema import Arm, Header
-from specbench.records.statistics import Counts, Interval, Rate, Ratio, Sums, Totals, interval, mean, pooled
+from specbench.records.statistics import Interval, Ratio, interval, mean, pooled
+from specbench.records.totals import Counts, Rate, Sums, Totals
 
 BASELINE = "none"
 

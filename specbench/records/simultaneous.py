@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbench.records.statistics import Rate, Totals, linearise, weights
+from specbench.records.statistics import linearise
+from specbench.records.totals import Rate, Totals, weights
 
 CONFIDENCE = 0.95
 

@@ -9,22 +9,18 @@ undefined rate (nothing was counted) is NaN, or None in place of an interval.
 The seeds of a trained arm are a second source of chance, see `with_seeds`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 
 import numpy as np
 
-SAMPLES = 2000
+from specbench.records.totals import SAMPLES, Rate, Sums, Totals, weights
+
 LEVEL = (2.5, 97.5)  # percent, of a 95% interval
 MIN_QUESTIONS = 4  # that an interval needs
 TINY = 1e-6  # an error below this part of another one is none, but for rounding
 REGULAR = 0.9  # share of samples with a standard error that a studentised interval needs
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% quantiles of t by its freedom
-
-Sums = Mapping[str, np.ndarray]
-Rate = Callable[[Sums], np.ndarray]
-Counts = Mapping[str, float | np.ndarray]
 
 
 class Ratio:
@@ -47,84 +43,6 @@ class Interval:
     value: float
     low: float
     high: float
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums by question, from which rates are pooled and resampled.
-
-    Attributes:
-        questions: their names, in the order of the arrays.
-        sums: name -> [Q], or [Q, N] for quantities with N parts.
-    """
-
-    questions: tuple[str, ...]
-    sums: Sums
-
-    @classmethod
-    def add_up(cls, counts: Iterable[tuple[str, Counts]], zeros: Counts | None = None) -> "Totals":
-        """Sums of (question, counts) pairs. zeros: names and shapes of sums that exist even if nothing counts them."""
-        counts = list(counts)
-        questions = tuple(sorted({question for question, _ in counts}))
-        index = {question: i for i, question in enumerate(questions)}
-        sums = {name: np.zeros((len(questions), *np.shape(value))) for name, value in (zeros or {}).items()}
-        for question, values in counts:
-            for name, value in values.items():
-                if name not in sums:
-                    sums[name] = np.zeros((len(questions), *np.shape(value)))
-                sums[name][index[question]] += value
-        return cls(questions, sums)
-
-    def among(self, questions: Sequence[str]) -> "Totals":
-        """The sums of these questions only, in this order."""
-        if tuple(questions) == self.questions:
-            return self
-        index = {question: i for i, question in enumerate(self.questions)}
-        chosen = [index[question] for question in questions]
-        return Totals(tuple(questions), {name: sums[chosen] for name, sums in self.sums.items()})
-
-    def part(self, index: int) -> "Totals":
-        """One of the N parts: [Q, N] -> [Q]."""
-        return Totals(self.questions, {name: sums[:, index] for name, sums in self.sums.items()})
-
-    @cached_property
-    def pooled(self) -> Sums:
-        """Sums over all questions: numbers, or [N]."""
-        return {name: sums.sum(0) for name, sums in self.sums.items()}
-
-    @cached_property
-    def _weighted(self) -> "dict[int, _Weighted]":
-        return {}
-
-    def weighted(self, seed: int = 0) -> "_Weighted":
-        """Sums over all questions, and over each bootstrap sample: [1 + S] or [1 + S, N]."""
-        return self._weighted.setdefault(seed, _Weighted(self, weights(len(self.questions), seed)))
-
-
-class _Weighted(dict[str, np.ndarray]):
-    """Weighted sums over questions by name, each computed when it is first read."""
-
-    def __init__(self, totals: Totals, weights: np.ndarray):
-        self.totals, self.weights = totals, weights
-
-    def __missing__(self, name: str) -> np.ndarray:
-        sums = self.totals.sums[name]
-        samples = self.weights @ sums.reshape(len(sums), -1)
-        self[name] = samples.reshape(len(samples), *sums.shape[1:])
-        return self[name]
-
-
-@lru_cache(maxsize=16)
-def draws(questions: int, seed: int = 0) -> np.ndarray:
-    """[S, Q] indices: bootstrap samples of questions, the same for every call with this number of questions."""
-    return np.random.default_rng(seed).integers(questions, size=(SAMPLES, questions))
-
-
-@lru_cache(maxsize=16)
-def weights(questions: int, seed: int = 0) -> np.ndarray:
-    """[1 + S, Q]: how often each question counts, in all questions (once) and in each sample."""
-    samples = [np.bincount(sample, minlength=questions) for sample in draws(questions, seed)]
-    return np.stack([np.ones(questions, int), *samples]).astype(float)
 
 
 @dataclass(frozen=True)
@@ -225,7 +143,15 @@ def _error(influence: np.ndarray, questions: int, seed: int) -> np.ndarray:
 
 
 def estimate(rate: Rate, totals: Totals, seed: int = 0) -> Estimate | None:
-    """A rate over all questions; None without questions. seed: of the samples, another one for independent questions."""
+    """A rate over all questions, a `Ratio` as its logarithm; None without questions.
+
+    seed: of the samples, another one for independent questions.
+    """
+    found = _estimate(rate, totals, seed)
+    return found.logarithm() if found and isinstance(rate, Ratio) and found.value[0] > 0 else found
+
+
+def _estimate(rate: Rate, totals: Totals, seed: int = 0) -> Estimate | None:
     if not totals.questions:
         return None
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -287,7 +213,7 @@ def with_seeds(found: Estimate, sides: Sequence[tuple[Rate, Sequence[Totals]]]) 
 
 def _between(rate: Rate, seeds: Sequence[Totals], log: bool) -> tuple[float, float, int]:
     """Variance of the mean over seeds by their differences, its part that single answers make, degrees of freedom."""
-    found = [e for e in (estimate(rate, totals) for totals in seeds) if e is not None]
+    found = [e for e in (_estimate(rate, totals) for totals in seeds) if e is not None]
     values, errors = (np.array([getattr(e, name)[0] for e in found]) for name in ("value", "error"))
     if log:
         values, errors = np.log(values), errors / values
@@ -308,8 +234,6 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
 def interval(rate: Rate, totals: Totals) -> Interval | None:
     """A rate over all questions with its interval; None where nothing was counted."""
     found = estimate(rate, totals)
-    if found is not None and isinstance(rate, Ratio) and found.value[0] > 0:
-        found = found.logarithm()
     return None if found is None else found.interval()
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from specbench.records.metrics import RATES, sum_rows
 from specbench.records.rows import BINS, Row
-from specbench.records.statistics import Interval, Rate, Totals, interval
+from specbench.records.statistics import Interval, interval
+from specbench.records.totals import Rate, Totals
 from specbench.reporting.cells import Entry
 
 FEWEST = 10  # tries needed to show a rate

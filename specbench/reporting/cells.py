@@ -12,7 +12,7 @@ from specbench.records import blocks, identity, studies
 from specbench.records.metrics import BASELINE, Summary, summarise
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.records.schema import Arm, Header
-from specbench.records.statistics import Totals
+from specbench.records.totals import Totals
 from specbench.reporting.sources import Key, Source, Turn, read_sources, turn_of
 
 

@@ -29,7 +29,6 @@ from specbench.records.statistics import (
     LEVEL,
     Estimate,
     Interval,
-    Totals,
     average,
     estimate,
     estimate_contrast,
@@ -38,6 +37,7 @@ from specbench.records.statistics import (
     with_seeds,
 )
 from specbench.records.studies import Study, claim_needs, compared_arms, is_difference, unmet
+from specbench.records.totals import Totals
 from specbench.reporting import claim_text
 from specbench.reporting.cells import Entry
 from specbench.reporting.evidence import EXACT, TIMED, Evidence, rate, seeds_of
@@ -118,7 +118,9 @@ def _compare_at(
         return None, Comparison(reason=f"no rows of {test['of']}")
     category = at.get("category")
     if "than" in test:
-        return estimate(rate(ours, metric), _part(ours, category), seed), _size(known, metric, ours)
+        of = rate(ours, metric)
+        found = estimate(of, _part(ours, category), seed)
+        return found and with_seeds(found, [(of, seeds_of(ours))]), _size(known, metric, ours)
     theirs = known.find(test.get("over", test["of"]), test.get("over_at", at), timed)
     if theirs is None:
         return None, Comparison(reason=f"no rows of {test.get('over', test['of'])}")

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specbench.records.rows import GpuUse, Row
-from specbench.records.statistics import Sums, Totals, contrast, pooled
+from specbench.records.statistics import contrast, pooled
+from specbench.records.totals import Sums, Totals
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, shown
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES, sum_rows
-from specbench.records.statistics import Rate, Sums, Totals
 from specbench.records.studies import Study, adapted, cell_needs, cell_runs, option, quantised, replayed, unmet
+from specbench.records.totals import Rate, Sums, Totals
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.verdict import QUESTIONS
 

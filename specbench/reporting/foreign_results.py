@@ -21,7 +21,8 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import OPEN, read_bytes, read_json_lines
 from specbench.records.metrics import RATES
 from specbench.records.schema import Natural, Seconds
-from specbench.records.statistics import Totals, contrast, interval, macro, pooled
+from specbench.records.statistics import contrast, interval, macro, pooled
+from specbench.records.totals import Totals
 from specbench.reporting.tables import ABSENT, markdown_table, shown
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from specbench.records.metrics import BASELINE, RATES
 from specbench.records.simultaneous import all_pairs
-from specbench.records.statistics import Rate, estimate_contrast, interval, pooled, repeated, with_seeds
+from specbench.records.statistics import estimate_contrast, interval, pooled, repeated, with_seeds
+from specbench.records.totals import Rate
 from specbench.reporting import tables
 from specbench.reporting.cells import Entry
 from specbench.reporting.document import Block, Paragraph, Table

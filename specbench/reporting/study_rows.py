@@ -5,8 +5,9 @@ from typing import Any
 
 import pandas as pd
 
-from specbench.records.statistics import Interval, Totals, interval
+from specbench.records.statistics import Interval, interval
 from specbench.records.studies import PLACE, adapted, cell_runs, option, quantised
+from specbench.records.totals import Totals
 from specbench.reporting import beside, published
 from specbench.reporting.cells import Entry
 from specbench.reporting.evidence import TIMED, Evidence, rate

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from specbench.records.metrics import BASELINE, DEPTHS, METRICS, PHASES, step_alpha
-from specbench.records.statistics import Interval, Rate, interval, repeated
+from specbench.records.statistics import Interval, interval, repeated
 from specbench.records.studies import PLACE
+from specbench.records.totals import Rate
 from specbench.reporting import beside, leviathan
 from specbench.reporting.cells import Entry
 from specbench.reporting.charts import Chart, Panel, Point, Series

@@ -11,7 +11,8 @@ import numpy as np
 from specbench.common.io import read_json, readable
 from specbench.records.metrics import RATES
 from specbench.records.schema import PROVENANCE, Provenance
-from specbench.records.statistics import Totals, interval
+from specbench.records.statistics import interval
+from specbench.records.totals import Totals
 from specbench.reporting.cells import Entry
 from specbench.reporting.tables import ABSENT, number
 

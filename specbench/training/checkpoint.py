@@ -14,6 +14,7 @@ from specbench.common.io import differing
 from specbench.common.storage import atomic_path
 from specbench.records import identity
 
+FILE = "checkpoint.pt"  # in the progress folder of a training, until its weights are written
 HINT = "use another train.name or remove it"
 
 

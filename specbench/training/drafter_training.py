@@ -13,7 +13,7 @@ from torch import Tensor
 from specbench.common import hashing
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
-from specbench.common.storage import PROJECT
+from specbench.common.storage import project_path
 from specbench.engine import weights
 from specbench.engine.adapters import Adapter
 from specbench.engine.interface import Taps
@@ -100,7 +100,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     shaped_by = {
         "drafter": {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]},
         "target": target.fingerprint(),
-        "start": None if job.start is None else hashing.of_file(PROJECT / job.start / WEIGHTS),
+        "start": None if job.start is None else hashing.of_file(project_path(job.start) / WEIGHTS),
     }
     trainer = Trainer(drafter, corpus, settings, validation.measure, job.progress_folder, shaped_by)
     processes.print(
@@ -120,6 +120,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
         "tokens_seen": trainer.tokens,
         "steps": trainer.step,
         "precision": trainer.accelerator.mixed_precision,
+        "processes": trainer.processes,
         "hours": round(trainer.seconds / 3600, 3),
         "history": history,
         "calibration": calibration,

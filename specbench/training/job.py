@@ -17,6 +17,7 @@ from accelerate import PartialState
 from filelock import FileLock
 
 from specbench.common import environment
+from specbench.common.errors import SpecBenchError
 from specbench.common.storage import cache_root
 from specbench.data.conversations import Conversations
 from specbench.engine import vocabulary
@@ -147,6 +148,8 @@ def open_workspace(job: TrainJob) -> Workspace:
         model = replace(model, dtype="float32")  # products in bfloat16 are slower on most processors, and less exact
     processes = PartialState(cpu=on_cpu)
     drafters = [job.make_drafter()] if job.until in WITH_DRAFTER else []
+    if job.until == "weights" and job.batch < (n := processes.num_processes):
+        raise SpecBenchError(f"train.batch={job.batch}: so many rows of all {n} processes together; set it to {n} or more")
     target, chat = model.load(processes.num_processes if job.shard_target else 1, beside=drafters)
     text = Writer(job.corpus, target, chat, job.text.load(), cache_root() / "corpora", job.packed)
     with processes.main_process_first():

@@ -100,7 +100,7 @@ class Trainer:
     ):
         check(drafter, settings)
         self.settings, self.corpus, self.validate = settings, corpus, validate
-        self.checkpoint = folder / "checkpoint.pt"
+        self.checkpoint = folder / checkpoint.FILE
         decisive = {k: v for k, v in asdict(settings).items() if k not in NON_IDENTITY_OPTIONS["settings"]}
         self.shaped_by = {"settings": decisive, "corpus": corpus.digest(), **(shaped_by or {})}
         self.named = trainable(drafter)

@@ -1,6 +1,7 @@
 """The stages at which a training may end (`train.until`), and what each of them makes."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,10 @@ from specbench.common import hashing
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
 from specbench.engine import weights
+from specbench.records.blocks import locked
 from specbench.records.schema import SKIP, WEIGHTS
-from specbench.training.drafter_training import train
+from specbench.training import checkpoint
+from specbench.training.drafter_training import Trained, train
 from specbench.training.features import held_out
 from specbench.training.job import Stage, TrainJob, Workspace, open_workspace
 from specbench.training.overwriting import made_by, refuse_overwriting
@@ -66,11 +69,27 @@ def run(job: TrainJob, budget: Budget) -> Iterator[str]:
 
 def _train(workspace: Workspace, budget: Budget) -> str:
     """Train one drafter and write its weights, or stop at a checkpoint when the budget is over."""
+    with _lock(workspace.job) if workspace.processes.is_main_process else nullcontext():
+        try:
+            trained = train(workspace, budget)
+        except Paused as pause:
+            return f"{workspace.job.drafter['name']}: {pause}"
+        return _save(workspace, trained)
+
+
+@contextmanager
+def _lock(job: TrainJob) -> Iterator[None]:
+    """Raises `SpecBenchError` while another process trains under the same name: it has the same checkpoint."""
+    with locked(job.progress_folder, "training", wait=False) as ours:
+        if not ours:
+            name = job.progress_folder.name
+            raise SpecBenchError(f"another process trains {name}; wait for it, or name this training: train.name=NAME")
+        yield
+
+
+def _save(workspace: Workspace, trained: Trained) -> str:
+    """Write a drafter's weights and what was measured of it; its checkpoint is not needed any more."""
     job = workspace.job
-    try:
-        trained = train(workspace, budget)
-    except Paused as pause:
-        return f"{job.drafter['name']}: {pause}"
     followed = acceptance.measure(trained.target, trained.drafter, trained.answers) if job.follow else None
 
     def beside(sha256: str) -> None:
@@ -79,6 +98,7 @@ def _train(workspace: Workspace, budget: Budget) -> str:
 
     if workspace.processes.is_main_process:
         trained.save(job.out, beside)
+        (job.progress_folder / checkpoint.FILE).unlink(missing_ok=True)
     return f"weights in {job.out}"
 
 

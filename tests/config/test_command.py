@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 import specbench
+from specbench.common import storage
 from specbench.common.errors import SpecBenchError
 from specbench.config import catalog, commands, listing, usage
 
@@ -195,7 +196,7 @@ def column(rows, name):
 
 
 def test_weights_of_drafters_are_here_or_on_the_hub_or_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, "PROJECT", tmp_path)
+    monkeypatch.setattr(storage, "PROJECT", tmp_path)
     for name in ("eagle2", "coral_router"):
         folder = tmp_path / "drafters" / "weights" / "llama2-7b" / name
         folder.mkdir(parents=True)

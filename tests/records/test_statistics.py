@@ -7,15 +7,9 @@ import pytest
 
 from specbench.records import statistics
 from specbench.records.metrics import RATES
-from specbench.records.statistics import (
-    Totals,
-    average,
-    contrast,
-    estimate,
-    estimate_contrast,
-    interval,
-    with_seeds,
-)
+from specbench.records.statistics import average, contrast, estimate, estimate_contrast, interval, with_seeds
+from specbench.records.totals import Totals
+from specbench.records.totals import weights as weights_of
 
 
 def totals_of(rng, questions, ease, pace=0.0, spread=0.3):
@@ -80,7 +74,7 @@ def test_the_influence_of_a_question_is_what_its_weight_changes(metric):
     totals = Totals(totals.questions, {**totals.sums, "tried": tried, "passed": np.floor(tried * rng.random((12, 5)))})
     rate = RATES[metric]
     value, influence = statistics.linearise(rate, totals)
-    weights = statistics.weights(12)
+    weights = weights_of(12)
     for sample in (0, 1, 777):
         for question in (0, 7):
             around = []

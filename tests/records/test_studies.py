@@ -11,9 +11,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from specbench import study
+from specbench.common import storage
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
-from specbench.config import listing, train_spec, validation
+from specbench.config import train_spec, validation
 from specbench.config.cli import composed
 from specbench.config.run_spec import from_config
 from specbench.evaluation import study_runs, study_training
@@ -360,7 +361,7 @@ def test_cells_and_arms_whose_needs_are_not_met_are_left_out_unless_named(cuda, 
 
 def test_arms_that_nobody_trained_are_left_out_and_named(monkeypatch, tmp_path):
     """Those without weights of their own, and those that the study or the command line gives some, are not."""
-    monkeypatch.setattr(listing, "PROJECT", tmp_path)
+    monkeypatch.setattr(storage, "PROJECT", tmp_path)
     runs = {"a": "eagle3", "b": "hydra", "c": "eagle1", "d": "suffix", "e": "rest", "f": "hybrid", "g": "eagle2_router"}
     one = {"arms": {name: {"run": [f"drafter={drafter}", "tree=fitted"]} for name, drafter in runs.items()}}
     one["arms"] |= {

@@ -9,6 +9,7 @@ from fixtures import arm, block, settings
 from specbench.records import metrics, statistics
 from specbench.records.blocks import below
 from specbench.records.rows import Measurement, Row
+from specbench.records.totals import draws
 from specbench.reporting import cells, claim_text, claims, evidence
 from specbench.reporting.claims import (
     INCONCLUSIVE,
@@ -175,6 +176,13 @@ def test_the_expected_speed_up_is_that_of_tokens_drawn_one_by_one(known):
     assert float(rate(entry, "expected_speed_up")(sums)) == pytest.approx(emitted / (gamma * cost + 1))
 
 
+def test_an_effect_over_a_number_has_the_interval_that_tables_show(known):
+    speed = known.find("mixed", None, timed=True).summary.speed_up
+    found = compare({"metric": "speed_up", "of": "mixed", "than": 2.0, "is": "more"}, known).effect
+    assert [2 * v for v in (found.value, found.low, found.high)] == pytest.approx([speed.value, speed.low, speed.high])
+    assert speed.low < speed.value < speed.high
+
+
 def test_what_a_pass_costs_is_not_reckoned_from_passes_that_nobody_counted(tmp_path):
     def change(one):
         one.passes = []
@@ -216,7 +224,7 @@ def test_effects_are_those_of_a_studentised_bootstrap_written_out(known):
         return sides[0][0] - sides[1][0], np.sqrt((influence**2).sum() * len(asked) / (len(asked) - 1))
 
     value, error = effect(names)
-    samples = [effect([names[i] for i in sample]) for sample in statistics.draws(len(names))]
+    samples = [effect([names[i] for i in sample]) for sample in draws(len(names))]
     reach = np.quantile([abs(v - value) / e for v, e in samples], 0.95) * error
     assert found is not None and found.value == pytest.approx(metrics.tau(ours) - metrics.tau(theirs))
     assert (found.low, found.high) == pytest.approx((value - reach, value + reach), rel=1e-4)

@@ -236,7 +236,7 @@ def test_of_equal_arms_none_is_called_fastest_more_often_than_one_time_in_twenty
         def __init__(self, totals):
             self.totals = totals
 
-    from specbench.records.statistics import Totals
+    from specbench.records.totals import Totals
 
     rng, alarms, draws = np.random.default_rng(0), 0, 200
     for _ in range(draws):

@@ -6,7 +6,8 @@ from test_overview import bench
 
 from specbench.records.metrics import RATES
 from specbench.records.rows import Measurement
-from specbench.records.statistics import Totals, interval
+from specbench.records.statistics import interval
+from specbench.records.totals import Totals
 from specbench.reporting import cells, ranking, tables
 from specbench.reporting.evidence import Evidence
 

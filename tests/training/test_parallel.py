@@ -60,8 +60,7 @@ def test_two_processes_train_what_one_does(home, name, options):
     for train_once in both[::-1] if SHARDED[0] in options else both:  # a target in parts writes no corpus
         train_once()
     (one, said_one), (two, said_two) = outcome(home, f"{name}-1"), outcome(home, f"{name}-2")
-    state = torch.load(home / "cache" / "training" / "tiny" / f"{name}-2" / "checkpoint.pt", weights_only=True)
-    assert len(state["rng"]) == 2  # there really were two
+    assert [said["processes"] for said in (said_one, said_two)] == [1, 2]
     assert said_one["tokens_seen"] == said_two["tokens_seen"]
     assert "chain_tau" in said_one["history"][-1] and "tree_tau" not in said_one["history"][-1], "none was asked for"
     assert said_one["history"][-1]["loss"] == pytest.approx(said_two["history"][-1]["loss"], abs=2e-4)
@@ -73,10 +72,16 @@ def test_two_processes_train_what_one_does(home, name, options):
 
 
 def test_a_launch_goes_on_only_with_as_many_processes(home):
-    launch(home, *train(home, "resumed"), *SHORT)
-    (home / "out" / "resumed" / "model.safetensors").unlink()
+    launch(home, *train(home, "resumed"), *SHORT, "train.minutes=0.001")
+    state = torch.load(home / "cache" / "training" / "tiny" / "resumed" / "checkpoint.pt", weights_only=True)
+    assert len(state["rng"]) == 2
     message = run(home, "train", *train(home, "resumed"), *SHORT, ok=False)
     assert "of 2 processes, this run has 1" in message
+
+
+def test_a_batch_must_have_a_row_for_every_process(home):
+    with pytest.raises(AssertionError, match="so many rows of all 2 processes together; set it to 2 or more"):
+        launch(home, *train(home, "rows"), *SHORT, "train.batch=1")
 
 
 def test_a_target_in_parts_writes_no_corpus(home):
