@@ -24,7 +24,14 @@ MAX_PAIRED = 40  # drafters of which every pair is compared
 MAX_SETTINGS = 24  # columns of a table by setting
 FREE = ("tree",)  # aspects in which compared drafters may differ
 PRELIMINARY = "preliminary"  # too few questions, or a busy machine
-VERSUS = ("drafter", "against", "speed-up, ratio [95%]", "tau, difference [95%]", "faster?", "accepts more?")
+VERSUS = (
+    "drafter",
+    "against",
+    "speed-up, ratio [95%]",
+    "tau, difference [95%]",
+    "faster? (this pair alone)",
+    "accepts more? (this pair alone)",
+)
 
 
 @dataclass(frozen=True)
