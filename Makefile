@@ -1,4 +1,4 @@
-# The only door for people and for CI. `make help` lists what there is.
+# Every command for people and for CI. `make help` lists what there is.
 comma := ,
 space := $(subst ,, )
 PYTHON ?= python3

@@ -32,8 +32,9 @@ Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 class TrainedDrafter(nn.Module, Drafter):
     """An autoregressive drafter with weights of its own, trained for one target.
 
-    A method implements `build`, `reset`, `observe`, `root_logits`, `expand` and `loss`; `map_checkpoint` if its authors
-    publish weights, and `infer_shape` if these may have another shape than the default.
+    A method implements `build`, `reset`, `observe`, which leaves `logits`, or else `root_logits`, too, `expand` and `loss`;
+    `networks` unless its only one is called `network`; `map_checkpoint` if its authors publish weights, and `infer_shape`
+    if these may have another shape than the default. A whole one stands in docs/drafters.md.
 
     Args:
         growth: its tree policy. weights: folder of its weights; None: initial values (training, tests).

@@ -90,7 +90,7 @@ def _gpu(device: "torch.device") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all software that can change a number."""
+    """Versions of the software that headers name."""
     found = {p: installed(p) for p in ("torch", "transformers", "accelerate", "openvino")}
     return {"python": platform.python_version()} | {p: v for p, v in found.items() if v is not None}
 

@@ -211,7 +211,7 @@ class Verifier(Protocol):
     """Verifies the passes of one generation: in this process, or on the target's server."""
 
     def first(self, states: TargetStates) -> int:
-        """The token that follows a prompt."""
+        """The token that follows a prompt. Raises `SpecBenchError` for NaN or infinite logits."""
 
     def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
         """As the function `verify`."""
@@ -225,7 +225,9 @@ class LocalVerifier:
         self.generator = None if config.seed is None else torch.Generator(device).manual_seed(config.seed)
 
     def first(self, states: TargetStates) -> int:
-        return int(self.config.sampler.choose(states.logits[-1], self.generator))
+        logits = states.logits[-1]
+        _require_finite(int(logits.max().isfinite()))
+        return int(self.config.sampler.choose(logits, self.generator))
 
     def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
         return verify(tree, states.logits, self.config.rule, self.config.sampler, self.generator)

@@ -25,7 +25,7 @@ LOW_PRIORITY = 10  # of untimed work, as a `nice` value
 
 @dataclass(frozen=True)
 class Settings:
-    """scope: of the plan. data: folder of prompts. slice: seconds that a cell is worked on before it makes room."""
+    """scope: of the plan. data: folder of prompts. slice: seconds that a cell is worked on before another one gets its turn."""
 
     scope: Scope
     data: str | None

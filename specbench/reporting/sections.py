@@ -44,7 +44,7 @@ def sections(report: "Report") -> list[Section]:
         Section("answer", "Answer", "Which drafter is fastest", [*_problems(report), *_answer(report, timed)]),
         Section("cost", "Cost", "What a drafter costs and what it yields", _cost(report, timed)),
         Section("accepted", "Acceptance", "How much is accepted", _accepted(report, accepting)),
-        Section("duels", "Duels", "Who beats whom", _duels(report, timed)),
+        Section("duels", "Pairs", "Pairwise comparison", _duels(report, timed)),
         Section("ranking", "Ranking", "Who accepts most on equal footing", _rankings(report)),
         Section("runs", "Other runs", "Other prompts, targets and machines", _runs(report, timed)),
         Section("claims", "Claims", "Which claims hold here", _ledger(report)),
@@ -80,8 +80,8 @@ def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     if not timed:
         return []
     formula = (
-        "speed-up = tokens a pass / cost, exactly. A drafter above the line 1x pays; further right its cycles are dearer, "
-        "further up more of its drafts is accepted."
+        "speed-up = tokens a pass / cost, exactly. A drafter above the line 1x pays; points further right cost more a "
+        "cycle, points further up yield more tokens a pass."
     )
     times = (
         "A cycle is one draft, one pass of the target over it, one verification. Expected (times): tau * T_AR / "
@@ -92,7 +92,7 @@ def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     parts: list[Block] = [Paragraph(times, "note"), overview.times(timed), Figures(("target_pass",))]
     folds = [Details("Where a cycle's time goes", parts, "tables/times.md")]
     if memory := tables.memory_lines(timed):
-        caption = "Peak memory while decoding, MiB, each drafter in a process of its own"
+        caption = "Peak memory while decoding, MiB; on a CPU each drafter in a process of its own, on a GPU as torch allocated it"
         folds.append(Details("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
     if used := energy.lines(timed):
         caption = "Of generations on a GPU, as its driver counts: all that ran there, prompts included"
