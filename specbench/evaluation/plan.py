@@ -16,9 +16,10 @@ from specbench.evaluation import study_runs
 from specbench.evaluation.study_training import weights_folder
 from specbench.records import blocks, identity, studies
 from specbench.records.blocks import BlockIndex
+from specbench.records.cell_options import CellOptions, option
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import WEIGHTS
-from specbench.records.studies import ON_DEMAND, Study, measuring_cell, option, quantised, replayed
+from specbench.records.studies import ON_DEMAND, Study, measuring_cell
 
 Kind = Literal["replayed", "trained", "timed"]
 ORDER: Mapping[str, int] = {"replayed": 0, "trained": 1, "timed": 2}
@@ -59,22 +60,8 @@ class Task:
         return None if self.pace is None else self.pace * self.generations
 
     @property
-    def dataset(self) -> str:
-        return option(self.words, "dataset", "mtbench")
-
-    @property
-    def folder(self) -> str:
-        return folder_name(self.words)
-
-
-def folder_name(words: Sequence[str]) -> str:
-    """The folder's name of a study's cell, as `RunSpec.cell_folder` has it. words: overrides of the cell."""
-    temperature, top_p = float(option(words, "sampler.temperature", "0")), float(option(words, "sampler.top_p", "1"))
-    drawn = temperature, top_p, int(option(words, "sampler.top_k", "0"))
-    tokens, link = int(option(words, "decode.max_new_tokens", "1024")), option(words, "link", "local")
-    batch, mode = int(option(words, "batch", "1")), replayed(words)
-    variant = identity.variant(studies.adapted(words), quantised(words))
-    return blocks.cell_name(option(words, "dataset", "mtbench"), drawn, tokens, link, mode, batch, variant)
+    def options(self) -> CellOptions:
+        return CellOptions.of(self.words)
 
 
 @dataclass(frozen=True)
@@ -115,34 +102,34 @@ def all_tasks(scope: Scope, only: Sequence[str] | None = None) -> list[Task]:
 
 def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) -> Task:
     cuda = torch.cuda.is_available()
+    options = CellOptions.of(words)
     target = option(words, "model.name", option(words, "model", scope.model))
     possible = studies.arms_here(study, cuda)
     published = _published(option(words, "model", scope.model))
     absent = study_runs.untrained(study, possible, target, published, scope.overrides)
     here = [arm for arm in possible if arm not in absent]
     kind: Kind = "timed"
-    if replayed(words):
+    if options.replayed:
         kind = "trained" if any("train" in study["arms"][label] for label in here) else "replayed"
-    planned = int(option(words, "data.limit", "80"))
-    known = _blocks(scope.results / name / target / folder_name(words), kind)
-    members = [m for m in study_runs.members(study, None, here) if studies.takes_part(m.spec, studies.adapted(words))]
+    known = _blocks(scope.results / name / target / options.folder, kind)
+    members = [m for m in study_runs.members(study, None, here) if studies.takes_part(m.spec, options.adapted)]
     labels = [BASELINE, *(member.label for member in members)]
     users = [f"model={scope.model}", *scope.overrides]
     trained = {m.label: folder.name for m in members if (folder := weights_folder(m, study, users)) is not None}
-    if float(option(words, "sampler.temperature", "0")) > 0 and known:  # without arms that cannot sample
+    if options.temperature > 0 and known:  # without arms that cannot sample
         labels = [label for label in labels if label == BASELINE or label in known[-1].arms]
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
-    done = min(planned, _done(known, labels, turns, trained))
+    done = min(options.questions, _done(known, labels, turns, trained))
     return Task(
         study=name,
         cell=number,
         kind=kind,
         priority=study.get("priority", 5),
         words=tuple(words),
-        planned=planned,
+        planned=options.questions,
         done=done,
         measured=number != measuring_cell(study) or _measured(known, study),
-        generations=(planned - done) * len(labels) * turns,
+        generations=(options.questions - done) * len(labels) * turns,
         pace=blocks.pace(known),
         claims=len(study.get("claims", [])),
         missing=(

@@ -90,7 +90,7 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
 def decode(run: StudyRun, trained: Trained, budget: Budget, live: Live) -> Decoded:
     """Decode what is missing of every cell whose prompts can be loaded, as long as the budget lasts.
 
-    Raises `SpecBenchError` if no cell has its prompts, or the target cannot be loaded.
+    Raises `SpecBenchError` if no cell has its prompts or could be decoded, or the target cannot be loaded.
     """
     decoder = _Decoder(run, trained.failed | trained.unfinished, budget, live)
     ready = list(_ready(run))
@@ -98,7 +98,10 @@ def decode(run: StudyRun, trained: Trained, budget: Budget, live: Live) -> Decod
         raise SpecBenchError(f"study {run.name}: no cell has its prompts, see above")
     work = [one.cell.work(one.questions) for one in ready]
     decoded = [(one.cell, decoder.decode(one, sum(work[n:]) / work[n])) for n, one in enumerate(ready)]
-    return [(one, result) for one, result in decoded if result is not None]
+    found = [(one, result) for one, result in decoded if result is not None]
+    if not found:
+        raise SpecBenchError(f"study {run.name}: no cell could be decoded, see above")
+    return found
 
 
 def _ready(run: StudyRun) -> Iterator[Ready]:

@@ -18,8 +18,9 @@ from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records import studies
+from specbench.records.cell_options import option
 from specbench.records.metrics import BASELINE
-from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, option, takes_part, unmet
+from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, takes_part, unmet
 
 GOLDEN = (5**0.5 - 1) / 2
 # Options that say where an arm's weights come from.

@@ -25,7 +25,7 @@ LOW_PRIORITY = 10  # of untimed work, as a `nice` value
 
 @dataclass(frozen=True)
 class Settings:
-    """scope: of the plan. data: folder of prompts. slice: seconds that a cell is worked on before another one gets its turn."""
+    """scope: of the plan. data: folder of prompts. slice: seconds of work on a cell before the next one's turn."""
 
     scope: Scope
     data: str | None
@@ -111,7 +111,7 @@ def _start(task: Task, settings: Settings, budget: Budget) -> Process:
         f"minutes={minutes:.2f}", f"results={scope.results}", "show=false",
     ]  # fmt: skip
     command += [] if any(word.startswith("model=") for word in task.words) else [f"model={scope.model}"]
-    if settings.data is not None and Path(settings.data, f"{task.dataset}.jsonl").is_file():
+    if settings.data is not None and Path(settings.data, f"{task.options.dataset}.jsonl").is_file():
         command.append(f"data.root={settings.data}")
     if task.kind != "timed":
         command.append("threads=1")

@@ -151,7 +151,7 @@ class Row(PromptRecord):
     audit: dict[str, Any] | None = None
     others: Seconds | None = None  # cores that other processes kept busy
     replayed: bool = False
-    confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `specbench.evaluation.trace.CalibratedDrafter`
+    confidence: list[Bin] = field(default_factory=list)  # of a replayed row, see `evaluation.trace.CalibratedDrafter`
     link: LinkUse | None = None  # to a target on a server
     batch: Batched | None = None
     gpu: GpuUse | None = None

@@ -19,7 +19,8 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT, read_yaml, readable
 from specbench.common.storage import PROJECT
 from specbench.common.types import Count, Name, Repetitions, Seed, Temperature, Text
-from specbench.records import figures, identity
+from specbench.records import figures
+from specbench.records.cell_options import CellOptions
 from specbench.records.metrics import BASELINE, METRICS
 
 FOLDER = PROJECT / "conf" / "study"
@@ -304,28 +305,6 @@ def claim_needs(study: Study, claim: Claim) -> dict[str, Any]:
     return needs | claim.get("needs", {})
 
 
-def option(overrides: Iterable[str], name: str, default: str) -> str:
-    """An option's value among overrides; the last one counts."""
-    values = [value for key, _, value in (o.partition("=") for o in overrides) if key.lstrip("+") == name]
-    return values[-1] if values else default
-
-
-def replayed(overrides: Iterable[str]) -> bool:
-    return option(overrides, "replay", "false") == "true"
-
-
-def quantised(overrides: Iterable[str]) -> str | None:
-    """How the target's weights are rounded, if they are."""
-    kind = option(overrides, "model.quantised", "null")
-    return None if kind == "null" else kind
-
-
-def adapted(overrides: Iterable[str]) -> str | None:
-    """Name of the target's adapter, if it has one."""
-    folder = option(overrides, "model.adapter", "null")
-    return None if folder == "null" else identity.adapter_name(folder)
-
-
 def takes_part(arm: Arm, adapter: str | None) -> bool:
     """Does an arm draft for the target of a cell? adapter: that target's, if it has one."""
     return arm.get("adapted") in (None, adapter is not None)
@@ -336,6 +315,11 @@ def cell_runs(study: Study) -> list[list[Override]]:
     return [cell if isinstance(cell, list) else cell["run"] for cell in study["cells"]]
 
 
+def cell_options(study: Study) -> list[CellOptions]:
+    """What the overrides of every cell say."""
+    return [CellOptions.of(words) for words in cell_runs(study)]
+
+
 def cell_needs(study: Study, number: int) -> dict[str, Any]:
     """The requirements of a cell, the study's included."""
     cell = study["cells"][number]
@@ -344,5 +328,5 @@ def cell_needs(study: Study, number: int) -> dict[str, Any]:
 
 def measuring_cell(study: Study) -> int:
     """Index of the cell in which `measure` takes place: the first one that is not replayed, if possible without needs."""
-    timed = [number for number, words in enumerate(cell_runs(study)) if not replayed(words)]
+    timed = [number for number, options in enumerate(cell_options(study)) if not options.replayed]
     return min(timed, key=lambda number: isinstance(study["cells"][number], dict), default=0)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from specbench.records.metrics import RATES
 from specbench.records.statistics import interval
-from specbench.records.studies import Shown, cell_runs, option
+from specbench.records.studies import Shown, cell_options
 from specbench.reporting.cells import Entry
 from specbench.reporting.evidence import TIMED, Evidence, rate
 
@@ -82,8 +82,8 @@ class Beside:
             row = (part["row"] == cell.row) & (part["metric"] == cell.metric) & (part["temperature"] == cell.temperature)
             return self._mean(arm, cell, [name for name in dict.fromkeys(part[row]["dataset"]) if name not in (MEAN, "")])
         if cell.dataset == "" and MEASURED.get(cell.metric) in RATES:  # a mean whose sets the table does not name
-            runs = cell_runs(self.evidence.study)  # which follow the source
-            return self._mean(arm, cell, [*dict.fromkeys(option(words, "dataset", "mtbench") for words in runs)])
+            options = cell_options(self.evidence.study)  # which follow the source
+            return self._mean(arm, cell, [*dict.fromkeys(one.dataset for one in options)])
         return self._value(arm, cell, cell.dataset)
 
     def _mean(self, arm: str, cell: Any, datasets: list[str]) -> tuple[float | None, str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from specbench.records import identity
 from specbench.records.metrics import BASELINE, RATES, sum_rows
-from specbench.records.studies import Study, adapted, cell_needs, cell_runs, option, quantised, replayed, unmet
+from specbench.records.studies import PLACE, Study, cell_needs, cell_options, unmet
 from specbench.records.totals import Rate, Sums, Totals
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.verdict import QUESTIONS
@@ -77,7 +77,7 @@ class Evidence:
 
     def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
         """What names one of the study's cells, see `At`; by default the first one's data set."""
-        dataset = option(cell_runs(self.study)[0], "dataset", "mtbench")
+        dataset = cell_options(self.study)[0].dataset
         return {"dataset": dataset, "temperature": 0, "batch": 1, "quantised": None, "adapted": None} | dict(at or {})
 
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
@@ -102,7 +102,7 @@ class Evidence:
         """Of the target that an arm drafts for unless a place says otherwise."""
         if not self.study["arms"].get(arm, {"run": []}).get("adapted"):
             return None
-        return next((name for words in cell_runs(self.study) if (name := adapted(words))), None)
+        return next((one.adapted for one in cell_options(self.study) if one.adapted), None)
 
     def _means_lossy(self, arm: str) -> bool:
         """Does the study itself, not the command line, give the arm another rule of acceptance?"""
@@ -111,15 +111,10 @@ class Evidence:
     def planned(self, e: Entry) -> int:
         """Questions that the study plans for an entry's cell on a machine such as the entry's, 20 at least."""
         sizes = [
-            int(option(words, "data.limit", "80"))
-            for number, words in enumerate(cell_runs(self.study))
+            one.questions
+            for number, one in enumerate(cell_options(self.study))
             if not unmet(cell_needs(self.study, number), e.header, cuda=False)
-            and option(words, "dataset", "mtbench") == e.dataset
-            and float(option(words, "sampler.temperature", "0")) == e.temperature
-            and replayed(words) == e.replayed
-            and int(option(words, "batch", "1")) == e.batch
-            and quantised(words) == e.quantised
-            and adapted(words) == e.adapted
+            and all(getattr(one, name) == getattr(e, name) for name in ("replayed", *PLACE))
         ]
         return max([QUESTIONS, *sizes])
 

@@ -21,7 +21,7 @@ def _minutes_left(task: Task) -> str:
 
 COLUMNS: dict[str, Callable[[Task], str]] = {
     "study": lambda task: task.study,
-    "cell": lambda task: f"{task.cell}: {task.folder}",
+    "cell": lambda task: f"{task.cell}: {task.options.folder}",
     "kind": lambda task: task.kind,
     "questions": lambda task: str(task.done),
     "planned": lambda task: f"{task.planned}{'' if task.measured else ' and measurements'}",

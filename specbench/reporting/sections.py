@@ -92,7 +92,7 @@ def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     parts: list[Block] = [Paragraph(times, "note"), overview.times(timed), Figures(("target_pass",))]
     folds = [Details("Where a cycle's time goes", parts, "tables/times.md")]
     if memory := tables.memory_lines(timed):
-        caption = "Peak memory while decoding, MiB; on a CPU each drafter in a process of its own, on a GPU as torch allocated it"
+        caption = "Peak memory while decoding, MiB; on a CPU of a process for each drafter, on a GPU as torch allocated it"
         folds.append(Details("Memory", [Table(tables.MEMORY, memory, caption)], "tables/peaks.md"))
     if used := energy.lines(timed):
         caption = "Of generations on a GPU, as its driver counts: all that ran there, prompts included"

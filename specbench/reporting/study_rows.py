@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from specbench.records.statistics import Interval, interval
-from specbench.records.studies import PLACE, adapted, cell_runs, option, quantised
+from specbench.records.studies import PLACE, cell_options
 from specbench.records.totals import Totals
 from specbench.reporting import beside, published
 from specbench.reporting.cells import Entry
@@ -43,16 +43,7 @@ class Rows:
 
     def places(self) -> list[dict[str, Any]]:
         """What names each cell; a replayed and a timed one have one name."""
-        found = [
-            (
-                option(words, "dataset", "mtbench"),
-                float(option(words, "sampler.temperature", "0")),
-                int(option(words, "batch", "1")),
-                quantised(words),
-                adapted(words),
-            )
-            for words in cell_runs(self.study)
-        ]
+        found = [tuple(getattr(options, name) for name in PLACE) for options in cell_options(self.study)]
         return [dict(zip(PLACE, place, strict=True)) for place in dict.fromkeys(found)]
 
     def values(self, aspect: str) -> list[Any]:

@@ -15,10 +15,11 @@ from specbench.common.errors import SpecBenchError
 from specbench.config import train_spec
 from specbench.engine import adapters
 from specbench.engine.verify import Lossless
-from specbench.evaluation import costs, plan
+from specbench.evaluation import costs
 from specbench.evaluation.runner import BoundDrafter
 from specbench.records import identity
 from specbench.records.blocks import below, read_block
+from specbench.records.cell_options import CellOptions
 from specbench.records.rows import Measurement, Row
 from specbench.records.schema import PROVENANCE
 from specbench.reporting import cells, console
@@ -129,7 +130,7 @@ def test_its_rows_lie_in_cells_of_their_own():
     plain, adapted = (settled("eagle2", f"model.adapter={folder}") for folder in ("null", "some/where/medusa2"))
     assert adapted.cell_folder.name == f"{plain.cell_folder.name}-adapted-medusa2"
     words = ["dataset=mtbench", "model.adapter=some/where/medusa2", "model.quantised=int8"]
-    assert plan.folder_name(words) == "mtbench-greedy-1024-adapted-medusa2-int8"
+    assert CellOptions.of(words).folder == "mtbench-greedy-1024-adapted-medusa2-int8"
     assert identity.variant("a b/", None) == "adapted-a_b"
     headers = [settings("eagle2") for _ in range(2)]
     headers[1]["target"]["fingerprint"] = "f" * 16

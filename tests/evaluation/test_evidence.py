@@ -25,6 +25,7 @@ from specbench.evaluation import plan, several, study_runs, workers
 from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records import blocks, studies
 from specbench.records.blocks import Ledger, read_block
+from specbench.records.cell_options import CellOptions
 from specbench.records.rows import QuestionEnd, Row
 
 REPLAY = TWO.replace("  - [dataset=mtbench, data.limit=3]\n", "").replace(
@@ -262,7 +263,12 @@ def test_the_plan_finds_a_cells_folder_where_the_study_writes_it(name):
     study = studies.load()[name]
     for number, overrides in study_runs.cell_overrides(study, range(len(studies.cell_runs(study))), None):
         spec = study_runs.base_of(overrides, Path("results"))
-        assert plan.folder_name(overrides) == spec.cell_folder.name, number
+        assert CellOptions.of(overrides).folder == spec.cell_folder.name, number
+
+
+def test_a_cell_without_a_limit_is_complete_with_as_many_questions_as_mt_bench_has():
+    for words, questions in (((), 80), (("data.limit=null",), 80), (("data.limit=24", "data.limit=7"), 7)):
+        assert CellOptions.of(words).questions == questions
 
 
 def test_the_plan_counts_whole_questions_of_all_arms_as_they_are_now(home, tmp_path):

@@ -311,18 +311,18 @@ def test_what_another_process_trains_is_waited_for_last_and_not_trained_twice(mo
 
 def cells_of(one, test, side, timed):
     """Numbers of the cells on which one side of a test is judged, by data set."""
-    runs = studies.cell_runs(one)
+    cells = studies.cell_options(one)
     at = test.get("at", {}) if side == "at" else test.get("over_at", test.get("at", {}))
-    sets = at.get("dataset", studies.option(runs[0], "dataset", "mtbench"))
+    sets = at.get("dataset", cells[0].dataset)
     for dataset in sets if isinstance(sets, list) else [sets]:
         yield (
             dataset,
             [
                 number
-                for number, words in enumerate(runs)
-                if studies.option(words, "dataset", "mtbench") == dataset
-                and float(studies.option(words, "sampler.temperature", "0")) == at.get("temperature", 0)
-                and not (timed and studies.replayed(words))
+                for number, options in enumerate(cells)
+                if options.dataset == dataset
+                and options.temperature == at.get("temperature", 0)
+                and not (timed and options.replayed)
             ],
         )
 
@@ -330,7 +330,7 @@ def cells_of(one, test, side, timed):
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_claim_has_cells_of_enough_questions_on_a_machine_that_can_test_it(name):
     one = STUDIES[name]
-    runs = studies.cell_runs(one)
+    cells = studies.cell_options(one)
     for claim in one.get("claims", []):
         needs = studies.claim_needs(one, claim)
         for test in claim["tests"]:
@@ -340,7 +340,7 @@ def test_every_claim_has_cells_of_enough_questions_on_a_machine_that_can_test_it
             for side in ("at", "over_at"):
                 for dataset, numbers in cells_of(one, test, side, bool(metrics & set(TIMED))):
                     fit = [n for n in numbers if set(studies.cell_needs(one, n)) <= set(needs)]
-                    sizes = [int(studies.option(runs[n], "data.limit", "80")) for n in fit]
+                    sizes = [cells[n].questions for n in fit]
                     assert max(sizes, default=0) >= 20, f"{claim['says']}: {dataset}, {sizes}"
 
 
