@@ -19,7 +19,7 @@ from specbench.evaluation.arms import Arm
 from specbench.evaluation.batch_runner import BatchBench
 from specbench.evaluation.measurements import PROMPTS, TOKENS, Workload
 from specbench.evaluation.runner import Bench
-from specbench.records import blocks
+from specbench.records import blocks, identity
 from specbench.records.blocks import Ledger, locked
 from specbench.records.metrics import BASELINE
 
@@ -166,16 +166,20 @@ def _first_prompt(chat: Chat, question: Question) -> list[int]:
 
 
 def _trace(spec: RunSpec, target: Target, chat: Chat, cell_arms: Sequence[Arm], questions: Sequence[Question]) -> None:
-    """Decode the first turns of `spec.trace` questions once more, untimed, and write their trees, one file an arm."""
+    """Decode the first turns of `spec.trace` questions once more, untimed, and write their trees, one file an arm.
+
+    A file stays as long as it is of the same arm: drafter, weights and tree.
+    """
     local = [arm for arm in cell_arms if not isinstance(arm.bound.drafter, ServedEngine)]
     for arm in (arm for arm in local if arm.label != BASELINE and spec.trace):
         path = blocks.trace_path(spec.cell_folder, arm.label)
-        if path.exists():
+        own = identity.digest(identity.arm_key(arm.description))
+        if spec.rerun != "all" and trace.arm_of(path) == own:
             continue
         traces = []
         for question in questions[: spec.trace]:
             drafter, rule, prompt = arm.bound.drafter, arm.bound.rule, _first_prompt(chat, question)
             seed, tokens = spec.decode.seed, spec.decode.max_new_tokens
             traced = trace.trace(target, chat, drafter, prompt, rule, spec.sampler, seed, tokens)
-            traces.append({"question": question.id, **traced, "drafter": arm.label})
+            traces.append({"question": question.id, **traced, "drafter": arm.label, "arm": own})
         trace.write(path, traces)

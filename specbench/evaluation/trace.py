@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_json
 from specbench.common.storage import atomic_path
 from specbench.data.chat import Chat
 from specbench.engine.decode import Limits, Prefill, decode
@@ -18,6 +20,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 from specbench.records.rows import BINS
+from specbench.records.schema import Trace
 
 TOKENS = 48  # of a traced generation
 
@@ -132,3 +135,12 @@ def _cycle(step: Step, tree: DraftTree, logits: torch.Tensor, chat: Chat) -> dic
 def write(path: Path, traces: list[dict[str, Any]]) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(traces, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def arm_of(path: Path) -> str | None:
+    """Digest of the arm of which a file's traces are; None without such a file, or if it does not say so."""
+    try:
+        traces = read_json(path, list[Trace])
+    except SpecBenchError:
+        return None
+    return traces[0].get("arm") if traces else None

@@ -258,10 +258,11 @@ def _check_nodes(cycle: Cycle) -> Cycle:
 
 
 class Trace(TypedDict):
-    """One generation of a `trace-<arm>.json`."""
+    """One generation of a `trace-<arm>.json`. arm: digest of what the arm was, see `identity.arm_key`."""
 
     question: str
     drafter: str
+    arm: NotRequired[str]  # older ones have none
     prompt: str
     first: str
     cycles: list[Annotated[Cycle, AfterValidator(_check_nodes)]]

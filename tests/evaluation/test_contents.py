@@ -24,7 +24,7 @@ from specbench.engine.target import Target
 from specbench.evaluation import arms, run
 from specbench.evaluation.targets import Targets
 from specbench.records import identity
-from specbench.records.blocks import NAME, read_block
+from specbench.records.blocks import NAME, read_block, trace_path
 from specbench.records.rows import Row
 from specbench.training.corpus import CorpusSettings
 
@@ -344,3 +344,20 @@ def test_headers_keep_the_learning_curve_of_a_training(entries):
     assert kept[-1] == history[-1] and len(kept) <= arms.CURVE_POINTS + 1
     assert len(kept) == entries or entries > arms.CURVE_POINTS
     assert all(point.keys() == set(arms.CURVE) for point in kept[:-1])
+
+
+def test_traces_are_of_the_arm_as_it_is(own):
+    weights = own / "weights" / "eagle2"
+
+    def traces():
+        cells = decode(own, "eagle2", f"drafter.weights={weights}", "trace=1")
+        path = trace_path(cells[-1].parent, "eagle2")
+        return path.stat().st_mtime_ns, json.loads(path.read_text())[0]["arm"]
+
+    first = traces()
+    assert traces() == first, "decoded again for nothing"
+    edit(weights / "model.safetensors", lambda tensors: tensors["fc.weight"].add_(0.01))
+    provenance = json.loads((weights / "provenance.json").read_text())
+    sha256 = sha256_of(weights / "model.safetensors")
+    (weights / "provenance.json").write_text(json.dumps(provenance | {"sha256": sha256}))
+    assert traces()[1] != first[1]
