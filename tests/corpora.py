@@ -9,9 +9,9 @@ from torch import nn
 from drafters.base import TrainedDrafter
 from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
+from specbench.training.answer_writer import Prompt
 from specbench.training.recipe import TrainSettings
 from specbench.training.trainer import Trainer
-from specbench.training.writer import Prompt
 
 STOP = 60
 

@@ -43,7 +43,7 @@ from specbench.engine.verify import Lossless
 from specbench.evaluation import isolated, phases
 from specbench.evaluation.runner import BoundDrafter
 from specbench.records.rows import Row
-from specbench.training.writer import Lengths, write
+from specbench.training.answer_writer import Lengths, write
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 PROMPT = [3, 4, 5, 6]

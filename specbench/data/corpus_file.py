@@ -24,7 +24,7 @@ PACKED, PACKED_PROVENANCE = "corpus.safetensors.xz", "corpus.json"
 
 
 @dataclass(frozen=True)
-class Text:
+class Dialogue:
     """One conversation as ids. spans: [begin, end) of each turn of the assistant."""
 
     index: Annotated[int, Field(ge=0)]  # in the shuffled order; those below `validation` are held out
@@ -49,18 +49,18 @@ class PackedHeader(TypedDict):
     settings: NotRequired[PackedSettings]
 
 
-def to_line(text: Text) -> bytes:
+def to_line(text: Dialogue) -> bytes:
     """A conversation as a JSON line."""
     return json.dumps(vars(text), separators=(",", ":")).encode() + b"\n"
 
 
-def read_lines(paths: Iterable[Path]) -> dict[int, Text]:
+def read_lines(paths: Iterable[Path]) -> dict[int, Dialogue]:
     """The conversations of some files of lines, by index; without lines that a kill cut off."""
-    texts: dict[int, Text] = {}
+    texts: dict[int, Dialogue] = {}
     for path in paths:
         for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
             if line.endswith(b"}"):  # a record holds no other such bracket, so the line is complete
-                text: Text = parse(line, Text, f"{path} line {number}")
+                text: Dialogue = parse(line, Dialogue, f"{path} line {number}")
                 texts[text.index] = text
     return texts
 
@@ -72,7 +72,7 @@ def read_header(folder: Path) -> PackedHeader | None:
     return header
 
 
-def pack(folder: Path, texts: Sequence[Text], vocab_size: int, provenance: dict[str, Any]) -> Path:
+def pack(folder: Path, texts: Sequence[Dialogue], vocab_size: int, provenance: dict[str, Any]) -> Path:
     """Write texts as one compressed file of ids, and their provenance beside it."""
     spans = [(i, *s) for i, t in enumerate(texts) for s in t.spans]
     tokens = torch.tensor([i for t in texts for i in t.tokens], dtype=torch.int32)
@@ -90,7 +90,7 @@ def pack(folder: Path, texts: Sequence[Text], vocab_size: int, provenance: dict[
     return folder / PACKED
 
 
-def unpack_checked(folder: Path, corpus: str) -> list[Text]:
+def unpack_checked(folder: Path, corpus: str) -> list[Dialogue]:
     """The texts packed in a folder; none if they are not of the corpus with this digest.
 
     Raises:
@@ -102,7 +102,7 @@ def unpack_checked(folder: Path, corpus: str) -> list[Text]:
     return unpack(path, header["sha256"])
 
 
-def unpack(path: Path, sha256: str | None = None) -> list[Text]:
+def unpack(path: Path, sha256: str | None = None) -> list[Dialogue]:
     """The texts of a packed corpus. Raises `SpecBenchError` for a file that is damaged, or has another hash than given."""
     if sha256 is not None and sha256_of(path) != sha256:
         raise SpecBenchError(f"{path} has not the SHA-256 that {PACKED_PROVENANCE} names; fetch it again")
@@ -114,4 +114,4 @@ def unpack(path: Path, sha256: str | None = None) -> list[Text]:
         for text, begin, end in tensors["spans"].tolist():
             spans.setdefault(text, []).append((begin, end))
         pieces = zip(tensors["index"].tolist(), tokens.split(tensors["lengths"].tolist()), strict=True)
-        return [Text(index, piece.tolist(), spans.get(i, [])) for i, (index, piece) in enumerate(pieces)]
+        return [Dialogue(index, piece.tolist(), spans.get(i, [])) for i, (index, piece) in enumerate(pieces)]

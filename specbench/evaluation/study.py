@@ -16,7 +16,7 @@ from specbench.evaluation import arms, cell, study_runs
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.cell import CellResult, Live
 from specbench.evaluation.study_runs import PlannedArm, StudyCell
-from specbench.evaluation.study_training import Member, Trained
+from specbench.evaluation.study_training import Member, TrainingOutcome
 from specbench.records import studies
 from specbench.records.studies import Study
 
@@ -87,7 +87,7 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
     return StudyRun(name, study, overrides, members, cells)
 
 
-def decode(run: StudyRun, trained: Trained, budget: Budget, live: Live) -> Decoded:
+def decode(run: StudyRun, trained: TrainingOutcome, budget: Budget, live: Live) -> Decoded:
     """Decode what is missing of every cell whose prompts can be loaded, as long as the budget lasts.
 
     Raises `SpecBenchError` if no cell has its prompts or could be decoded, or the target cannot be loaded.
@@ -204,7 +204,7 @@ class _Decoder:
         return bound
 
 
-def unfinished(run: StudyRun, decoded: Decoded, trained: Trained) -> str:
+def unfinished(run: StudyRun, decoded: Decoded, trained: TrainingOutcome) -> str:
     """`bench: 24 of 80 questions, about 34 minutes more`; empty where nothing is left."""
     if not trained.unfinished and not any(result.left for _, result in decoded):
         return ""
@@ -212,7 +212,7 @@ def unfinished(run: StudyRun, decoded: Decoded, trained: Trained) -> str:
     return f"{run.name}: {cell.progress([result for _, result in decoded])}{trainings}"
 
 
-def require_complete(run: StudyRun, decoded: Decoded, trained: Trained) -> None:
+def require_complete(run: StudyRun, decoded: Decoded, trained: TrainingOutcome) -> None:
     """Raises `SpecBenchError` for what failed, but not for what there was no time for."""
     results = [result for _, result in decoded]
     for result in (part for whole in results for part in (*whole.earlier, whole)):

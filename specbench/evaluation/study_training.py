@@ -35,7 +35,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingOutcome:
     """Labels of members that have no weights yet: their training failed, or needs more time."""
 
     failed: frozenset[str]
@@ -87,7 +87,9 @@ def weights_folder(member: Member, study: Study, users: Sequence[str]) -> Path |
     return None if training is None else studies_folder() / training[0]
 
 
-def train_missing(name: str, members: Sequence[Member], study: Study, users: Sequence[str], budget: Budget) -> Trained:
+def train_missing(
+    name: str, members: Sequence[Member], study: Study, users: Sequence[str], budget: Budget
+) -> TrainingOutcome:
     """Train what is missing, one after the other, each in a process of its own; members may share a training.
 
     What another process is training already comes last: then that is waited for.
@@ -123,7 +125,7 @@ def train_missing(name: str, members: Sequence[Member], study: Study, users: Seq
         elif left == "weights":
             failed.add(member.label)
             warn(f"{name}: the training of {member.label} failed; see above")
-    return Trained(frozenset(failed), frozenset(unfinished))
+    return TrainingOutcome(frozenset(failed), frozenset(unfinished))
 
 
 def _with_starts(members: Sequence[Member], study: Study) -> list[Member]:

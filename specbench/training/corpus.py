@@ -26,9 +26,9 @@ from specbench.common.storage import atomic_path, write_file
 from specbench.common.types import Count, Few, Rows, Seed, Temperature, Times, Tokens
 from specbench.data import corpus_file
 from specbench.data.chat import Chat, Message
-from specbench.data.corpus_file import Text
+from specbench.data.corpus_file import Dialogue
 from specbench.engine.target import Target
-from specbench.training.writer import Lengths, Precision, Prompt, fastest, write
+from specbench.training.answer_writer import Lengths, Precision, Prompt, fastest, write
 
 MAX_CHARACTERS = 12  # of a token; longer questions are dropped without counting their tokens
 MIN_ANSWER = 32  # tokens that an answer must have room for, or its question is not asked
@@ -95,7 +95,7 @@ def settle_precision(
     return replace(settings, precision=fastest(device))
 
 
-class Writer:
+class CorpusText:
     """The text of a corpus: writes it, as far as `tokens` asks, and reads it.
 
     Args:
@@ -138,15 +138,15 @@ class Writer:
 
     # Reading ------------------------------------------------------------------------------------------------------------
 
-    def written(self) -> dict[int, Text]:
+    def written(self) -> dict[int, Dialogue]:
         """The dialogues on disk, by index; without a line that a kill cut off."""
         return corpus_file.read_lines(sorted(self.folder.glob("answers-*.jsonl")))
 
-    def texts(self) -> list[Text]:
+    def texts(self) -> list[Dialogue]:
         """What there is of the corpus, in order: held-out first."""
         if self.settings.source == "answers":
             return sorted(self.written().values(), key=lambda t: t.index)
-        texts: list[Text] = []
+        texts: list[Dialogue] = []
         tokens = 0
         for index, chat in enumerate(self.chats):
             if tokens >= self.token_limit:
@@ -155,7 +155,7 @@ class Writer:
             tokens += self._training_tokens(texts[-1:])
         return texts
 
-    def _encode(self, index: int, messages: list[Message]) -> Text:
+    def _encode(self, index: int, messages: list[Message]) -> Dialogue:
         """A conversation up to `text_tokens`, encoded turn by turn to find the assistant's tokens."""
         limit = self.settings.text_tokens
         tokens: list[int] = []
@@ -166,7 +166,7 @@ class Writer:
             spans.append((len(before), min(len(tokens), limit)))
             if len(tokens) >= limit:
                 break
-        return Text(index, tokens[:limit], [s for s in spans if s[0] < s[1]])
+        return Dialogue(index, tokens[:limit], [s for s in spans if s[0] < s[1]])
 
     def training_ids(self) -> Iterator[torch.Tensor]:
         """The training texts as ids [T], as many as `tokens` asks for."""
@@ -195,7 +195,7 @@ class Writer:
         """Training tokens asked for; infinite for all conversations."""
         return math.inf if self.settings.tokens is None else self.settings.tokens
 
-    def _training_tokens(self, texts: Iterable[Text]) -> int:
+    def _training_tokens(self, texts: Iterable[Dialogue]) -> int:
         return sum(len(t.tokens) for t in texts if t.index >= self.settings.validation)
 
     # Writing ------------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Writer:
                 if tokens >= limit:
                     break  # unfinished dialogues are dropped
 
-    def _write(self, indices: list[int], process: int, precision: Precision) -> Generator[Text, None, None]:
+    def _write(self, indices: list[int], process: int, precision: Precision) -> Generator[Dialogue, None, None]:
         """Write dialogues, each into this process's file as it ends."""
         if not indices:
             return

@@ -19,7 +19,7 @@ from specbench.engine.adapters import Adapter
 from specbench.engine.interface import Taps
 from specbench.engine.target import Target
 from specbench.records.schema import WEIGHTS
-from specbench.training.features import Answer, Corpus, held_out
+from specbench.training.corpus_reader import CorpusReader, HeldOutAnswer, held_out
 from specbench.training.job import Workspace
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
 from specbench.training.plan import plan
@@ -31,11 +31,11 @@ NOT_RECIPE = ("name", "out", "minutes", "overwrite")  # left out of provenances:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedWeights:
     """A drafter trained to its end, not yet saved. answers: held-out ones, for further measurements."""
 
     drafter: Any
-    answers: list[Answer]
+    answers: list[HeldOutAnswer]
     provenance: dict[str, Any]
     target: Target  # that it drafts for, see `Drafter.adapt`
     tables: dict[str, Tensor] | None = None  # of a drafter that counts
@@ -61,7 +61,7 @@ class Validation:
 
     target: Target
     drafter: Any
-    answers: list[Answer]
+    answers: list[HeldOutAnswer]
     trees: int
     chains: AcceptanceCounts | None = None
 
@@ -73,7 +73,7 @@ class Validation:
         return _rounded(self.chains) | tree
 
 
-def train(workspace: Workspace, budget: Budget) -> Trained:
+def train(workspace: Workspace, budget: Budget) -> TrainedWeights:
     """Train to the end, from the last checkpoint if there is one. All processes take part.
 
     Raises:
@@ -128,7 +128,7 @@ def train(workspace: Workspace, budget: Budget) -> Trained:
     data = {"unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)}
     adapter = drafter.release_adapter()
     provenance = _provenance(workspace, data, measured_by, validation.chains, adapter)
-    return Trained(drafter, answers, provenance, adapted, adapter=adapter)
+    return TrainedWeights(drafter, answers, provenance, adapted, adapter=adapter)
 
 
 def _stored(taps: Taps, workspace: Workspace) -> bool:
@@ -137,10 +137,10 @@ def _stored(taps: Taps, workspace: Workspace) -> bool:
     return not taps.kv and set(taps.hidden) <= {*stored}
 
 
-def _corpus(workspace: Workspace, drafter: Any, online: bool) -> Corpus:
+def _corpus(workspace: Workspace, drafter: Any, online: bool) -> CorpusReader:
     """The training corpus, whose states the target computes in the loop if `online`."""
     job, writing = workspace.job, workspace.text.settings
-    return Corpus(
+    return CorpusReader(
         workspace.shards.folder,
         job.batch,
         job.answers_only,
@@ -153,7 +153,7 @@ def _corpus(workspace: Workspace, drafter: Any, online: bool) -> Corpus:
     )
 
 
-def _count(workspace: Workspace, drafter: Any) -> Trained:
+def _count(workspace: Workspace, drafter: Any) -> TrainedWeights:
     """Fit a drafter by counting the training text, without gradient steps: in seconds, so whatever the budget."""
     job = workspace.job
     if job.start is not None:
@@ -177,7 +177,7 @@ def _count(workspace: Workspace, drafter: Any) -> Trained:
         "history": [{"step": 1, "tokens": tokens, "seconds": round(3600 * hours, 1), **_rounded(acceptance)}],
     }
     provenance = _provenance(workspace, {"unique_tokens": tokens}, counted, acceptance)
-    return Trained(drafter, answers, provenance, workspace.target, tables)
+    return TrainedWeights(drafter, answers, provenance, workspace.target, tables)
 
 
 def _rounded(counts: AcceptanceCounts) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from specbench.engine import vocabulary
 from specbench.engine.device import pick_device
 from specbench.engine.loading import ModelSpec
 from specbench.engine.target import Target
-from specbench.training.corpus import CorpusSettings, Writer
+from specbench.training.corpus import CorpusSettings, CorpusText
 from specbench.training.overwriting import tracked
 from specbench.training.recipe import TrainSettings
 from specbench.training.shards import VALIDATION, Shards
@@ -80,7 +80,7 @@ class Workspace:
 
     job: TrainJob
     target: Target
-    text: Writer
+    text: CorpusText
     processes: PartialState
 
     @cached_property
@@ -151,7 +151,7 @@ def open_workspace(job: TrainJob) -> Workspace:
     if job.until == "weights" and job.batch < (n := processes.num_processes):
         raise SpecBenchError(f"train.batch={job.batch}: so many rows of all {n} processes together; set it to {n} or more")
     target, chat = model.load(processes.num_processes if job.shard_target else 1, beside=drafters)
-    text = Writer(job.corpus, target, chat, job.text.load(), cache_root() / "corpora", job.packed)
+    text = CorpusText(job.corpus, target, chat, job.text.load(), cache_root() / "corpora", job.packed)
     with processes.main_process_first():
         text.prepare()
     return Workspace(job, target, text, processes)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specbench.engine.interface import Batch
-from specbench.training.features import Corpus
+from specbench.training.corpus_reader import CorpusReader
 from specbench.training.recipe import Phase, TrainSettings
 
 
@@ -20,7 +20,7 @@ def draw(ids: Tensor, text: Tensor, count: int) -> Tensor:
 class LossVocabulary:
     """The corpus's ids, most frequent first: as many as any phase needs, or all if others are drawn beside them."""
 
-    def __init__(self, corpus: Corpus, settings: TrainSettings, device: torch.device):
+    def __init__(self, corpus: CorpusReader, settings: TrainSettings, device: torch.device):
         self.settings = settings
         self.ids = torch.empty(0, device=device)
         counts = [count for phase in settings.phases if (count := settings.vocabulary_in(phase)) is not None]

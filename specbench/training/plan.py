@@ -11,13 +11,13 @@ from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
-from specbench.training.corpus import Writer
+from specbench.training.answer_writer import row_bytes, rows_that_fit, writes_quantised
+from specbench.training.corpus import CorpusText
 from specbench.training.job import TrainJob
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings
 from specbench.training.shards import Shards
 from specbench.training.trainer import check
-from specbench.training.writer import row_bytes, rows_that_fit, writes_quantised
 
 TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual length
 LOGIT_COPIES = 4  # float32 tensors of the logits' size that a loss over the vocabulary holds at once
@@ -55,7 +55,7 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool) -> str:
     )
 
 
-def _answer_cache(text: Writer) -> int:
+def _answer_cache(text: CorpusText) -> int:
     """Bytes of the keys and values of the answers that are written side by side."""
     target, settings = text.target, text.settings
     quantise = writes_quantised(target, settings.precision)

@@ -23,7 +23,7 @@ from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.engine.verify import Lossless
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 
 ANSWER_TOKENS = 64  # of an answer that are replayed
 BATCH = 8  # answers drafted for in one pass
@@ -72,7 +72,7 @@ class AcceptanceCounts:
             self.passed[depth] += depth < accepted
 
 
-def chain_acceptance(target: Target, drafter: Any, answers: list[Answer]) -> AcceptanceCounts:
+def chain_acceptance(target: Target, drafter: Any, answers: list[HeldOutAnswer]) -> AcceptanceCounts:
     """Of a chain of `CHAIN` steps: from all positions at once where the drafter can, else cycle by cycle."""
     policy, drafter.growth = drafter.growth, Chain(CHAIN)
     try:
@@ -85,7 +85,7 @@ def chain_acceptance(target: Target, drafter: Any, answers: list[Answer]) -> Acc
 
 @torch.no_grad()
 def chains(
-    target: Target, drafter: Any, answers: list[Answer], steps: int, max_tokens: int = ANSWER_TOKENS
+    target: Target, drafter: Any, answers: list[HeldOutAnswer], steps: int, max_tokens: int = ANSWER_TOKENS
 ) -> AcceptanceCounts:
     """What `replay` counts with a chain of `steps`, from the drafter's `drafts` at all positions at once.
 
@@ -105,7 +105,7 @@ def chains(
     return counts
 
 
-def _accepted(target: Target, drafter: Any, part: list[Answer], ends: list[int], steps: int) -> tuple[Tensor, int]:
+def _accepted(target: Target, drafter: Any, part: list[HeldOutAnswer], ends: list[int], steps: int) -> tuple[Tensor, int]:
     """Accepted tokens of a chain from each position as its root [B, T], and steps drafted: a drafter may have fewer."""
     batch = _batch(target, drafter, part, ends)
     position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -138,7 +138,7 @@ def _add_cycles(counts: AcceptanceCounts, accepted: list[int], steps: int, begin
         root += count + 1
 
 
-def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) -> Batch:
+def _batch(target: Target, drafter: Any, part: list[HeldOutAnswer], ends: list[int]) -> Batch:
     """Answers up to their ends as a padded batch with the states, and what else the drafter taps."""
     tokens = pad_sequence([torch.tensor(a.ids[:end]) for a, end in zip(part, ends, strict=True)], batch_first=True)
     tokens = tokens.to(target.device)
@@ -150,7 +150,7 @@ def _batch(target: Target, drafter: Any, part: list[Answer], ends: list[int]) ->
     return Batch(tokens, pad_sequence(known, batch_first=True).to(target.device, target.dtype), valid, valid)
 
 
-def replay_target(target: Target, answer: Answer, taps: Taps, max_tokens: int) -> ReplayTarget:
+def replay_target(target: Target, answer: HeldOutAnswer, taps: Taps, max_tokens: int) -> ReplayTarget:
     """The target as it emits the first tokens of an answer. taps: what drafters read of it."""
     return ReplayTarget(target, answer.ids[: answer.begin], answer.ids[answer.begin :][:max_tokens], taps)
 
@@ -165,7 +165,9 @@ def cycles(answer: ReplayTarget, drafter: Drafter) -> Iterator[Step]:
 
 
 @torch.no_grad()
-def replay(target: Target, drafter: Drafter, answers: list[Answer], max_tokens: int = ANSWER_TOKENS) -> AcceptanceCounts:
+def replay(
+    target: Target, drafter: Drafter, answers: list[HeldOutAnswer], max_tokens: int = ANSWER_TOKENS
+) -> AcceptanceCounts:
     """Replay the first `max_tokens` tokens of each answer: one target pass each, then only drafting."""
     counts = AcceptanceCounts()
     for answer in answers:
@@ -176,7 +178,7 @@ def replay(target: Target, drafter: Drafter, answers: list[Answer], max_tokens: 
 
 
 @torch.no_grad()
-def known_states(target: Target, answer: Answer) -> tuple[Tensor, Tensor, int]:
+def known_states(target: Target, answer: HeldOutAnswer) -> tuple[Tensor, Tensor, int]:
     """A held-out answer with the target's states: (tokens [T], states [T, D], index of the first answer token)."""
     tokens = torch.tensor(answer.ids, device=target.device)
     if answer.states is not None:

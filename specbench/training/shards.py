@@ -23,10 +23,10 @@ from torch import Tensor
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path
-from specbench.data.corpus_file import Text
+from specbench.data.corpus_file import Dialogue
 from specbench.engine.interface import Taps
 from specbench.engine.target import Target
-from specbench.training.corpus import Writer
+from specbench.training.corpus import CorpusText
 from specbench.training.precision import wide
 
 VALIDATION = "validation"
@@ -45,7 +45,7 @@ class Sequence:
 
 
 def read(
-    target: Target, texts: list[Text], states: bool = True, precision: str = "target", layers: tuple[int, ...] = ()
+    target: Target, texts: list[Dialogue], states: bool = True, precision: str = "target", layers: tuple[int, ...] = ()
 ) -> list[Sequence]:
     """Texts with the target's states, in the given order; neighbours in length share a right-padded pass."""
     parts: list[list[int]] = []
@@ -100,7 +100,7 @@ def _in_parallel(run: Callable[[Any], Any], parts: Iterable[Any], device: torch.
 class Shards:
     """Writes the shards that are missing or lack newer text, each atomically, so that a killed run continues."""
 
-    def __init__(self, text: Writer):
+    def __init__(self, text: CorpusText):
         self.text, self.settings, self.target, self.folder = text, text.settings, text.target, text.folder
         if beyond := [layer for layer in self.settings.layers if layer >= self.target.layers]:
             raise SpecBenchError(
@@ -139,9 +139,9 @@ class Shards:
                 show(total - left)
         return self.folder
 
-    def _by_name(self) -> dict[str, list[Text]]:
+    def _by_name(self) -> dict[str, list[Dialogue]]:
         """Shards and their texts, held-out first: of the written text as many shards as hold the tokens asked for."""
-        shards: dict[str, list[Text]] = {}
+        shards: dict[str, list[Dialogue]] = {}
         tokens = 0
         for number, texts in itertools.groupby(self.text.texts(), self._number):
             if number < 0:
@@ -152,10 +152,10 @@ class Shards:
                 tokens += sum(len(t.tokens) for t in shards[name])
         return shards
 
-    def _number(self, text: Text) -> int:
+    def _number(self, text: Dialogue) -> int:
         return max(-1, (text.index - self.settings.validation) // self.settings.shard)
 
-    def _is_complete(self, path: Path, texts: list[Text]) -> bool:
+    def _is_complete(self, path: Path, texts: list[Dialogue]) -> bool:
         """Does this shard hold these texts, with the states and layers that the settings ask for?"""
         if not path.exists():
             return False

@@ -27,7 +27,7 @@ from specbench.common.errors import SpecBenchError, refusing
 from specbench.engine.interface import Batch
 from specbench.engine.tensors import unpickled
 from specbench.training import checkpoint, parameters
-from specbench.training.features import Corpus, Row
+from specbench.training.corpus_reader import CorpusReader, Row
 from specbench.training.loss_vocabulary import LossVocabulary
 from specbench.training.metrics import Metrics
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
@@ -92,7 +92,7 @@ class Trainer:
     def __init__(
         self,
         drafter: Any,
-        corpus: Corpus,
+        corpus: CorpusReader,
         settings: TrainSettings,
         validate: Callable[[], dict[str, Any]],
         folder: Path,

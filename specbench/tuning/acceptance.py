@@ -27,7 +27,7 @@ from specbench.engine.policies import Dynamic, Expandable, Pool, Root
 from specbench.engine.target import Target
 from specbench.engine.tree import root_only
 from specbench.records.schema import WEIGHTS
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import cycles, replay_target
 from specbench.tuning.cost_aware import NODES, TOP_K, TreeAcceptance, check_acceptance
 
@@ -85,7 +85,7 @@ def _order(values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> TreeAcceptance:
+def measure(target: Target, drafter: Any, answers: Sequence[HeldOutAnswer]) -> TreeAcceptance:
     """Draft at every position of some held-out answers. Raises `SpecBenchError` if there are none."""
     if not answers:
         raise SpecBenchError("there are no held-out answers to measure a drafter's acceptance on")
@@ -102,7 +102,7 @@ def measure(target: Target, drafter: Any, answers: Sequence[Answer]) -> TreeAcce
     return aggregate(drafts)
 
 
-def _drafted(target: Target, drafter: Any, answer: Answer) -> Drafted:
+def _drafted(target: Target, drafter: Any, answer: HeldOutAnswer) -> Drafted:
     policy = RecordingPolicy(min(LEVELS, drafter.deepest or LEVELS))
     drafter.set_tree_policy(policy)
     for _ in cycles(replay_target(target, answer, drafter.taps, ANSWER_TOKENS), drafter):

@@ -25,7 +25,7 @@ from specbench.engine.replay import ReplayTarget
 from specbench.engine.target import Target
 from specbench.records.blocks import locked
 from specbench.records.schema import SKIP, Measure, Natural
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import cycles, replay_target
 from specbench.tuning import target_cost
 from specbench.tuning.cost_aware import between
@@ -63,7 +63,9 @@ class Prediction:
 
 
 @torch.inference_mode()
-def search(target: Target, drafter: Any, answers: Sequence[Answer], journal: Path, trials: int = TRIALS) -> dict[str, Any]:
+def search(
+    target: Target, drafter: Any, answers: Sequence[HeldOutAnswer], journal: Path, trials: int = TRIALS
+) -> dict[str, Any]:
     """The fastest set that was found, and its prediction.
 
     Args:

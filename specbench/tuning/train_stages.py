@@ -12,8 +12,8 @@ from specbench.engine import weights
 from specbench.records.blocks import locked
 from specbench.records.schema import SKIP, WEIGHTS
 from specbench.training import checkpoint
-from specbench.training.drafter_training import Trained, train
-from specbench.training.features import held_out
+from specbench.training.corpus_reader import held_out
+from specbench.training.drafter_training import TrainedWeights, train
 from specbench.training.job import Stage, TrainJob, Workspace, open_workspace
 from specbench.training.overwriting import made_by, refuse_overwriting
 from specbench.training.trainer import Paused
@@ -87,7 +87,7 @@ def _lock(job: TrainJob) -> Iterator[None]:
         yield
 
 
-def _save(workspace: Workspace, trained: Trained) -> str:
+def _save(workspace: Workspace, trained: TrainedWeights) -> str:
     """Write a drafter's weights and what was measured of it; its checkpoint is not needed any more."""
     job = workspace.job
     followed = acceptance.measure(trained.target, trained.drafter, trained.answers) if job.follow else None

@@ -18,7 +18,7 @@ from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
 from specbench.engine.target import Target
 from specbench.engine.weights import trained
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import replay
 
 
@@ -207,7 +207,7 @@ def test_drafts_from_every_position_are_those_of_replayed_chains(concat):
     optimise(made, batch_of(target), 60)
     batch, begin = padded(target), 4
     made.growth = Chain(steps)
-    answers = [Answer(row[:n].tolist(), begin) for row, n in zip(batch.tokens, LENGTHS, strict=True)]
+    answers = [HeldOutAnswer(row[:n].tolist(), begin) for row, n in zip(batch.tokens, LENGTHS, strict=True)]
     expected = replay(target, made, answers)
     assert expected.tau > 1.3
     assert walked(made, batch, [(row, 0, n, begin) for row, n in enumerate(LENGTHS)], steps) == expected

@@ -9,7 +9,7 @@ from drafting import FAMILY, save_tokenizer, trained
 from drafters.vanilla import Vanilla
 from specbench.engine.interface import Batch, NoShortcut
 from specbench.engine.policies import Chain
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import chains, replay
 
 STEPS = 4
@@ -17,7 +17,7 @@ STEPS = 4
 
 def counts_alike(target, made):
     made.growth = Chain(STEPS)
-    answers = [Answer(PROMPT[k:] + plain(target, PROMPT[k:], 30 - 3 * k), len(PROMPT) - k) for k in range(3)]
+    answers = [HeldOutAnswer(PROMPT[k:] + plain(target, PROMPT[k:], 30 - 3 * k), len(PROMPT) - k) for k in range(3)]
     real, found = replay(target, made, answers), chains(target, made, answers, STEPS)
     assert found == real
     return real

@@ -16,7 +16,7 @@ from specbench.engine import weights
 from specbench.engine.drafter import Drafter
 from specbench.engine.policies import Chain, Dynamic, best_children
 from specbench.engine.sampling import Sampler, draw_without_replacement
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import replay
 
 
@@ -148,14 +148,14 @@ def test_loss_falls_and_training_raises_acceptance(drafter):
     routed = hasattr(made, "base")  # a router only chooses ids: its loss ends at the entropy of the groups
     assert losses[-1] < (0.97 if routed else 0.7) * losses[0]
     batch = batch_of(target)
-    answers = [Answer(row.tolist(), 4) for row in batch.tokens[:4]]
+    answers = [HeldOutAnswer(row.tolist(), 4) for row in batch.tokens[:4]]
     assert replay(target, made, answers).tau > replay(target, make(drafter, target), answers).tau + 0.3
 
 
 @pytest.mark.parametrize("drafter", ["vanilla", "eagle2"])
 def test_shifting_tokens_by_one_visibly_hurts(drafter):
     target = tiny()
-    answers = [Answer(row.tolist(), 4) for row in batch_of(target).tokens[:4]]
+    answers = [HeldOutAnswer(row.tolist(), 4) for row in batch_of(target).tokens[:4]]
     right = replay(target, trained(drafter, target)[0], answers)
     for shift in (-1, 1):
         wrong = replay(target, trained(drafter, target, shift=shift)[0], answers)
@@ -168,7 +168,7 @@ def test_replay_counts_what_decoding_counts(drafter):
     made, _ = trained(drafter, target)
     begin = len(PROMPT)
     tokens, steps = generate(target, made, cap=33)
-    found = replay(target, made, [Answer(PROMPT + tokens, begin)])
+    found = replay(target, made, [HeldOutAnswer(PROMPT + tokens, begin)])
     assert found.cycles == len(steps)
     assert found.emitted == sum(s.accepted + 1 for s in steps)
 

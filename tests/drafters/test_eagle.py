@@ -13,7 +13,7 @@ from specbench.engine.memory import Shape
 from specbench.engine.policies import Chain
 from specbench.engine.weights import trained
 from specbench.records.studies import FOLDER, read
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import chains, replay
 
 
@@ -59,7 +59,7 @@ def test_a_deeper_or_wider_head_drafts_what_it_is_trained_to_draft(options):
     optimise(made, batch_of(target), 20)
     assert generate(target, made, cap=30)[0] == truth
     made.set_tree_policy(Chain(3))
-    answers = [Answer(PROMPT + truth, len(PROMPT))]
+    answers = [HeldOutAnswer(PROMPT + truth, len(PROMPT))]
     found = chains(target, made, answers, 3)
     assert found == replay(target, made, answers) and sum(found.passed) > 2
     assert (Eagle.export_obstacle("sglang", vars(made)) is None) == (made.layers == 1)

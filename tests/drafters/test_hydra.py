@@ -16,7 +16,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.engine import checkpoints
 from specbench.engine.policies import Chain
 from specbench.engine.target import Target
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import known_states, replay
 
 GOLDEN = ROOT / "tests" / "golden" / "official" / "hydra"
@@ -91,7 +91,7 @@ def test_training_reads_what_decoding_reads_at_every_level(options):
 def test_reading_drafts_pays():
     """Where the next token follows from the last one, Hydra's second head knows more than Medusa's."""
     target = tiny()
-    answers = [Answer(row.tolist(), 4) for row in batch_of(target).tokens[:4]]
+    answers = [HeldOutAnswer(row.tolist(), 4) for row in batch_of(target).tokens[:4]]
     found = {}
     for name in ("medusa", "hydra"):
         made, _ = trained(name, target)
@@ -146,7 +146,7 @@ def test_calibration_chooses_the_tree_and_is_what_a_level_accepts():
     target = tiny()
     made, _ = trained("hydra", target)
     tokens = PROMPT + plain(target, PROMPT, 30)
-    accuracy = made.calibrate([known_states(target, Answer(tokens, len(PROMPT)))])
+    accuracy = made.calibrate([known_states(target, HeldOutAnswer(tokens, len(PROMPT)))])
     assert len(accuracy) == made.heads and all(sum(row) <= 1 + 1e-6 for row in accuracy)
     hits = [0, 0]
     with torch.inference_mode():

@@ -14,7 +14,7 @@ from drafters.moa import MoA
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Batch, Taps
 from specbench.engine.policies import Chain
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import replay
 
 WITHOUT = "+drafter.lsa=false"
@@ -157,7 +157,7 @@ def test_drafts_from_every_position_are_those_of_replayed_chains(overrides):
     optimise(made, batch_of(target), 100)
     batch, begin = padded(target), 4
     made.growth = Chain(steps)
-    answers = [Answer(row[:n].tolist(), begin) for row, n in zip(batch.tokens, LENGTHS, strict=True)]
+    answers = [HeldOutAnswer(row[:n].tolist(), begin) for row, n in zip(batch.tokens, LENGTHS, strict=True)]
     expected = replay(target, made, answers)
     assert expected.tau > 1.2
     assert walked(made, batch, [(row, 0, n, begin) for row, n in enumerate(LENGTHS)], steps) == expected

@@ -13,8 +13,8 @@ from specbench.common.errors import SpecBenchError
 from specbench.engine import weights
 from specbench.engine.policies import Chain
 from specbench.engine.sampling import Sampler
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.drafter_training import _count
-from specbench.training.features import Answer
 from specbench.training.replay import chains, replay
 
 TEXTS = [torch.tensor(ids) for ids in ([1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 5], [2, 3])]  # 1: 2 2 2 5; 2: 3 3 3 4; 3: 1 1; 4: 1
@@ -66,7 +66,7 @@ def test_counts_of_the_targets_own_text_are_accepted_and_change_no_answer(drafte
     tokens, steps = generate(target, made)
     assert tokens == truth and sum(step.accepted for step in steps) > 2 * (drafter == "bigram")
     made.set_tree_policy(Chain(3))
-    answers = [Answer(PROMPT + truth, len(PROMPT))]
+    answers = [HeldOutAnswer(PROMPT + truth, len(PROMPT))]
     assert chains(target, made, answers, 3) == replay(target, made, answers)
 
 

@@ -17,8 +17,7 @@ from tree_checks import check, paths_of
 from drafters.rest import END, Datastore, Rest, most_frequent, suffix_order
 from specbench.common.errors import SpecBenchError
 from specbench.data import corpus_file
-from specbench.data.corpus_file import PACKED, PACKED_PROVENANCE
-from specbench.data.corpus_file import Text as Dialogue
+from specbench.data.corpus_file import PACKED, PACKED_PROVENANCE, Dialogue
 from specbench.engine.batch import decode_together
 from specbench.engine.decode import Limits
 from specbench.engine.sampling import Sampler

@@ -16,7 +16,7 @@ from drafters.self_speculation import EarlyExit, SelfSpeculation, Threshold, alt
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import Sublayers, Taps
 from specbench.engine.sampling import Sampler
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import replay_target
 from specbench.tuning import layer_search
 
@@ -275,7 +275,7 @@ def test_predicted_speed_is_what_decoding_does_at_these_prices():
     """And the search leaves out what says little: of sublayers that are free to skip, the quiet ones."""
     skipped = Sublayers(frozenset({1}), frozenset())
     target = quiet(skipped)
-    answers = [Answer([*prompt, *plain(target, prompt, 16)], len(prompt)) for prompt in (PROMPT, [7, 7, 30])]
+    answers = [HeldOutAnswer([*prompt, *plain(target, prompt, 16)], len(prompt)) for prompt in (PROMPT, [7, 7, 30])]
     prices = layer_search.Prices(attention=2.0, mlp=3.0, rest=1.0, whole={1: 10.0, 3: 14.0, 5: 15.0})
     made = bound(target, skipped, most=4, threshold=0.5)
     with torch.inference_mode():
@@ -294,7 +294,7 @@ def test_predicted_speed_is_what_decoding_does_at_these_prices():
 
 def test_what_a_search_writes_is_what_the_drafter_reads(tmp_path):
     target = quiet(alternate(3))
-    answers = [Answer([*PROMPT, *plain(target, PROMPT, 12)], len(PROMPT))]
+    answers = [HeldOutAnswer([*PROMPT, *plain(target, PROMPT, 12)], len(PROMPT))]
     made = bound(target, alternate(3), most=4)
     result = layer_search.search(target, made, answers, tmp_path / "journal", trials=4)
     assert min(result["prices"]["rest"], *result["prices"]["whole"].values()) > 0

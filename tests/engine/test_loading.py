@@ -25,7 +25,7 @@ from specbench.common.storage import sha256_of
 from specbench.data import chat
 from specbench.data.chat import Chat
 from specbench.data.conversations import Conversations
-from specbench.data.corpus_file import PACKED, PACKED_PROVENANCE, Text, unpack
+from specbench.data.corpus_file import PACKED, PACKED_PROVENANCE, Dialogue, unpack
 from specbench.data.prompts import read_jsonl
 from specbench.engine import checkpoints, loading, pretrained, weights
 from specbench.engine.backends import packed_linear
@@ -33,8 +33,8 @@ from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import Chain
 from specbench.engine.pretrained import config_of, read_gguf, read_tokenizer
 from specbench.engine.target import Target
-from specbench.training.corpus import CorpusSettings, Writer
-from specbench.training.features import Corpus, held_out
+from specbench.training.corpus import CorpusSettings, CorpusText
+from specbench.training.corpus_reader import CorpusReader, held_out
 from specbench.training.shards import Sequence, save_shard
 
 CPU = torch.device("cpu")
@@ -531,7 +531,7 @@ def shard(folder, name="shard-00000"):
 
 
 def epoch(folder):
-    corpus = Corpus(folder, 2, False, 0)
+    corpus = CorpusReader(folder, 2, False, 0)
     return [corpus.load(rows, CPU, torch.float32) for rows in corpus.batches(0)]
 
 
@@ -557,7 +557,7 @@ def test_a_damaged_shard_is_named_with_its_mend(kind, tmp_path):
 def writer(home, root, packed):
     target, chat = load(home / "model")
     settings = CorpusSettings(validation=4, answer_tokens=8, text_tokens=32, tokens=50, turns=1)
-    return Writer(settings, target, chat, Conversations(str(home / "talk.json")).load(), root, packed)
+    return CorpusText(settings, target, chat, Conversations(str(home / "talk.json")).load(), root, packed)
 
 
 def pack(made):
@@ -573,7 +573,7 @@ def test_a_packed_corpus_is_taken_over_and_a_damaged_one_named(home, tmp_path):
     made = writer(home, tmp_path / "corpora", tmp_path / "packed")
     pack(made)
     made.prepare()
-    assert made.texts() == [Text(1, [3, 4, 5], [(1, 3)]), Text(7, [3, 4, 5], [(1, 3)])]
+    assert made.texts() == [Dialogue(1, [3, 4, 5], [(1, 3)]), Dialogue(7, [3, 4, 5], [(1, 3)])]
     file, provenance = made.packed / PACKED, made.packed / PACKED_PROVENANCE
     whole, words = file.read_bytes(), json.loads(provenance.read_text())
     for damaged in (whole[:-9], b"", b"hello", lzma.compress(b"no tensors")):

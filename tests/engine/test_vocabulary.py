@@ -22,8 +22,8 @@ from specbench.engine import vocabulary
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.policies import Chain, Dynamic
 from specbench.engine.sampling import Sampler
-from specbench.training.corpus import CorpusSettings, Writer
-from specbench.training.features import Answer
+from specbench.training.corpus import CorpusSettings, CorpusText
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import chains, replay
 
 ROUTED = [d for d in TRAINED if d.endswith("_router")]
@@ -174,7 +174,7 @@ def test_a_q_that_is_not_spread_would_be_noticed(monkeypatch):
 def test_drafts_from_all_positions_are_what_decoding_drafts(drafter, target):
     made = narrow(drafter, target)
     made.growth = Chain(3)
-    answers = [Answer(PROMPT + plain(target, PROMPT, 30), len(PROMPT))]
+    answers = [HeldOutAnswer(PROMPT + plain(target, PROMPT, 30), len(PROMPT))]
     assert chains(target, made, answers, 3) == replay(target, made, answers)
 
 
@@ -238,7 +238,7 @@ def test_a_list_counts_the_training_text(tmp_path):
     from corpora import SMALL, Words, chats_of
 
     target = tiny()
-    text = Writer(CorpusSettings(**(SMALL | {"validation": 2, "tokens": 150})), target, Words(), chats_of(60), tmp_path)
+    text = CorpusText(CorpusSettings(**(SMALL | {"validation": 2, "tokens": 150})), target, Words(), chats_of(60), tmp_path)
     text.prepare()
     text.write()
     ids, provenance = text.frequent(61, "tiny")

@@ -9,8 +9,8 @@ from corpora import prompts_of
 
 from specbench.engine.memory import NoRoom, Shape
 from specbench.engine.pretrained import config_of
-from specbench.training import plan, writer
-from specbench.training.writer import Lengths, row_bytes, rows_that_fit, write
+from specbench.training import answer_writer, plan
+from specbench.training.answer_writer import Lengths, row_bytes, rows_that_fit, write
 
 LLAMA2 = {
     "model_type": "llama",
@@ -27,7 +27,7 @@ LLAMA2 = {
 @pytest.fixture
 def free(monkeypatch):
     """Set how much is free."""
-    return lambda size: monkeypatch.setattr(writer.environment, "free_memory", lambda *_: size)
+    return lambda size: monkeypatch.setattr(answer_writer.environment, "free_memory", lambda *_: size)
 
 
 def test_rows_of_a_large_target_are_capped_by_free_memory(free):
@@ -37,7 +37,7 @@ def test_rows_of_a_large_target_are_capped_by_free_memory(free):
     for gigabytes, rows in ((1000, 128), (60, 44), (9, 6), (1.4, 1)):
         free(int(gigabytes * 1e9))
         assert rows_that_fit(target, 128, whole, False) == rows
-        assert rows * row_bytes(target, whole, False) <= writer.CACHE_SHARE * gigabytes * 1e9
+        assert rows * row_bytes(target, whole, False) <= answer_writer.CACHE_SHARE * gigabytes * 1e9
     free(int(1e9))
     with pytest.raises(NoRoom, match=r"needs 1.1 GB of cache for a text of 2,048 tokens and meta has 1.0 GB free; lower"):
         rows_that_fit(target, 128, whole, False)
@@ -45,16 +45,16 @@ def test_rows_of_a_large_target_are_capped_by_free_memory(free):
 
 def test_fewer_rows_write_the_same_dialogues(free, monkeypatch):
     target, lengths = tiny(), Lengths(answer=9, whole=30, min_answer=4)
-    made, original = [], writer.Rows
+    made, original = [], answer_writer.Rows
 
     def counted(model, rows, *rest):
         made.append(rows)
         return original(model, rows, *rest)
 
-    monkeypatch.setattr(writer, "Rows", counted)
+    monkeypatch.setattr(answer_writer, "Rows", counted)
     free(1 << 40)
     many = {text.index: text.tokens for text in write(target, iter(prompts_of(6)), lengths, 6)}
-    free(int(2.5 * row_bytes(target, 30, False) / writer.CACHE_SHARE))
+    free(int(2.5 * row_bytes(target, 30, False) / answer_writer.CACHE_SHARE))
     few = {text.index: text.tokens for text in write(target, iter(prompts_of(6)), lengths, 6)}
     assert made == [6, 2] and few == many and len(few) == 6
 

@@ -15,10 +15,10 @@ from specbench.data.corpus_file import unpack
 from specbench.engine.backends.quantised import EXACT, Int8Linear, quantised
 from specbench.engine.interface import SIZE_STEP, Taps
 from specbench.engine.rows import Rows
-from specbench.training.corpus import CorpusSettings, Writer
-from specbench.training.features import Corpus, held_out, packed
+from specbench.training.answer_writer import Lengths, Prompt, write
+from specbench.training.corpus import CorpusSettings, CorpusText
+from specbench.training.corpus_reader import CorpusReader, held_out, packed
 from specbench.training.shards import Shards
-from specbench.training.writer import Lengths, Prompt, write
 
 
 def states_of(target, ids):
@@ -144,7 +144,7 @@ def test_a_quantised_copy_leaves_the_model_alone():
 
 def writer(target, root, packed_at=None, **changes):
     target.stop_ids = (STOP,)
-    made = Writer(CorpusSettings(**(SMALL | changes)), target, Words(), chats_of(60), root, packed_at)
+    made = CorpusText(CorpusSettings(**(SMALL | changes)), target, Words(), chats_of(60), root, packed_at)
     made.prepare()
     return made
 
@@ -273,7 +273,7 @@ def test_shards_hold_the_targets_states_and_follow_their_text(tmp_path):
     after = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.safetensors")}
     assert len(after) == 1 + 6 and after["validation.safetensors"] == before["validation.safetensors"]
     assert any(after[n] != t for n, t in before.items()), "a shard with more texts now is written anew"
-    corpus = Corpus(folder, 4, False, 0)
+    corpus = CorpusReader(folder, 4, False, 0)
     assert corpus.tokens == sum(len(t.tokens) for t in whole.texts() if t.index >= 6)
     batch = corpus.load(corpus.batches(0)[0], torch.device("cpu"), torch.float32)
     assert batch.tokens.shape[1] % SIZE_STEP == 0 and batch.states.shape[:2] == batch.tokens.shape
@@ -289,7 +289,7 @@ def test_of_more_text_only_so_many_tokens_are_read(tmp_path):
     part = Shards(writer(target, tmp_path, tokens=400))
     used, unread = part.tokens()
     folder = part.build()
-    read = Corpus(folder, 4, False, 0, limit=400)
+    read = CorpusReader(folder, 4, False, 0, limit=400)
     assert 0 < len(read.shards) == len(list(folder.glob("shard-*"))) < 6
     assert read.tokens == used >= 400
     assert unread > used, "held-out text is read too"
@@ -304,7 +304,7 @@ def test_packed_rows_hold_what_padded_rows_hold(tmp_path, answers_only):
     folder = Shards(text).build()
 
     def contents(row_tokens):
-        corpus = Corpus(folder, 2, answers_only, 0, row_tokens=row_tokens)
+        corpus = CorpusReader(folder, 2, answers_only, 0, row_tokens=row_tokens)
         found, places, rows = [], 0, 0
         for items in corpus.batches(3):
             batch = corpus.load(items, torch.device("cpu"), torch.float32)
@@ -340,8 +340,8 @@ def test_online_states_of_packed_rows_are_the_stored_ones(tmp_path):
     text = writer(target, tmp_path)
     text.write()
     folder = Shards(text).build()
-    stored = Corpus(folder, 4, False, 0, row_tokens=64)
-    online = Corpus(folder, 4, False, 0, online=target, taps=Taps(kv=(0, 2)), row_tokens=64)
+    stored = CorpusReader(folder, 4, False, 0, row_tokens=64)
+    online = CorpusReader(folder, 4, False, 0, online=target, taps=Taps(kv=(0, 2)), row_tokens=64)
     items = stored.batches(0)[0]
     a = stored.load(items, torch.device("cpu"), torch.float32)
     b = online.load(items, torch.device("cpu"), torch.float32)
@@ -385,7 +385,10 @@ def test_outputs_of_layers_are_stored_beside_the_states(tmp_path):
     assert {p.parent.name for p in folder.glob("layer-*/*")} == {"layer-0", "layer-2"}
     assert not bare.tokens()[1], "one that needs no layers finds its states"
     taps = Taps(hidden=(2,), last=False)
-    stored, online = Corpus(folder, 4, False, 0, taps=taps), Corpus(folder, 4, False, 0, online=target, taps=taps)
+    stored, online = (
+        CorpusReader(folder, 4, False, 0, taps=taps),
+        CorpusReader(folder, 4, False, 0, online=target, taps=taps),
+    )
     items = stored.batches(0)[0]
     a, b = (corpus.load(items, torch.device("cpu"), torch.float32) for corpus in (stored, online))
     assert a.hidden.keys() == b.hidden.keys() == {2}
@@ -399,13 +402,13 @@ def test_a_layer_that_is_missing_damaged_or_not_the_targets_is_named(tmp_path):
     folder = Shards(text).build()
     path = sorted(folder.glob("layer-1/*"))[0]
     with pytest.raises(SpecBenchError, match=r"layer-0/shard-\d+\.safetensors is not there; build the corpus"):
-        Corpus(folder, 4, False, 0, taps=Taps(hidden=(0,)))
+        CorpusReader(folder, 4, False, 0, taps=Taps(hidden=(0,)))
     path.write_bytes(b"no tensors")
     with pytest.raises(SpecBenchError, match=rf"{path.name} is damaged; remove it, and it is made again"):
-        Corpus(folder, 4, False, 0, taps=Taps(hidden=(1,)))
+        CorpusReader(folder, 4, False, 0, taps=Taps(hidden=(1,)))
     save_file({"states": torch.zeros(3, target.hidden_size)}, path)  # of a shard before it got more text
     assert Shards(text).tokens()[1] > 0
     Shards(text).build()
-    assert Corpus(folder, 4, False, 0, taps=Taps(hidden=(1,))).tokens
+    assert CorpusReader(folder, 4, False, 0, taps=Taps(hidden=(1,))).tokens
     with pytest.raises(SpecBenchError, match=r"train\.corpus\.layers: there is no layer 3; the target has 3, from 0"):
         Shards(writer(target, tmp_path, layers=[3]))

@@ -7,9 +7,9 @@ from conftest import make, tiny
 from corpora import trainer
 from drafting import batch_of
 
-from specbench.data.corpus_file import Text
+from specbench.data.corpus_file import Dialogue
 from specbench.training import precision
-from specbench.training.features import Corpus
+from specbench.training.corpus_reader import CorpusReader
 from specbench.training.shards import read, save_shard
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -56,7 +56,7 @@ def test_a_training_in_bfloat16_keeps_its_weights_in_float32(tmp_path, pays):
 
 def test_states_are_read_in_float32_unless_that_is_slower(pays):
     target = tiny(spread=0.15)
-    texts = [Text(0, list(range(2, 40)), [(10, 38)])]
+    texts = [Dialogue(0, list(range(2, 40)), [(10, 38)])]
     exact, asked = (read(target, texts, True, message)[0].states for message in ("target", "auto"))
     assert exact is not None and asked is not None
     assert torch.equal(exact, asked) is not pays
@@ -83,8 +83,8 @@ def test_every_loss_is_nearly_the_same_in_bfloat16(drafter):
 def test_tapped_layers_come_in_the_targets_own_precision(tmp_path, pays):
     target = tiny(spread=0.15)
     made = make("moa", target)
-    save_shard(tmp_path / "shard-00000.safetensors", read(target, [Text(0, list(range(2, 40)), [(10, 38)])], False))
-    corpus = Corpus(tmp_path, 1, False, 0, target, made.taps, reading="auto")
+    save_shard(tmp_path / "shard-00000.safetensors", read(target, [Dialogue(0, list(range(2, 40)), [(10, 38)])], False))
+    corpus = CorpusReader(tmp_path, 1, False, 0, target, made.taps, reading="auto")
     batch = corpus.load(corpus.batches(0)[0], CPU, torch.float32)
     assert {t.dtype for pair in batch.kv.values() for t in pair} | {batch.states.dtype} == {torch.float32}
     assert torch.isfinite(made.loss(batch)["loss"])

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 
 from specbench.common.errors import SpecBenchError
 from specbench.config import validation
-from specbench.training.features import Corpus
+from specbench.training.corpus_reader import CorpusReader
 from specbench.training.loss_vocabulary import draw
 from specbench.training.overwriting import made_by
 from specbench.training.plan import _training_seconds
@@ -273,7 +273,7 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_weights(tmp_path, optimize
     assert not again.drafter.seen and (again.drafter.gain, again.drafter.noise) == (0.5, 0.5)
 
 
-def packed_corpus(folder: Path) -> Corpus:
+def packed_corpus(folder: Path) -> CorpusReader:
     """Random texts whose packing makes other numbers of rows in other epochs: 80 texts in pools of 32."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(5, 21, (80,), generator=generator).tolist()
@@ -284,7 +284,7 @@ def packed_corpus(folder: Path) -> Corpus:
         folder / "shard-00000.safetensors",
         [Sequence(i, ids, torch.ones(len(ids), dtype=torch.bool), known) for i, (ids, known) in enumerate(texts)],
     )
-    return Corpus(folder, 1, False, 0, row_tokens=24)
+    return CorpusReader(folder, 1, False, 0, row_tokens=24)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -16,7 +16,7 @@ from specbench.engine.policies import Dynamic, Static
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation import fitting, study_runs
-from specbench.training.features import Answer
+from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import replay
 from specbench.tuning import acceptance as measured
 from specbench.tuning.cost_aware import (
@@ -64,7 +64,7 @@ def answers():
         prompt = [(7 * begin + i * i) % 60 for i in range(6)]
         events = decode(target, make("none", target), prompt, Limits(30), Lossless(), Sampler())
         tokens = [t for e in events for t in ([e.token] if isinstance(e, Prefill) else e.tokens)]
-        found.append(Answer([*prompt, *tokens], len(prompt)))
+        found.append(HeldOutAnswer([*prompt, *tokens], len(prompt)))
     return target, found
 
 

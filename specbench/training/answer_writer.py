@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specbench.common import environment
-from specbench.data.corpus_file import Text
+from specbench.data.corpus_file import Dialogue
 from specbench.engine import memory
 from specbench.engine.backends.quantised import multiplies_bytes, quantised
 from specbench.engine.causal_lm import CausalLM
@@ -56,7 +56,7 @@ class _Row:
     """A dialogue while it is written. token: the next one to be fed; pending: the rest of the question, in reverse."""
 
     def __init__(self, prompt: Prompt):
-        self.prompt, self.text = prompt, Text(prompt.index, [], [])
+        self.prompt, self.text = prompt, Dialogue(prompt.index, [], [])
         self.pending = list(reversed(prompt.turns[0]))
         self.turn = 0
         self.generator = torch.Generator().manual_seed(prompt.seed) if prompt.temperature else None
@@ -125,7 +125,7 @@ def rows_that_fit(target: Target, rows: int, whole: int, quantise: bool) -> int:
 
 def write(
     target: Target, prompts: Iterator[Prompt], lengths: Lengths, rows: int = 128, precision: Precision = "target"
-) -> Iterator[Text]:
+) -> Iterator[Dialogue]:
     """Dialogues in the order in which they end. Raises `NoRoom` if memory does not suffice for one.
 
     Args:

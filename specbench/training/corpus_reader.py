@@ -26,7 +26,7 @@ Span = tuple[Path, int, int]  # a sequence: its shard, begin and end there
 Row = list[Span]  # what lies end to end in one row of a batch
 
 
-class Corpus:
+class CorpusReader:
     """Reads a corpus folder as batches in an order that depends on seed and epoch alone.
 
     Args:
@@ -174,7 +174,7 @@ def packed(sequences: list[Span], row_tokens: int) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HeldOutAnswer:
     """A held-out greedy answer: ids of the dialogue up to its end, where it begins, and the states of all of it."""
 
     ids: list[int]
@@ -182,12 +182,12 @@ class Answer:
     states: Tensor | None = None  # [T, D]; None: not computed yet
 
 
-def held_out(folder: Path, count: int, min_tokens: int = 16) -> list[Answer]:
+def held_out(folder: Path, count: int, min_tokens: int = 16) -> list[HeldOutAnswer]:
     """One answer of at least `min_tokens` from each of the first `count` held-out dialogues that have any.
 
     Dialogue i gives its i-th answer (modulo their number), so that answers with a history are measured too.
     """
-    answers: list[Answer] = []
+    answers: list[HeldOutAnswer] = []
     shard = read_shard(folder / f"{VALIDATION}.safetensors")
     for dialogue, (a, b) in enumerate(itertools.pairwise(shard.starts)):
         edges = pad(shard.answer[a:b].bool().int(), (1, 1)).diff()
@@ -197,7 +197,7 @@ def held_out(folder: Path, count: int, min_tokens: int = 16) -> list[Answer]:
             continue
         begin, end = usable[dialogue % len(usable)]
         states = None if shard.states is None else shard.states[a : a + end]
-        answers.append(Answer(shard.tokens[a : a + end].tolist(), begin, states))
+        answers.append(HeldOutAnswer(shard.tokens[a : a + end].tolist(), begin, states))
         if len(answers) == count:
             break
     return answers
