@@ -227,7 +227,7 @@ def _unknown_option(error: Exception, name: str | None) -> str | None:
     folder = parser.parse_known_args(sys.argv[1:])[0].config_dir  # of the user's own studies
     searched = [f"hydra.searchpath=[{_quoted('file://' + os.path.abspath(folder))}]"] if folder else []
     known: Any = OmegaConf.to_container(composed(name, [*studies, *searched]))
-    return f"{match[1]}: no such option{validation.suggestion(match[1], dict.fromkeys(_keys(known)))}"
+    return f"{match[1]}: no such option{validation.nearest(match[1], dict.fromkeys(_keys(known)))}"
 
 
 def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

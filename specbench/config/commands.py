@@ -54,8 +54,6 @@ def _text(command: str, rest: list[str]) -> str:
         return f"specbench {__version__}"
     if command in ("", "help", *usage.FLAGS):
         return _overview()
-    if command == "trials":
-        raise SpecBenchError("trials: a trial is a study now; specbench study study=trial_DRAFTER runs it")
     known = [*usage.COMMANDS, "list", "--version", "help", *usage.FLAGS]
     raise SpecBenchError(f"{visible(command)}: there is no such command{nearest(command, known)}")
 

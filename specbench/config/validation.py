@@ -11,7 +11,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.utils import get_class
@@ -25,7 +25,6 @@ from specbench.common.io import strict_adapter
 
 INSTANTIATION = ("_target_", "_convert_", "_recursive_")  # Hydra's own keys of a node
 _INPUT = re.compile(r"^(Input|String|List|Tuple|Dictionary) should")  # begins pydantic's messages
-RENAMED = {"then": "on_disconnect", "patience_s": "timeout_s"}  # options of earlier versions
 
 
 def check(config: DictConfig, declared: type) -> dict[str, Any]:
@@ -61,17 +60,10 @@ def check_some(node: Mapping[str, Any], cls: type, allowed: Sequence[str], key: 
 def _check_options(node: Mapping[Any, Any], declared: "Mapping[str, Option]", key: str) -> None:
     for name in node:
         if name not in declared:
-            raise SpecBenchError(f"{_join(key, visible(str(name)))}: no such option{suggestion(name, declared)}")
+            raise SpecBenchError(f"{_join(key, visible(str(name)))}: no such option{nearest(name, declared)}")
     for name, option in declared.items():  # in the order of declaration, whatever that of the node
         if name in node:
             check_value(node[name], option, _join(key, name))
-
-
-def suggestion(name: Any, known: Collection[str]) -> str:
-    """The end of a message on an unknown option: its new name if it was renamed, else the nearest known one."""
-    path, _, last = str(name).rpartition(".")
-    new = _join(path, RENAMED.get(last, ""))
-    return f"; it is called {new} now" if new in known else nearest(name, known)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,8 +114,8 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     known = _blocks(scope.results / name / target / options.folder, kind)
     members = [m for m in study_runs.members(study, None, here) if studies.takes_part(m.spec, options.adapted)]
     labels = [BASELINE, *(member.label for member in members)]
-    users = [f"model={scope.model}", *scope.overrides]
-    trained = {m.label: folder.name for m in members if (folder := weights_folder(m, study, users)) is not None}
+    typed = [f"model={scope.model}", *scope.overrides]
+    trained = {m.label: folder.name for m in members if (folder := weights_folder(m, study, typed)) is not None}
     if options.temperature > 0 and known:  # without arms that cannot sample
         labels = [label for label in labels if label == BASELINE or label in known[-1].arms]
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)

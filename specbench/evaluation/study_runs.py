@@ -88,15 +88,15 @@ def choose_arms(study: Study, names: Sequence[str] | None, name: str, cuda: bool
 
 
 def untrained(
-    study: Study, names: Sequence[str], model: str, published: Mapping[str, str], users: Sequence[str]
+    study: Study, names: Sequence[str], model: str, published: Mapping[str, str], typed: Sequence[str]
 ) -> list[str]:
     """Those of the named arms whose weights, or corpus, are not there, and that the study does not train.
 
-    model: the target's name. published: of its configuration. users: overrides for all arms.
+    model: the target's name. published: of its configuration. typed: overrides for all arms.
     """
 
     def lacks(arm: studies.Arm) -> bool:
-        own = {override.lstrip("+~").partition("=")[0] for override in (*arm["run"], *users)}
+        own = {override.lstrip("+~").partition("=")[0] for override in (*arm["run"], *typed)}
         drafter = option(arm["run"], "drafter", BASELINE)
         if "train" in arm or "weights" in arm or own & WEIGHTS_OPTIONS or drafter not in catalog.names("drafter"):
             return False
@@ -106,10 +106,10 @@ def untrained(
 
 
 def without_untrained(
-    study: Study, names: Sequence[str], model: Mapping[str, Any], users: Sequence[str]
+    study: Study, names: Sequence[str], model: Mapping[str, Any], typed: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Arms that can be decoded, and the others, see `untrained`. Raises `SpecBenchError` if all are of the others."""
-    absent = untrained(study, names, model["name"], model.get("published") or {}, users)
+    absent = untrained(study, names, model["name"], model.get("published") or {}, typed)
     kept = [name for name in names if name not in absent]
     if absent and not kept:
         raise SpecBenchError(untrained_line(absent))
@@ -194,21 +194,21 @@ def base_of(overrides: Sequence[str], results: Path) -> RunSpec:
 
 
 def prepare(
-    number: int, overrides: list[str], members: Sequence[Member], users: list[str], study: Study, results: Path
+    number: int, overrides: list[str], members: Sequence[Member], typed: list[str], study: Study, results: Path
 ) -> StudyCell:
     """A cell and its members, as far as they can be checked without target and weights.
 
-    overrides: of the cell. users: overrides of the command line, for all arms. results: the study's folder.
+    overrides: of the cell. typed: overrides of the command line, for all arms. results: the study's folder.
     """
-    base = base_of([*overrides, *users], results)
+    base = base_of([*overrides, *typed], results)
     members = [member for member in members if takes_part(member.spec, base.model.adapter)]
     planned, expected = [], len(members)
     for member in members:
-        config = composed("run", [*overrides, *member.spec["run"], *users])
+        config = composed("run", [*overrides, *member.spec["run"], *typed])
         config.results = str(results)
         failure = FailureRecord(config, member.label)
         try:
-            trained = weights_folder(member, study, users)
+            trained = weights_folder(member, study, typed)
             spec = run_spec.from_config(config, weights=None if trained is None else str(trained))
             if spec.model != base.model:
                 raise SpecBenchError(f"arm {member.label} names another model; all arms of a study share one")
@@ -259,7 +259,7 @@ def bind(planned: PlannedArm, target: Target) -> Arm | None:
     return arm
 
 
-def repetitions(study: Study, base: RunSpec, users: Sequence[str]) -> dict[str, int]:
+def repetitions(study: Study, base: RunSpec, typed: Sequence[str]) -> dict[str, int]:
     """Repetitions by quantity.
 
     Unless study or command line say otherwise, peak memory is measured beside timed rows, and once the floor of a local
@@ -267,7 +267,7 @@ def repetitions(study: Study, base: RunSpec, users: Sequence[str]) -> dict[str, 
     """
     counts = {"memory": 0 if base.replay else base.memory, "floor": int(base.link.local and not base.replay)}
     counts |= {str(quantity): count for quantity, count in study.get("measure", {}).items()}
-    return counts | ({"memory": base.memory} if any(o.startswith("memory=") for o in users) else {})
+    return counts | ({"memory": base.memory} if any(o.startswith("memory=") for o in typed) else {})
 
 
 def spread(questions: Sequence[Question]) -> list[Question]:

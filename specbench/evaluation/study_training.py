@@ -42,7 +42,7 @@ class TrainingOutcome:
     unfinished: frozenset[str]
 
 
-def training_of(member: Member, study: Study, users: Sequence[str]) -> tuple[str, list[str]] | None:
+def training_of(member: Member, study: Study, typed: Sequence[str]) -> tuple[str, list[str]] | None:
     """Name and overrides of a member's training; None if the member takes weights that are there.
 
     The name is a digest of the overrides and of the weights that the training starts from, so that it is unique.
@@ -53,13 +53,13 @@ def training_of(member: Member, study: Study, users: Sequence[str]) -> tuple[str
     keys = {o: o.lstrip("+~").split("=")[0] for o in source["run"]}
     # training does not depend on the draft vocabulary
     own = [o for o, key in keys.items() if key.split(".")[0] == "drafter" and key != "drafter.vocabulary"]
-    model = [o for o in users if o.split("=")[0].split(".")[0] in ("model", "threads")]
+    model = [o for o in typed if o.split("=")[0].split(".")[0] in ("model", "threads")]
     overrides = [*model, *own, *source.get("train", []), f"train.settings.seed={member.seed}"]
     drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]
     files = [storage.project_path(o.partition("=")[2]) / WEIGHTS for o in overrides if o.startswith("train.start=")]
     started = [hashing.of_file(path) for path in files if path.is_file()]
     named_by = sorted({*overrides} - {DEFAULT_MODEL} - {o for o in model if o.startswith("threads=")})  # in any order
-    if (start := start_of(member, study)) is not None and (before := training_of(start, study, users)):
+    if (start := start_of(member, study)) is not None and (before := training_of(start, study, typed)):
         started.append(before[0])
         overrides.append(f"train.start={studies_folder() / before[0]}")
     return f"{drafter}-{hashing.of([named_by, started])[:12]}", overrides
@@ -81,14 +81,14 @@ def start_of(member: Member, study: Study) -> Member | None:
     return None if name is None else Member(name, member.seed, f"{name}@{member.seed}", study["arms"][name])
 
 
-def weights_folder(member: Member, study: Study, users: Sequence[str]) -> Path | None:
+def weights_folder(member: Member, study: Study, typed: Sequence[str]) -> Path | None:
     """The folder of a member's weights, trained or not; None if its study trains none."""
-    training = training_of(member, study, users)
+    training = training_of(member, study, typed)
     return None if training is None else studies_folder() / training[0]
 
 
 def train_missing(
-    name: str, members: Sequence[Member], study: Study, users: Sequence[str], budget: Budget
+    name: str, members: Sequence[Member], study: Study, typed: Sequence[str], budget: Budget
 ) -> TrainingOutcome:
     """Train what is missing, one after the other, each in a process of its own; members may share a training.
 
@@ -100,8 +100,8 @@ def train_missing(
     queue = [(member, False) for member in _with_starts(members, study)]  # and whether to wait for another process
     while queue:
         member, wait = queue.pop(0)
-        training, start = training_of(member, study, users), start_of(member, study)
-        folder = weights_folder(member, study, users)
+        training, start = training_of(member, study, typed), start_of(member, study)
+        folder = weights_folder(member, study, typed)
         if training is None or folder is None or lacking(folder) is None:
             continue
         if start is not None and start.label in failed | unfinished:

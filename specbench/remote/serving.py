@@ -15,6 +15,7 @@ from specbench.remote.protocol import FRAME, Limits, request_bytes
 from specbench.remote.server import Server
 
 TIMEOUT_S = 600  # of loading a model
+IDLE_S = 3600.0  # after which a server on loopback drops its one client, this process
 COPIES = 3  # of a client's message that a server holds at most: arriving, queued, being decoded
 
 
@@ -25,7 +26,7 @@ def server(
     megabytes: int | None = None,
     nodes: int = 256,
     prompt: int | None = None,
-    idle_s: float = 3600.0,
+    idle_s: float = 600.0,
     condensers: Sequence[Any] = (),
 ) -> Server:
     """A server that listens already, and serves when it is `run`; its options are those of `conf/serve.yaml`.
@@ -81,7 +82,7 @@ def _serve(model: ModelSpec, threads: int | None, condensers: list[Any], pipe: C
     end_with_parent()
     torch.set_num_threads(threads or torch.get_num_threads())
     try:
-        loaded = server(model, "tcp://127.0.0.1:0", condensers=condensers)
+        loaded = server(model, "tcp://127.0.0.1:0", idle_s=IDLE_S, condensers=condensers)
     except Exception as error:
         pipe.send({"error": format_exception(error)})
         return

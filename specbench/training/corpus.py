@@ -1,6 +1,6 @@
 """What drafters learn from, as token ids: conversations as they are, or the target's own answers to their questions.
 
-Knows tokenised text and the target, not states (`features`) and no drafter. A corpus is a folder, named after its settings:
+Knows tokenised text and the target, no states (see `shards`), no drafter. A corpus is a folder, named after its settings:
 
     settings.json      the settings
     answers-0.jsonl    {"index", "tokens", "spans"} a line, written as dialogues end, so that a killed run continues

@@ -204,7 +204,7 @@ class Shard:
     answer: Tensor  # [n] uint8
     states: Tensor | None  # [n, D] bfloat16
     starts: list[int]  # where its sequences begin, and the last one's end
-    index: list[int] | None  # of their conversations; None: of an older format
+    index: list[int]  # of their conversations in the corpus
     layers: Mapping[int, Tensor]  # layer -> its outputs [n, D] bfloat16
 
 
@@ -219,7 +219,7 @@ def read_shard(path: Path, layers: tuple[int, ...] = ()) -> Shard:
             raise ValueError("its tensors are not of one length, or its sequences do not lie end to end")
         if any(len(states) != starts[-1] for states in hidden.values()):
             raise ValueError("its stored layers are of other texts")
-        index = tensors["index"].tolist() if "index" in tensors else None
+        index: list[int] = tensors["index"].tolist()
         return Shard(tensors["tokens"], tensors["answer"], tensors.get("states"), starts, index, hidden)
 
 

@@ -257,7 +257,6 @@ def test_a_table_keeps_names_and_cuts_where_little_is_lost():
     ("words", "message"),
     [
         (["runn", "drafter=eagle2"], "runn: there is no such command; did you mean run?"),
-        (["trials", "drafter=eagle2"], "trials: a trial is a study now; specbench study study=trial_DRAFTER runs it"),
         (["--verison"], "--verison: there is no such command; did you mean --version?"),
         (["list", "drafer"], "list drafer: there is no such list; did you mean drafters?"),
         (["list"], "list: name one of drafters, datasets, models, trees, studies"),
