@@ -22,6 +22,7 @@ from specbench.engine.captured_growth import CapturedGrowth
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler
+from specbench.engine.model_files import heads_of
 from specbench.engine.policies import TreePolicy
 from specbench.engine.sampling import require_ids
 from specbench.engine.target import Target
@@ -168,9 +169,8 @@ class TrainedDrafter(nn.Module, Drafter):
         numbers = sum(p.numel() for p in own.parameters() if id(p) not in shared)
         listed = (own.vocabulary or 0) * own.head.in_features
         layers = sum(len(cache.index) for cache in vars(own).values() if isinstance(cache, KVCache))
-        heads: int = target.config.num_attention_heads
-        width = heads * (getattr(target.config, "head_dim", None) or target.hidden_size // heads)
-        return Outline(numbers + listed, 2 * layers * width, numbers)
+        heads, _, head_dim = heads_of(target.config)
+        return Outline(numbers + listed, 2 * layers * heads * head_dim, numbers)
 
     def build(self, target: Target) -> None:
         """Create the network. What is shared with the target stays frozen and is not saved."""
@@ -290,13 +290,14 @@ def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a Llama
     rope = getattr(c, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma 3 keeps one set per layer type
     first = target.decoder.layers[0].self_attn
+    heads, key_heads, head_dim = heads_of(c)
     settings = {
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
         "num_hidden_layers": layers,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head_dim,
         "vocab_size": target.vocab_size,
         "max_position_embeddings": c.max_position_embeddings,
         "rms_norm_eps": getattr(c, "rms_norm_eps", 1e-6),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from drafters.losses import BY_AUTOGRAD, Ranking, weighted_ids, with_slope
 from specbench.engine.interface import SIZE_STEP, Batch
 from specbench.engine.sampling import top
+from specbench.engine.vocabulary import places
 
 CPU_LOGITS, DEVICE_LOGITS = 2**21, 2**27  # per chunk: as many as fit into a CPU's caches, as keep a device busy
 MIN_ROWS = 256  # per chunk, which reads the whole head
@@ -131,9 +132,7 @@ class HardLabels(DistillationLoss):
     def __init__(self, batch: Batch, head: nn.Linear):
         labels, known = batch.tokens.roll(-1, 1), F.pad(batch.same_sequence(1), (0, 1))
         if batch.vocabulary is not None:
-            index = torch.full((head.weight.shape[0],), -1, device=labels.device)
-            index[batch.vocabulary] = torch.arange(len(batch.vocabulary), device=labels.device)
-            labels = index[labels]
+            labels = places(batch.vocabulary, len(head.weight))[labels]
             known = known & (labels >= 0)
         super().__init__(replace(batch, scored=batch.scored & known), head)
         self.labels = labels[self.places].clamp(min=0)  # [M]

@@ -284,10 +284,9 @@ class _DraftVocabulary(DistillationLoss):
 
 def _rows(listed: vocabularies.DraftVocabulary | None, head: nn.Linear) -> Tensor:
     """[V] an id's row of the head, -1 for one outside of the draft vocabulary."""
-    rows = torch.arange(head.out_features, device=head.weight.device)
     if listed is None:
-        return rows
-    return rows.new_full((listed.size,), -1).index_copy_(0, listed.ids, rows)
+        return torch.arange(head.out_features, device=head.weight.device)
+    return vocabularies.places(listed.ids, listed.size)
 
 
 def tapped_layers(layers: int) -> list[int]:

@@ -37,6 +37,7 @@ from specbench.common.types import Depth, Ids, Layers, Name, OptionalUnits, Text
 from specbench.engine.interface import Batch, TargetStates
 from specbench.engine.policies import AccuracyTree, TreePolicy
 from specbench.engine.target import Target
+from specbench.engine.vocabulary import places
 from specbench.engine.weights import Checkpoint, trained
 
 NAMES = (  # of a block's tensors and of an output layer: the authors' files, then vLLM's
@@ -237,13 +238,13 @@ class Medusa(LevelDrafter):
             rows, columns, count = chosen_places(counts)  # [M] each: `count` states, then padding
             labels = batch.tokens[rows, columns + ahead]
             if batch.vocabulary is not None:
-                index = torch.full((self.head.weight.shape[0],), -100, device=labels.device)
-                index[batch.vocabulary] = torch.arange(len(batch.vocabulary), device=labels.device)
-                labels = index[labels]
-            labels[count:] = -100
+                labels = places(batch.vocabulary, len(self.head.weight))[labels]
+            labels[count:] = -1
             hidden = self.network(read(level, rows, columns), level)
             logits = self.output(hidden, level, batch.vocabulary).float()
-            cross_entropy = F.cross_entropy(logits, labels, reduction="sum") / (labels >= 0).sum().clamp(min=1)
+            cross_entropy = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum") / (labels >= 0).sum().clamp(
+                min=1
+            )
             states = batch.states[rows, columns + ahead - 1]
             loss = self.head_loss(cross_entropy, logits, hidden, states, count, batch.vocabulary)
             total = total + self.decay ** (level + 1) * loss

@@ -17,6 +17,7 @@ from torch import nn
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.engine.backends import forwards, fused_llama
 from specbench.engine.backends.packed_linear import packable
+from specbench.engine.model_files import heads_of
 from specbench.engine.pretrained import random_model
 from specbench.engine.target import SPARE, Target
 
@@ -158,9 +159,8 @@ def groups(alone: Sequence[Estimate], free: int) -> list[list[int]]:
 
 def cached_numbers(target: Target) -> int:
     """Numbers that a target's cache stores per position."""
-    c: Any = target.config
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return 2 * target.layers * (getattr(c, "num_key_value_heads", None) or c.num_attention_heads) * int(head_dim)
+    _, heads, head_dim = heads_of(target.config)
+    return 2 * target.layers * heads * head_dim
 
 
 def _unless_refused(make: Callable[[], T]) -> T | None:

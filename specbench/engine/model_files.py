@@ -62,6 +62,14 @@ def main_file(folder: Path) -> str:
     return name
 
 
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Heads of queries, heads of keys and values, and the width of a head; configurations may leave out the last two."""
+    heads: int = config.num_attention_heads
+    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, key_heads, width
+
+
 def settings_files(folder: Path) -> list[Path]:
     """The files besides the weights that decide what a model and its tokenizer do, down to the chat format."""
     found = [p for p in folder.iterdir() if p.suffix in SETTINGS or p.name.startswith(VERSIONED)]

@@ -55,6 +55,11 @@ class DraftVocabulary:
         return q.new_zeros(q.shape[0], self.size).index_copy_(1, self.ids, q)
 
 
+def places(ids: Tensor, size: int) -> Tensor:
+    """[V] where in a list of ids each id stands, -1 for one that is not listed. ids: [v]; size: V"""
+    return ids.new_full((size,), -1).index_copy_(0, ids, torch.arange(len(ids), device=ids.device))
+
+
 def save(path: Path, ids: Tensor, provenance: dict[str, Any]) -> None:
     """Write a list [n] and its provenance, which names target and target_fingerprint at least."""
     with atomic_path(path) as temporary:

@@ -55,9 +55,7 @@ class BatchBench(Bench):
         self._tried |= {q.digest for q in group}
         begin = time.monotonic()
         count = sum(len(self._missing(q, ledger)) for q in group)
-        baseline, rest = self.bound_drafters[:1], self.bound_drafters[1:]
-        shift = index % len(rest) if rest else 0
-        self._group(filled, len(group), [*baseline, *rest[shift:], *rest[:shift]], ledger)
+        self._group(filled, len(group), self._in_turn(index), ledger)
         seconds = time.monotonic() - begin
         pace.add(count, seconds)
         for q in group:

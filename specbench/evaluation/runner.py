@@ -166,13 +166,17 @@ class Bench:
             ledger.refresh()
             if missing := set(self._missing(question, ledger)):
                 begin = time.monotonic()
-                baseline, rest = self.bound_drafters[:1], self.bound_drafters[1:]
-                shift = index % len(rest) if rest else 0
-                self._turns(question, [*baseline, *rest[shift:], *rest[:shift]], missing, ledger)
+                self._turns(question, self._in_turn(index), missing, ledger)
                 seconds = time.monotonic() - begin
                 pace.add(len(missing), seconds)
                 ledger.write(QuestionEnd(question.id, len(missing), round(seconds, 3)))
         return True
+
+    def _in_turn(self, index: int) -> list[BoundDrafter]:
+        """The baseline, then the other drafters, each of which is first in its turn."""
+        baseline, rest = self.bound_drafters[:1], self.bound_drafters[1:]
+        shift = index % len(rest) if rest else 0
+        return [*baseline, *rest[shift:], *rest[:shift]]
 
     def _turns(
         self, question: Question, bound_drafters: Sequence[BoundDrafter], missing: set[tuple[str, int]], ledger: Ledger

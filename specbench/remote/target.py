@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError, one_line
+from specbench.common.types import MAX_NODES
 from specbench.engine.interface import DraftTree, Taps, TargetStates, Verdict
 from specbench.engine.language_model import LanguageModel
+from specbench.engine.model_files import heads_of
 from specbench.engine.pretrained import read_ends
 from specbench.engine.tree import root_only
 from specbench.engine.verify import Lossless, Sampler, Verifier, VerifyConfig
 from specbench.remote import protocol
 from specbench.remote.client import Connection, LinkLost, Traffic
 
-MAX_NODES = 1024  # of a tree, all of whose logits may be in an answer
 RETRY_S = 0.2  # between attempts to reconnect
 
 OnDisconnect = Literal["wait", "stop", "continue"]
@@ -101,15 +102,9 @@ class RemoteTarget(LanguageModel):
 
     def _answer_bytes(self) -> int:
         """Bytes of an answer at most: of every position the states of all layers, of `MAX_NODES` nodes all logits."""
-        heads, dim = self._kv_shape()
+        _, heads, dim = heads_of(self.config)
         position = (self.layers + 1) * self.hidden_size + 2 * self.layers * heads * dim
         return protocol.FRAME + 4 * self.max_context * position + 8 * MAX_NODES * self.vocab_size
-
-    def _kv_shape(self) -> tuple[int, int]:
-        """Key/value heads of a layer, and their dimension."""
-        config = self.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_key_value_heads, dim
 
     def _open(self) -> None:
         self.connection.open()
@@ -264,7 +259,7 @@ class RemoteTarget(LanguageModel):
     def _received(self, answer: Any, tokens: Tensor, start: int) -> VerifiedStates:
         """The states in an answer, of `tokens` [A] at positions from `start` on."""
         count = len(tokens)
-        heads, dim = self._kv_shape()
+        _, heads, dim = heads_of(self.config)
         kv_shape = (heads, count, dim)
         kv = iter([self._tensor(part, kv_shape) for part in answer.get("kv", [])])
         hidden = [self._tensor(part, (count, self.hidden_size)) for part in answer.get("hidden", [])]
