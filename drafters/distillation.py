@@ -1,6 +1,6 @@
 """The objective of most drafters here: EAGLE's, against the target's states and probabilities, with HASS's Top-K or more.
 
-    loss = regression * SmoothL1(f, f_hat) + classification * CE(p, p_hat) + topk_weight * TopK
+    loss = regression * SmoothL1(f, f_hat) + classification * CE(p, p_hat) + weight * TopK
 
     p = softmax(head(f)), p_hat = softmax(head(f_hat)), CE = - sum over x of p(x) log p_hat(x),
     TopK = the same sum over the K likeliest x of p alone, not renormalised; or another loss of `drafters.losses`
@@ -14,7 +14,7 @@ computed a few rows at a time, without any array of positions x vocabulary (as i
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,29 @@ def probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.softmax(-1), top(logits, 1)[1]
 
 
+@dataclass(frozen=True)
+class TopIds:
+    """A term over the likeliest ids alone, besides that over all: HASS's Top-K, or another loss of `drafters.losses`.
+
+    Attributes:
+        weight: of the term; 0: there is none. k: number of ids. ranking, top_p: which loss, see there.
+    """
+
+    weight: float = 0.0
+    k: int = 0
+    ranking: Ranking = "top_k"
+    top_p: float = 1.0
+
+    @property
+    def is_sum(self) -> bool:
+        """Is it a sum of weights times log p_hat, whose slope is known?"""
+        return bool(self.weight) and self.ranking not in BY_AUTOGRAD
+
+    @property
+    def by_autograd(self) -> bool:
+        return bool(self.weight) and self.ranking in BY_AUTOGRAD
+
+
 class DistillationLoss:
     """The target's states and probabilities at the scored positions of a batch, and at padding that has no weight.
 
@@ -94,10 +117,7 @@ class DistillationLoss:
         predicted: Tensor,
         regression: float,
         classification: float,
-        topk: int = 0,
-        topk_weight: float = 0.0,
-        ranking: Ranking = "top_k",
-        top_p: float = 1.0,
+        top_ids: TopIds = TopIds(),
         weights: Tensor | None = None,
         logged: Tensor | None = None,
     ) -> dict[str, Tensor]:
@@ -105,7 +125,7 @@ class DistillationLoss:
 
         Args:
             predicted: [B, T, D] f_hat of the batch's states.
-            ranking, top_p: what stands for TopK, see `drafters.losses`.
+            top_ids: the term over the likeliest ids.
             weights: [B, T] of positions in the loss, then a sum; None: the loss is the mean over scored positions.
             logged: [B, T] bool: positions over which the other values are means; None: all scored ones.
         """
@@ -113,8 +133,7 @@ class DistillationLoss:
         smooth_l1 = F.smooth_l1_loss(guess.float(), self.states.float(), reduction="none").mean(-1)  # [M]
         counted = torch.arange(len(guess), device=guess.device) < self.count
         w = counted / max(1, self.count) if weights is None else weights[self.places] * counted
-        options = classification, topk, topk_weight, ranking, top_p
-        terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self.rows, w, self, *options)
+        terms, cross_entropy, agrees = _OverVocabulary.apply(guess, self.rows, w, self, classification, top_ids)
         loss = regression * (w * smooth_l1).sum() + terms
         shown = torch.stack([smooth_l1.detach(), cross_entropy, agrees.float()])[:, : self.count]
         if logged is not None:
@@ -143,8 +162,54 @@ class HardLabels(DistillationLoss):
             yield p.scatter_(1, labels[:, None], 1.0), labels[:, None]
 
 
+@dataclass(frozen=True)
+class _Terms:
+    """The terms over the vocabulary at m positions.
+
+    Attributes:
+        value: [m] classification * CE + the term over the likeliest ids. cross_entropy: [m] CE alone.
+        hit: [m, 1] does the argmax agree with the target's? slope: [m, K] of `value`, by logit; None if not asked for.
+    """
+
+    value: Tensor
+    cross_entropy: Tensor
+    hit: Tensor
+    slope: Tensor | None
+
+
+def _terms(p: Tensor, best: Tensor, logits: Tensor, classification: float, top_ids: TopIds, sloped: bool) -> _Terms:
+    """p [m, K] and its argmax [m, 1] of the target, logits [m, K] of the drafter, which are overwritten if in float32."""
+    if top_ids.by_autograd:
+        ranked, more = with_slope(top_ids.ranking, p, logits, top_ids.k)
+    q = logits.float()  # [m, K], in place from here on: logits minus the row's largest, then their exponentials
+    peak = q.amax(-1, keepdim=True)
+    hit = q.gather(-1, best) == peak
+    q.sub_(peak)
+    expected = torch.linalg.vecdot(p, q)  # under p
+    if top_ids.is_sum:
+        mass, ids = weighted_ids(top_ids.ranking, p, q, top_ids.k, top_ids.top_p)
+        at_ids = q.gather(-1, ids)
+    total = q.exp_().sum(-1, keepdim=True)
+    log_total = total.log()
+    cross_entropy = log_total[:, 0] - expected  # p sums to 1
+    value, share = classification * cross_entropy, torch.full_like(total, classification)  # share: [m, 1] factor of p_hat
+    if top_ids.is_sum:
+        value = value - top_ids.weight * (mass * (at_ids - log_total)).sum(-1)
+        share = share + top_ids.weight * mass.sum(-1, keepdim=True)
+    elif top_ids.by_autograd:
+        value = value + top_ids.weight * ranked
+    if not sloped:
+        return _Terms(value, cross_entropy, hit, None)
+    slope = q.mul_(share / total).sub_(p, alpha=classification)
+    if top_ids.is_sum:
+        slope.scatter_add_(-1, ids, -top_ids.weight * mass)
+    elif top_ids.by_autograd:
+        slope.add_(more, alpha=top_ids.weight)
+    return _Terms(value, cross_entropy, hit, slope)
+
+
 class _OverVocabulary(torch.autograd.Function):
-    """The two terms over the vocabulary at M positions; the forward computes their gradient, too."""
+    """The terms over the vocabulary at M positions, chunk by chunk; the forward computes their gradient, too."""
 
     @staticmethod
     def forward(
@@ -154,53 +219,27 @@ class _OverVocabulary(torch.autograd.Function):
         weights: Tensor,
         teacher: DistillationLoss,
         classification: float,
-        topk: int,
-        topk_weight: float,
-        ranking: Ranking,
-        top_p: float,
+        top_ids: TopIds,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """guess [M, D], rows of the head [K, D], weights of positions [M]
-        -> their weighted sum of classification * CE + topk_weight * TopK; [M] each: CE alone, does the argmax agree?"""
-        terms, entropies, hits, gradients = [], [], [], []
+        -> the weighted sum of `_Terms.value`; [M] each: CE alone, does the argmax agree?"""
+        sums, entropies, hits, gradients = [], [], [], []
         of_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        summed = bool(topk_weight) and ranking not in BY_AUTOGRAD  # over ids by weights, see `drafters.losses`
         parts = zip(teacher.chunks(), guess.split(teacher.chunk), weights.split(teacher.chunk), strict=True)
         for (p, best), states, weight in parts:
-            product = F.linear(states, rows)
-            if topk_weight and not summed:
-                ranked, more = with_slope(ranking, p, product, topk)
-            q = product.float()  # [m, K], in place from here on: logits minus the row's largest, then their exponentials
-            peak = q.amax(-1, keepdim=True)
-            hits.append(q.gather(-1, best) == peak)
-            q.sub_(peak)
-            expected = torch.linalg.vecdot(p, q)  # under p
-            if summed:
-                mass, ids = weighted_ids(ranking, p, q, topk, top_p)
-                at_ids = q.gather(-1, ids)
-            total = q.exp_().sum(-1, keepdim=True)
-            log_total = total.log()
-            entropies.append(log_total[:, 0] - expected)  # p sums to 1
-            value = classification * entropies[-1]
-            share: Any = classification
-            if summed:
-                value = value - topk_weight * (mass * (at_ids - log_total)).sum(-1)
-                share = classification + topk_weight * mass.sum(-1, keepdim=True)
-            elif topk_weight:
-                value = value + topk_weight * ranked
-            terms.append((weight * value).sum())
-            if any(ctx.needs_input_grad[:2]):
-                slope = q.mul_(share / total).sub_(p, alpha=classification)  # of the terms, by logit
-                if summed:
-                    slope.scatter_add_(-1, ids, -topk_weight * mass)
-                elif topk_weight:
-                    slope.add_(more, alpha=topk_weight)
-                slope = slope.to(product.dtype)
+            logits = F.linear(states, rows)
+            found = _terms(p, best, logits, classification, top_ids, sloped=any(ctx.needs_input_grad[:2]))
+            sums.append((weight * found.value).sum())
+            entropies.append(found.cross_entropy)
+            hits.append(found.hit)
+            if found.slope is not None:
+                slope = found.slope.to(logits.dtype)
                 gradients.append(weight[:, None] * (slope @ rows).float())
                 if of_rows is not None:
                     of_rows += (slope.T @ (weight[:, None] * states).to(slope.dtype)).float()
         ctx.save_for_backward(torch.cat(gradients) if gradients else None, of_rows)
         ctx.dtypes = guess.dtype, rows.dtype
-        result = torch.stack(terms).sum(), torch.cat(entropies), torch.cat(hits)[:, 0]
+        result = torch.stack(sums).sum(), torch.cat(entropies), torch.cat(hits)[:, 0]
         ctx.mark_non_differentiable(*result[1:])
         return result
 
@@ -208,4 +247,4 @@ class _OverVocabulary(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # float32, so that a loss scale is applied before anything can underflow
         own = [None if g is None else (scale * g).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-        return (*own, *[None] * 7)
+        return (*own, *[None] * 4)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafters.distillation import DistillationLoss
+from drafters.distillation import DistillationLoss, TopIds
 from drafters.eagle import Eagle, following
 from drafters.losses import Ranking
 from specbench.common.types import Depth, Ids, Name, Share, Text, Weight
@@ -61,12 +61,12 @@ class Hass(Eagle):
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The sum over steps; other values logged are step 1's, comparable with EAGLE's."""
         truth, weight = following(batch), 1.0
+        top_ids = TopIds(self.topk_weight, self.topk, self.ranking, self.top_p)
         teacher, add_terms = self.teacher(truth), self.step_terms(truth)
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
         for predicted in self.aligned(self.noisy(batch), batch, self.steps):
-            terms = self.regression_weight, self.classification, self.topk, self.topk_weight
-            metrics = teacher.loss(predicted, *terms, self.ranking, self.top_p)
+            metrics = teacher.loss(predicted, self.regression_weight, self.classification, top_ids)
             add_terms(predicted, metrics)
             total, weight = total + weight * metrics["loss"], weight * self.beta
             logged = logged or metrics

@@ -274,7 +274,7 @@ class MoA(CrossAttention, TrainedDrafter):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Tokens up to i, states of tokens before i's window, predict f_i; the mean over `draws` of the windows."""
-        teacher, logged = DistillationLoss(batch, self.head), []
+        teacher, logged = DistillationLoss(batch, self.head, uses=self.draws), []
         regression = 0.5 * self.regression if self.tli else self.regression
         for before, final in self.predict(batch, [self._windows(batch) for _ in range(self.draws)]):
             metrics = teacher.loss(final, regression, self.classification)

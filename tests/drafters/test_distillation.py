@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters import distillation
-from drafters.distillation import DistillationLoss
+from drafters.distillation import DistillationLoss, TopIds
 from drafters.losses import Ranking
 from specbench.engine.interface import Batch
 
@@ -49,8 +49,8 @@ def test_it_is_the_definition_with_its_gradient(vocabulary, topk_weight, rows, m
     monkeypatch.setattr(distillation, "SIZE_STEP", min(rows, distillation.SIZE_STEP))
     monkeypatch.setattr(distillation, "CPU_LOGITS", 1)  # so that MIN_ROWS decides
     batch, head, predicted = setting(vocabulary)
-    terms = 0.4, 0.3, 5, topk_weight
-    found, expected = DistillationLoss(batch, head).loss(predicted, *terms), defined(batch, head, predicted, *terms)
+    found = DistillationLoss(batch, head).loss(predicted, 0.4, 0.3, TopIds(topk_weight, 5))
+    expected = defined(batch, head, predicted, 0.4, 0.3, 5, topk_weight)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=0, rtol=2e-6)
     scale = 1024.0  # as a loss scale has it
@@ -74,7 +74,7 @@ def test_a_head_that_is_trained_gets_its_gradient(vocabulary, topk_weight, monke
     mass, ids = p.topk(5)
     each = -0.3 * (p * log_q).sum(-1) - topk_weight * (mass * log_q.gather(-1, ids)).sum(-1)
     expected = (weights[batch.scored] * each).sum()
-    found = DistillationLoss(batch, head).loss(predicted, 0.0, 0.3, 5, topk_weight, weights=weights)["loss"]
+    found = DistillationLoss(batch, head).loss(predicted, 0.0, 0.3, TopIds(topk_weight, 5), weights=weights)["loss"]
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(*(torch.autograd.grad(x, (predicted, head.weight)) for x in (found, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -111,7 +111,8 @@ def test_every_ranking_loss_is_its_definition_with_its_gradient(ranking, rows, m
     with torch.no_grad():
         predicted.mul_(0.2).add_(batch.states)  # near what it is to be, as in training
     teacher = DistillationLoss(batch, head)
-    extra = teacher.loss(predicted, 0.4, 0.3, 3, 0.7, ranking, 0.8)["loss"] - teacher.loss(predicted, 0.4, 0.3)["loss"]
+    with_it = teacher.loss(predicted, 0.4, 0.3, TopIds(0.7, 3, ranking, 0.8))
+    extra = with_it["loss"] - teacher.loss(predicted, 0.4, 0.3)["loss"]
     p, z = (batch.states[batch.scored] @ head.weight.T).softmax(-1), predicted[batch.scored] @ head.weight.T
     expected = 0.7 * torch.stack([written_out(ranking, *pair, 3, 0.8) for pair in zip(p, z, strict=True)]).mean()
     torch.testing.assert_close(extra, expected, atol=2e-5, rtol=1e-4)
@@ -177,7 +178,7 @@ def test_no_array_is_as_large_as_positions_times_vocabulary(monkeypatch):
     monkeypatch.setattr(distillation, "CPU_LOGITS", 1)
     batch, head, predicted = setting()
     with Largest() as seen:
-        DistillationLoss(batch, head).loss(predicted, 1.0, 0.1, 5, 0.5)["loss"].backward()
+        DistillationLoss(batch, head).loss(predicted, 1.0, 0.1, TopIds(0.5, 5))["loss"].backward()
     assert seen.elements <= V * D < int(batch.scored.sum()) * V
 
 
