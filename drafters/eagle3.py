@@ -107,6 +107,7 @@ class Eagle3(Eagle):
         self.shape: dict[str, Any] = {}  # of its layer, where a published head differs from the target
 
     def build(self, target: Target) -> None:
+        """A map of the tapped states, one layer over (embedding, that), a norm, and a head over the draft ids."""
         config, width = self._config(target), target.hidden_size
         self.read = tuple(self.tapped or tapped_layers(target.layers))
         if beyond := [i for i in self.read if i >= target.layers]:

@@ -119,6 +119,7 @@ class MoA(CrossAttention, TrainedDrafter):
         return [*super().timed_functions(), *tail]
 
     def build(self, target: Target) -> None:
+        """LSA with its map to the hidden size, one layer of self-attention, one of cross-attention; see the module."""
         if not 0 <= self.tli < target.layers:
             raise SpecBenchError(f"drafter.tli={self.tli}: one of the target's {target.layers} layers must stay below")
         self.target, self.layers = target, target.layers

@@ -81,6 +81,7 @@ class NGram(Drafter):
     # Counts -------------------------------------------------------------------------------------------------------------
 
     def count(self, texts: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Counts of single ids; of pairs, for each id its most frequent followers, `self.followers` at most."""
         nothing = torch.zeros(0, dtype=torch.long)
         known = [nothing, *texts]
         tables = {"counts": torch.cat(known).bincount(minlength=self.size)}

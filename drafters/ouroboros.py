@@ -105,6 +105,7 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         self.verified = len(self.text)
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        """Draft `gamma` tokens with Lookahead's window, then add phrases of the pool that go on from the last one."""
         passes = 0
         while len(self.text) < self.verified + self.gamma:
             new = self._ahead()

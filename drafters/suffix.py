@@ -150,6 +150,7 @@ class Suffix(Matching):
         return self.automaton.matched
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        """Of the longest match and its ever shorter ends, whose continuations are expected to be accepted furthest."""
         automaton, best, worth = self.automaton, Trie(root, 1), 0.0
         length = automaton.matched
         state = automaton.suffix_state(automaton.match, min(length, self.context))

@@ -108,6 +108,7 @@ class Static(TreePolicy):
         return self.candidates == "top" or sampler.greedy
 
     def grow(self, drafter: Expandable, root: Root, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        """Fill the fixed shape level by level: a node's children are the candidates of its logits, by their rank."""
         logits = drafter.root_logits()[None]
         shape = self._shape(logits.device)
         sampled = self.candidates != "top" and not sampler.greedy

@@ -101,6 +101,7 @@ def all_tasks(scope: Scope, only: Sequence[str] | None = None) -> list[Task]:
 
 
 def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) -> Task:
+    """The state of one cell by its blocks: questions that every arm has with its newest recipe, pace, what is lacking."""
     cuda = torch.cuda.is_available()
     options = CellOptions.of(words)
     target = option(words, "model.name", option(words, "model", scope.model))

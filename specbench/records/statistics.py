@@ -77,6 +77,7 @@ class Estimate:
         return Interval(*(float(np.exp(x) if self.log else x) for x in (self.value[0], low, high)))
 
     def _bounds(self) -> tuple[float, float]:
+        """The studentised symmetric interval; percentiles where too many samples have no error (see `REGULAR`)."""
         value, error = self.value[0], self.error[0]
         if error <= TINY * (1.0 if self.log else abs(value)):  # all questions are alike, but for rounding
             return float(value), float(value)

@@ -286,6 +286,7 @@ class CostAwareTree(Fitted):
         return False
 
     def grow(self, drafter: Expandable, root: Root, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
+        """Level by level: expand as many of the best nodes as pay for it, then verify as many of all as pay for that."""
         self.require_fit()
         k = self.top_k
         logits = drafter.root_logits()[None]

@@ -44,6 +44,7 @@ def _unless_trained(fused: Callable[..., Any], own: Callable[..., Any]) -> Calla
 
 
 def _attention(module: Any, packing: Packing) -> Callable[..., tuple[Tensor, None]] | None:
+    """A forward with one product for queries, keys and values; None for a module in which only some of them have a bias."""
     parts = module.q_proj, module.k_proj, module.v_proj
     if len({part.bias is None for part in parts}) > 1:
         return None
