@@ -15,8 +15,9 @@ Without LSA (`lsa: False`; section 4.3, Table 5) g_j is the target's last state 
 without o_1..o_t, of which the paper does not say what it attends to.
 
 Training (section 3): L = SmoothL1(f, h_hat) + 0.1 KL(p || p_hat); with TLI the regression is half before the last layers,
-half after. A query attends to the states of tokens before its window only (T-step-bounded mask), since while drafting the
-newest keys are as old as the drafted depth: the q-th query of a window is at depth q, its newest key q tokens back.
+half after (official code). A query attends to the states of tokens before its window only (T-step-bounded mask), since
+while drafting the newest keys are as old as the drafted depth: the q-th query of a window is at depth q, its newest key q
+tokens back.
 
     windows of 1, 2 and 3 tokens, T = 6     . . . . . .      Every window's length is drawn anew from `periods`. Under
                                             x . . . . .      U(1, d) a query lies at depth q with a probability in
@@ -30,12 +31,11 @@ newest keys are as old as the drafted depth: the q-th query of a window is at de
 `confine` is the authors' curriculum, not in the paper: SA is confined to the tokens that CA does not see, with a
 probability that falls from 1 to 0 over this share of the training (half of it, and on, in their released configuration).
 
-Deviations and choices: with TLI the regression is half before the last layers, half after (official code). Keys and values
-of LSA and SA are as wide as the target's heads make them, twice Table 6 (2048 and 1024 instead of 1024 and 512 on
-Llama-3-8B). A window's own states are hidden from its first query, too (the official code lets it attend to its own keys
-and still scores it); the paper's T is U(5, 15), see above; prompt tokens are treated like all others; true keys and values
-reach the last layers in training and decoding (the released code copies but never passes them); KL as cross-entropy, which
-has the same gradient; widths are the paper's in proportion to the target's, keys and values in its groups of heads.
+Deviations and choices: keys and values of LSA and SA are as wide as the target's heads make them, twice Table 6 (2048 and
+1024 instead of 1024 and 512 on Llama-3-8B). A window's own states are hidden from its first query, too (the official code
+lets it attend to its own keys and still scores it); the paper's T is U(5, 15), see above; prompt tokens are treated like all
+others; true keys and values reach the last layers in training and decoding (the released code never passes them); KL as
+cross-entropy: same gradient; widths are the paper's in proportion to the target's, keys and values in its groups of heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
