@@ -16,8 +16,7 @@ without o_1..o_t, of which the paper does not say what it attends to.
 
 Training (section 3): L = SmoothL1(f, h_hat) + 0.1 KL(p || p_hat); with TLI the regression is half before the last layers,
 half after (official code). A query attends to the states of tokens before its window only (T-step-bounded mask), since
-while drafting the newest keys are as old as the drafted depth: the q-th query of a window is at depth q, its newest key q
-tokens back.
+while drafting the newest keys are as old as the drafted depth: a window's q-th query is at depth q, its newest key q back.
 
     windows of 1, 2 and 3 tokens, T = 6     . . . . . .      Every window's length is drawn anew from `periods`. Under
                                             x . . . . .      U(1, d) a query lies at depth q with a probability in
@@ -33,9 +32,9 @@ probability that falls from 1 to 0 over this share of the training (half of it, 
 
 Deviations and choices: keys and values of LSA and SA are as wide as the target's heads make them, twice Table 6 (2048 and
 1024 instead of 1024 and 512 on Llama-3-8B). A window's own states are hidden from its first query, too (the official code
-lets it attend to its own keys and still scores it); the paper's T is U(5, 15), see above; prompt tokens are treated like all
-others; true keys and values reach the last layers in training and decoding (the released code never passes them); KL as
-cross-entropy: same gradient; widths are the paper's in proportion to the target's, keys and values in its groups of heads.
+lets it attend to its own keys and still scores it); the paper's T is U(5, 15); prompt tokens are treated like all others;
+true keys and values reach the last layers in training and decoding (the released code never passes them); KL as
+cross-entropy (same gradient); widths in proportion to the target's, keys and values in its groups of heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
