@@ -83,8 +83,12 @@ CURVES = {"chain_tau": "tau, chain of 5", "n_alpha": "0-alpha", "tree_tau": "tau
 
 
 def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
-    """Held-out tau and 0-alpha against tokens seen (Beagle, Figures 5-9). weights: drafter -> provenance."""
-    histories = {n: [h for h in p["history"] if "chain_tau" in h and "n_alpha" in h] for n, p in weights.items()}
+    """Held-out tau and 0-alpha against tokens seen (Beagle, Figures 5-9). weights: drafter -> provenance.
+
+    Without second stages, as routers: they stand on another drafter's tokens.
+    """
+    first = {n: p["history"] for n, p in weights.items() if "base" not in p.get("drafter", {})}
+    histories = {n: [h for h in history if "chain_tau" in h and "n_alpha" in h] for n, history in first.items()}
     histories = dict([(n, points) for n, points in histories.items() if points][:MAX_ARMS])
     if not histories:
         return None
