@@ -134,7 +134,7 @@ def test_sampling_follows_the_targets_distribution(fast, continuations, drafter,
     """Three tokens many times over against their exact distribution, by chi-square; rare ones share a bin."""
     (target, _), (prompt, likely), runs = fast, continuations, 150
     made, generator = bound(drafter, target), torch.Generator().manual_seed(7)
-    made.growth = growth
+    made.set_tree_policy(growth)
     found = Counter(tuple(ids(events(target, made, prompt, 3, SAMPLED, generator))) for _ in range(runs))
     assert not found.keys() - likely.keys(), "an impossible continuation"
     often = [path for path, p in likely.items() if p * runs >= 5]
