@@ -33,9 +33,9 @@ Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
 class TrainedDrafter(nn.Module, Drafter):
     """An autoregressive drafter with weights of its own, trained for one target.
 
-    A method implements `build`, `reset`, `observe`, which leaves `logits`, or else `root_logits`, too, `expand` and `loss`;
-    `networks` unless its only one is called `network`; `map_checkpoint` if its authors publish weights, and `infer_shape`
-    if these may have another shape than the default. A whole one stands in docs/drafters.md.
+    A method implements `build`, `reset`, `observe`, `expand` and `loss`. Its `observe` sets `logits`, or it implements
+    `root_logits`. It sets `networks` if what it runs is not called `network`. It implements `map_checkpoint` if its authors
+    publish weights, and `infer_shape` if these may have another shape than the default. docs/drafters.md has a whole one.
 
     Args:
         growth: its tree policy. weights: folder of its weights; None: initial values (training, tests).

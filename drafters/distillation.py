@@ -84,6 +84,9 @@ class TopIds:
         return bool(self.weight) and self.ranking in BY_AUTOGRAD
 
 
+NO_TOP_IDS = TopIds()
+
+
 class DistillationLoss:
     """The target's states and probabilities at the scored positions of a batch, and at padding that has no weight.
 
@@ -117,7 +120,7 @@ class DistillationLoss:
         predicted: Tensor,
         regression: float,
         classification: float,
-        top_ids: TopIds = TopIds(),
+        top_ids: TopIds = NO_TOP_IDS,
         weights: Tensor | None = None,
         logged: Tensor | None = None,
     ) -> dict[str, Tensor]:

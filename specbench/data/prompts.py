@@ -92,9 +92,10 @@ class PromptSet:
         if self.path is not None:
             return f"{self.path} line", own_prompts(user_path(self.path))
         if self.root is not None:
-            path = user_path(self.root) / f"{self.name}.jsonl"
+            folder = user_path(self.root)
+            path = folder / f"{self.name}.jsonl"
             if self.shared is not None and not path.is_file():
-                path = user_path(self.root) / self.shared
+                path = folder / self.shared
             records = list(read_jsonl(path))
         else:
             records = self._from_hub() if self.wheel is None else list(read_jsonl(file_from_wheel(self.wheel)))
