@@ -95,7 +95,7 @@ def untrained(
     model: the target's name. published: of its configuration. typed: overrides for all arms.
     """
 
-    def lacks(arm: studies.Arm) -> bool:
+    def lacks(arm: studies.StudyArm) -> bool:
         own = {override.lstrip("+~").partition("=")[0] for override in (*arm["run"], *typed)}
         drafter = option(arm["run"], "drafter", BASELINE)
         if "train" in arm or "weights" in arm or own & WEIGHTS_OPTIONS or drafter not in catalog.names("drafter"):

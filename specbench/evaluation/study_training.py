@@ -31,7 +31,7 @@ class Member:
     name: str
     seed: int | None
     label: str
-    spec: studies.Arm
+    spec: studies.StudyArm
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def studies_folder() -> Path:
     return cache_root() / "studies"
 
 
-def _source(member: Member, study: Study) -> studies.Arm:
+def _source(member: Member, study: Study) -> studies.StudyArm:
     """The arm whose training makes a member's weights."""
     return study["arms"][member.spec["weights"]] if "weights" in member.spec else member.spec
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbench.records.rows import Row
-from specbench.records.schema import Arm, Header
+from specbench.records.schema import ArmHeader, Header
 from specbench.records.statistics import Interval, Ratio, interval, mean, pooled
 from specbench.records.totals import Counts, Rate, Sums, Totals
 
@@ -283,7 +283,7 @@ def equal_answers(rows: Sequence[Row]) -> str:
 
 def summarise(
     header: Header,
-    arm: Arm,
+    arm: ArmHeader,
     name: str,
     rows: Sequence[Row],
     baseline: Sequence[Row],

@@ -171,7 +171,7 @@ class ServedModel(TypedDict, total=False):
 
 
 @with_config(OPEN)
-class Arm(TypedDict):
+class ArmHeader(TypedDict):
     """One drafter of a cell, with its tree and weights. of: the study's arm of which this is one training seed."""
 
     drafter: Named
@@ -229,7 +229,7 @@ class Header(TypedDict):
     timing: Natural
     config: Config
     target: TargetInfo
-    arms: Annotated[dict[str, Arm], MinLen(1)]
+    arms: Annotated[dict[str, ArmHeader], MinLen(1)]
     versions: Versions
     hardware: Machine
     study: NotRequired[str | None]

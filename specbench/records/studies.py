@@ -36,7 +36,7 @@ Quantised = Literal["int8", "int4"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch", "target"]
 
 
-class Arm(TypedDict):
+class StudyArm(TypedDict):
     """One drafter configuration of a study.
 
     run: overrides for `specbench.run`. train: overrides for `specbench.train` besides the drafter's options in `run`;
@@ -73,7 +73,7 @@ class Needs(TypedDict, total=False):
     project: Text
 
 
-class Cell(TypedDict):
+class StudyCell(TypedDict):
     """A cell with requirements of its own: a machine that does not meet them leaves it out. run: overrides."""
 
     run: list[Override]
@@ -172,8 +172,8 @@ class Study(TypedDict):
     title: Text
     source: Annotated[list[Text], MinLen(1)]
     needs: NotRequired[Needs]
-    arms: Annotated[Mapping[Name, Arm], MinLen(1)]
-    cells: Annotated[list[list[Override] | Cell], MinLen(1)]
+    arms: Annotated[Mapping[Name, StudyArm], MinLen(1)]
+    cells: Annotated[list[list[Override] | StudyCell], MinLen(1)]
     varies: NotRequired[list[Aspect]]
     priority: NotRequired[Annotated[int, Interval(ge=1, le=9)]]
     ranks: NotRequired[Literal[METRICS]]  # type: ignore[valid-type]
@@ -213,7 +213,7 @@ def check(study: Study, name: str) -> Study:
     return study
 
 
-def _check_options(where: str, arm: Arm) -> None:
+def _check_options(where: str, arm: StudyArm) -> None:
     """Raises `SpecBenchError` for options that would be ignored, since all arms of a cell share them."""
     for override in arm["run"]:
         option = re.split(r"[=@]", override.lstrip("+~"))[0]
@@ -305,7 +305,7 @@ def claim_needs(study: Study, claim: Claim) -> dict[str, Any]:
     return needs | claim.get("needs", {})
 
 
-def takes_part(arm: Arm, adapter: str | None) -> bool:
+def takes_part(arm: StudyArm, adapter: str | None) -> bool:
     """Does an arm draft for the target of a cell? adapter: that target's, if it has one."""
     return arm.get("adapted") in (None, adapter is not None)
 

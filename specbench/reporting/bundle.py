@@ -25,6 +25,7 @@ from specbench.reporting import (
     declared,
     document,
     energy,
+    fastest,
     figures,
     freshness,
     learning,
@@ -35,10 +36,9 @@ from specbench.reporting import (
     tables,
     text,
     trainings,
-    verdict,
 )
 from specbench.reporting.cells import Entry
-from specbench.reporting.document import Cell, Section, Table
+from specbench.reporting.document import Section, Table, TableCell
 from specbench.reporting.evidence import Evidence
 from specbench.reporting.groups import groups
 from specbench.reporting.overview import Overview, where
@@ -96,7 +96,7 @@ class Report:
         self.rest = names.labelled(e for e in self.entries if id(e) not in main_ids)
         self.view, *self.others = [Overview(group) for group in by_setup.values()] or [Overview([])]
         timed = self.view.timed(self.view.first)
-        self.answer = verdict.sentence(timed)
+        self.answer = fastest.sentence(timed)
         self.insights = analysis_tables.all_of(self.view.known(self.view.first), timed)
         self.training = trainings.cost_lines(self.main)
         self.weights = _weights(sources.weights, self.main, self.problems)
@@ -296,7 +296,7 @@ def _small_intervals(value: str) -> Markup:
     return Markup(re.sub(r" (\[[-+\d., ]+\])(?=$|[\s,])", r" <small>\1</small>", str(text.html(value))))
 
 
-def _text(cell: str | Cell) -> str:
+def _text(cell: str | TableCell) -> str:
     return cell if isinstance(cell, str) else cell.text
 
 

@@ -11,7 +11,7 @@ from specbench.common.io import readable
 from specbench.records import blocks, identity, studies
 from specbench.records.metrics import BASELINE, Summary, summarise
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
-from specbench.records.schema import Arm, Header
+from specbench.records.schema import ArmHeader, Header
 from specbench.records.totals import Totals
 from specbench.reporting.sources import Key, Source, Turn, read_sources, turn_of
 
@@ -25,7 +25,7 @@ class Entry:
     failed: int  # generations
     rows: Sequence[Row]
     header: Header
-    arm: Arm  # its part of the header; the first seed's
+    arm: ArmHeader  # its part of the header; the first seed's
     seeds: int
     measured: Mapping[str, Sequence[Mapping[str, float]]]  # quantity -> values by repetition
     path: Path

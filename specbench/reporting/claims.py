@@ -49,7 +49,7 @@ FEWEST = 5  # repetitions of a measurement that an interval needs
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ClaimVerdict:
     """A claim with its verdict.
 
     Attributes:
@@ -205,7 +205,7 @@ def judge(test: Mapping[str, Any], found: Comparison) -> str:
     return REPRODUCED if above else NOT_REPRODUCED if below else INCONCLUSIVE
 
 
-def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = False) -> list[Verdict]:
+def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = False) -> list[ClaimVerdict]:
     """Verdicts on all claims of a study: reproduced if all tests are, not reproduced if one is not.
 
     Args:
@@ -231,7 +231,7 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
         elif _trained_once(known, claim):
             summary += " (one seed)"
         size = f"{least.done} of {least.planned}" if verdict == PRELIMINARY else ""
-        verdicts.append(Verdict(name, claim, effects, verdict, summary, size))
+        verdicts.append(ClaimVerdict(name, claim, effects, verdict, summary, size))
     return verdicts
 
 
@@ -244,17 +244,17 @@ def _trained_once(known: Evidence, claim: Mapping[str, Any]) -> bool:
 COLUMNS = ("claim", "source", "published", "measured", "verdict")
 
 
-def cells(v: Verdict) -> list[str]:
+def cells(v: ClaimVerdict) -> list[str]:
     """One line of the table of claims, in the order of `COLUMNS`."""
     return [v.claim["says"], v.claim["source"], v.claim["published"], v.summary, v.shown]
 
 
-def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:
+def tally(verdicts: Sequence[ClaimVerdict]) -> dict[str, int]:
     """Number of claims by verdict, without zeros."""
     counts = {kind: sum(v.verdict == kind for v in verdicts) for kind in VERDICTS}
     return {kind: count for kind, count in counts.items() if count}
 
 
-def is_goal(v: Verdict) -> bool:
+def is_goal(v: ClaimVerdict) -> bool:
     """Is it a goal of this project instead of a paper's claim?"""
     return "this project" in v.claim["source"]

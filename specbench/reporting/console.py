@@ -18,9 +18,9 @@ from specbench.common.errors import visible
 from specbench.records.blocks import Ledger
 from specbench.records.metrics import BASELINE, PHASES, RATES
 from specbench.records.statistics import interval
-from specbench.reporting import engines, names, verdict
+from specbench.reporting import engines, fastest, names
 from specbench.reporting.cells import Entry
-from specbench.reporting.claims import Verdict
+from specbench.reporting.claims import ClaimVerdict
 from specbench.reporting.groups import Asked, groups, measured
 from specbench.reporting.tables import ABSENT, alphas_by_step, notes, number, peak, shown, split
 
@@ -36,7 +36,7 @@ def show(entries: Sequence[Entry], details: bool = False, results: Path | None =
     print("\n".join(lines(entries, terminal_width(), details, page)), flush=True)
 
 
-def show_claims(verdicts: Iterable[Verdict], arms: Collection[str]) -> None:
+def show_claims(verdicts: Iterable[ClaimVerdict], arms: Collection[str]) -> None:
     """Print the verdicts on claims that are only about these arms and plain decoding."""
     for v in verdicts:
         named = {test.get(side, BASELINE) for test in v.claim["tests"] for side in ("of", "over")}
@@ -87,7 +87,7 @@ def _group(group: Sequence[Entry], width: int, details: bool, concluded: bool) -
         sentences.append(f"{older} older set{'s' * (older > 1)} of rows, superseded by the above, not shown.")
     sentences += [f"{e.title}: {e.failed} generations FAILED" for e in ordered if e.failed] + notes(ordered)
     if concluded and len(ordered) > 1 and not replayed:
-        sentences.append("=> " + " ".join([verdict.sentence(ordered), *reasons(ordered), *advice(ordered)]))
+        sentences.append("=> " + " ".join([fastest.sentence(ordered), *reasons(ordered), *advice(ordered)]))
     return printed + [line for sentence in sentences for line in _wrapped(sentence, width)]
 
 
@@ -107,7 +107,7 @@ def in_order(group: Iterable[Entry]) -> list[Entry]:
         tau = e.summary.tau if math.isfinite(e.summary.tau) else 0.0
         if e.replayed:
             return False, 0.0, -tau
-        return e.name != BASELINE and verdict.unranked(e), -verdict.speed_up(e), -tau
+        return e.name != BASELINE and fastest.unranked(e), -fastest.speed_up(e), -tau
 
     return sorted(group, key=key)
 
@@ -239,24 +239,24 @@ def _training(e: Entry) -> str:
 
 def reasons(group: Sequence[Entry]) -> list[str]:
     """Why the paper's tree with the highest tau is slow or fast on this machine."""
-    papers = [e for e in verdict.ranked(group) if names.tree_name(e) == names.PAPER]
+    papers = [e for e in fastest.ranked(group) if names.tree_name(e) == names.PAPER]
     if not papers:
         return []
     e = max(papers, key=lambda e: e.summary.tau)
     drafts = f"{e.title} drafts {e.summary.nodes:.0f} tokens a cycle for {e.summary.tau:.2f} a pass"
-    if verdict.speed_up(e) < 1:
+    if fastest.speed_up(e) < 1:
         return [f"{drafts}, at {cost(e):.1f} times the cost of a plain cycle: too wide a tree for this machine."]
     return [f"{drafts}, at only {cost(e):.1f} times the cost of a plain cycle: wide passes are cheap here."]
 
 
 def advice(group: Sequence[Entry]) -> list[str]:
     """A suggestion of what to run next."""
-    drafters = verdict.ranked(group)
+    drafters = fastest.ranked(group)
     trees = {names.tree_name(e) for e in group}
     if drafters and names.PAPER in trees and not trees & {"fitted", "rate", "fitted static"}:
         return ["Next: tree=fitted or tree=rate, which fit the tree to this machine."]
-    if drafters and min(len(e.totals.questions) for e in drafters) < verdict.QUESTIONS:
-        return [f"Next: data.limit={verdict.QUESTIONS} (LIMIT={verdict.QUESTIONS} for make bench) decides."]
+    if drafters and min(len(e.totals.questions) for e in drafters) < fastest.QUESTIONS:
+        return [f"Next: data.limit={fastest.QUESTIONS} (LIMIT={fastest.QUESTIONS} for make bench) decides."]
     return []
 
 

@@ -12,7 +12,7 @@ from specbench.reporting import text
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A table cell.
 
     tone: its colour: good, bad, open (undecided) or away (not measured). beside: the published value. hint: shown on
@@ -41,7 +41,7 @@ class Table:
     """look: numbers, long texts, a square of drafters, or pairs of measured and published values."""
 
     columns: Sequence[str]
-    lines: Sequence[Sequence[str | Cell]]
+    lines: Sequence[Sequence[str | TableCell]]
     caption: str = ""
     look: Literal["numbers", "words", "matrix", "pairs"] = "numbers"
     kind: str = "table"
@@ -60,12 +60,12 @@ class Tally:
     """Counts in one line, each with its colour."""
 
     lead: str
-    counts: Sequence[Cell]
+    counts: Sequence[TableCell]
     kind: str = "tally"
 
 
 @dataclass(frozen=True)
-class Row:
+class SideBySide:
     """Blocks side by side, if the page is wide enough."""
 
     blocks: Sequence["Block"]
@@ -92,7 +92,7 @@ class Details:
     kind: str = "details"
 
 
-Block = Paragraph | Table | Figures | Tally | Row | Link | Details
+Block = Paragraph | Table | Figures | Tally | SideBySide | Link | Details
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def files(blocks: Iterable[Block], drawn: Mapping[str, str]) -> dict[str, str]:
     for block in blocks:
         if isinstance(block, Details) and block.file:
             texts[block.file] = whole(block.title, block.blocks, drawn, "../" * block.file.count("/"))
-        if isinstance(block, Details | Row):
+        if isinstance(block, Details | SideBySide):
             texts |= files(block.blocks, drawn)
     return texts
 
@@ -144,7 +144,7 @@ def _blocks(blocks: Iterable[Block], drawn: Mapping[str, str], up: str = "") -> 
             lines += [f"\n![{drawn[name]}]({up}figures/{name}.png)\n" for name in block.names if name in drawn]
         elif isinstance(block, Tally):
             lines += [f"{text.markdown(block.lead)}: {', '.join(map(_cell, block.counts))}.", ""]
-        elif isinstance(block, Row):
+        elif isinstance(block, SideBySide):
             lines += _blocks(block.blocks, drawn, up)
         elif block.file:
             lines += [f"- [{text.markdown(block.title)}]({up}{block.file})"]
@@ -161,7 +161,7 @@ def table(block: Table) -> str:
     return "\n".join([heading, "|---" * len(block.columns) + "|", *body])
 
 
-def _cell(cell: str | Cell) -> str:
+def _cell(cell: str | TableCell) -> str:
     """Good and bad cells are bold."""
     if isinstance(cell, str):
         return text.markdown(cell)

@@ -11,7 +11,7 @@ from specbench.records.metrics import BASELINE, RATES, sum_rows
 from specbench.records.studies import PLACE, Study, cell_needs, cell_options, unmet
 from specbench.records.totals import Rate, Sums, Totals
 from specbench.reporting.cells import Entry, pooled
-from specbench.reporting.verdict import QUESTIONS
+from specbench.reporting.fastest import QUESTIONS
 
 TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "pass_ms", "expected_speed_up", "lossless", "solved")
 EXACT = ("parameters", "draft_cost_by_parameters")  # independent of the questions

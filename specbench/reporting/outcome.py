@@ -12,7 +12,7 @@ from typing import Any
 from specbench.common.storage import write_file
 from specbench.records.metrics import BASELINE
 from specbench.records.statistics import Interval
-from specbench.reporting import console, verdict
+from specbench.reporting import console, fastest
 from specbench.reporting.cells import Entry
 from specbench.reporting.groups import groups
 from specbench.reporting.names import labelled
@@ -27,7 +27,7 @@ def write(folder: Path, entries: Sequence[Entry], decode: Decode) -> None:
     tables = []
     for group in groups(labelled(entries)):
         rows = list(map(_row, group))
-        tables.append({"title": console.caption(group), "verdict": verdict.sentence(group), "rows": rows})
+        tables.append({"title": console.caption(group), "verdict": fastest.sentence(group), "rows": rows})
     write_file(folder / SUMMARY, json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
     lines = (json.dumps(answer, ensure_ascii=False) for answer in answers(entries, decode))
     write_file(folder / ANSWERS, "".join(f"{line}\n" for line in lines))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from specbench.records.metrics import BASELINE, PHASES, RATES, free_width_speed_up
 from specbench.records.statistics import Interval, contrast, pooled
-from specbench.reporting import console, verdict
+from specbench.reporting import console, fastest
 from specbench.reporting.cells import Entry
-from specbench.reporting.document import Cell, Table
+from specbench.reporting.document import Table, TableCell
 from specbench.reporting.evidence import config_differences
 from specbench.reporting.groups import groups
 from specbench.reporting.names import PAPER, SEPARATOR, labelled, tree_name
@@ -104,7 +104,7 @@ def _size(group: Sequence[Entry]) -> tuple[int, str]:
 
 def ranking(entries: Iterable[Entry]) -> list[Entry]:
     """Fastest first, entries without a speed-up last."""
-    return sorted(entries, key=verdict.speed_up, reverse=True)
+    return sorted(entries, key=fastest.speed_up, reverse=True)
 
 
 def families(entries: Sequence[Entry]) -> list[list[Entry]]:
@@ -117,13 +117,13 @@ def families(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 def top(view: Overview) -> list[Entry]:
     """The fastest drafters that can be ranked; without timed ones, those with the highest tau."""
-    return (verdict.ranked(view.timed(view.first)) or view.accepting(view.first))[:TOP]
+    return (fastest.ranked(view.timed(view.first)) or view.accepting(view.first))[:TOP]
 
 
 def chosen(view: Overview) -> list[Entry]:
     """The drafters whose acceptance is shown: the first in the ranking, with the paper's tree if there are several."""
     accepting = {e.title: e for e in view.accepting(view.first)}
-    by_drafter = families([*verdict.ranked(view.timed(view.first)), *accepting.values()])
+    by_drafter = families([*fastest.ranked(view.timed(view.first)), *accepting.values()])
     titles = [next((e for e in arms if tree_name(e) == PAPER), arms[0]).title for arms in by_drafter]
     return [accepting[title] for title in titles if title in accepting][:TOP]
 
@@ -140,11 +140,11 @@ def numbers(group: Sequence[Entry]) -> Table:
     """The console's table, with a tone for speed-ups that differ from 1."""
     ordered = console.in_order(group)
     columns = console.replayed_columns() if ordered[0].replayed else console.main_columns(wide=False)
-    lines: list[list[str | Cell]] = [[make(e) for _, make in columns] for e in ordered]
+    lines: list[list[str | TableCell]] = [[make(e) for _, make in columns] for e in ordered]
     for e, line in zip(ordered, lines, strict=True):
         line[0] = title(e)
         if not e.replayed and e.name != BASELINE:
-            line[1] = Cell(str(line[1]), _tone(e.summary.speed_up, 1.0, (e,)))
+            line[1] = TableCell(str(line[1]), _tone(e.summary.speed_up, 1.0, (e,)))
     return Table([heading for heading, _ in columns], lines)
 
 
@@ -165,7 +165,7 @@ def _by_setting(
 ) -> Table:
     """A line a drafter and a column a setting; the kind of rows is in the heading, or in each cell if kinds differ."""
     columns = ["drafter"]
-    lines: dict[str, list[str | Cell]] = {e.title: [e.title] for s in entries for e in view.accepting(s)}
+    lines: dict[str, list[str | TableCell]] = {e.title: [e.title] for s in entries for e in view.accepting(s)}
     for setting, by_title in entries.items():
         if not by_title:
             continue
@@ -175,7 +175,7 @@ def _by_setting(
         for name, line in lines.items():
             value = show(by_title[name]) if name in by_title else ABSENT
             kind = f" ({_kind(by_title[name])})" if name in by_title and not one_kind else ""
-            line.append(Cell(ABSENT, "away") if value == ABSENT else value + kind)
+            line.append(TableCell(ABSENT, "away") if value == ABSENT else value + kind)
     if len(view.settings) > MAX_SETTINGS:
         caption += f"; without {len(view.settings) - MAX_SETTINGS} datasets with fewer generations"
     return Table(tuple(columns), list(lines.values()) if len(columns) > 1 else [], caption)
@@ -191,28 +191,28 @@ def matrix(group: Sequence[Entry], metric: str) -> Table:
         caption = "tau of the line's drafter minus that of the column's"
     else:
         caption = "speed of the line's drafter over that of the column's"
-    lines: list[list[str | Cell]] = []
+    lines: list[list[str | TableCell]] = []
     for a in group:
-        lines.append([a.title, *(Cell("", "away") if a is b else _duel(a, b, metric) for b in group)])
+        lines.append([a.title, *(TableCell("", "away") if a is b else _duel(a, b, metric) for b in group)])
     return Table(("", *(e.title for e in group)), lines, caption, "matrix")
 
 
-def _duel(a: Entry, b: Entry, metric: str) -> Cell:
+def _duel(a: Entry, b: Entry, metric: str) -> TableCell:
     pair, ratio = f"{a.title} against {b.title}", metric != "tau"
     if aspects := config_differences(a, b, FREE):
-        return Cell(ABSENT, "away", hint=f"{pair}: rows that differ in {', '.join(aspects)} are not compared")
+        return TableCell(ABSENT, "away", hint=f"{pair}: rows that differ in {', '.join(aspects)} are not compared")
     effect = contrast(RATES[metric], a.totals, b.totals, ratio=ratio)
     if effect is None:
-        return Cell(ABSENT, "away", hint=f"{pair}: nothing to compare")
-    problem = verdict.too_little((a, b))
+        return TableCell(ABSENT, "away", hint=f"{pair}: nothing to compare")
+    problem = fastest.too_little((a, b))
     hint = f"{pair}: {shown(effect)}" + (f" ({problem})" if problem else "")
     value = f"{effect.value:.2f}" if ratio else f"{effect.value:+.2f}"
-    return Cell(value, _tone(effect, 1.0 if ratio else 0.0, (a, b)), hint=hint)
+    return TableCell(value, _tone(effect, 1.0 if ratio else 0.0, (a, b)), hint=hint)
 
 
 def _tone(effect: Interval | None, neutral: float, compared: Sequence[Entry]) -> str:
     tone = direction(effect, neutral, "good", "bad")
-    return "" if verdict.too_little(compared) or tone not in ("good", "bad") else tone
+    return "" if fastest.too_little(compared) or tone not in ("good", "bad") else tone
 
 
 def versus(group: Sequence[Entry]) -> list[list[str]]:
@@ -223,7 +223,7 @@ def versus(group: Sequence[Entry]) -> list[list[str]]:
         for b in drafters[i + 1 :]:
             speed, tau = _against(a, b, "speed_up"), _against(a, b, "tau")
             words = direction(speed, 1.0, "yes", "no"), direction(tau, 0.0, "yes", "no, less")
-            if verdict.too_little((a, b)):
+            if fastest.too_little((a, b)):
                 words = (PRELIMINARY, PRELIMINARY)
             lines.append([a.title, b.title, shown(speed), shown(tau), *words])
     return lines

@@ -23,7 +23,7 @@ from specbench.reporting.beside import Beside, assigned, matching
 from specbench.reporting.evidence import Evidence
 
 
-class Cell(TypedDict):
+class PrintedNumber(TypedDict):
     """A published number. variant: `name=value`, separated by a semicolon and a space."""
 
     paper: str
@@ -43,7 +43,7 @@ class Cell(TypedDict):
     note: str
 
 
-FIELDS = tuple(Cell.__annotations__)
+FIELDS = tuple(PrintedNumber.__annotations__)
 TITLES = {
     "beagle": "Beagle (arXiv:2505.24544)",
     "coral": "CORAL (arXiv:2502.16880)",
@@ -80,7 +80,7 @@ def read(path: Path) -> list[Any]:
             where = f"{path} line {lines.line_num}"
             if len(line) != len(FIELDS):
                 raise SpecBenchError(f"{where}: {len(line)} values in {len(FIELDS)} columns; mend or remove it")
-            cells.append(validate(dict(zip(FIELDS, line, strict=True)), Cell, where))
+            cells.append(validate(dict(zip(FIELDS, line, strict=True)), PrintedNumber, where))
     except csv.Error as error:
         raise SpecBenchError(f"{path} line {lines.line_num} is not CSV ({error}); mend or remove it") from error
     return cells

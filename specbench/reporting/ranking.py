@@ -13,7 +13,7 @@ from specbench.reporting import tables
 from specbench.reporting.cells import Entry
 from specbench.reporting.document import Block, Paragraph, Table
 from specbench.reporting.evidence import TIMED, Evidence, seeds_of
-from specbench.reporting.verdict import too_little
+from specbench.reporting.fastest import too_little
 
 SHIPPED = "As shipped: greedy, with whichever tree of study bench was fastest."
 NORMAL = 1.96  # quantile of a single 95% interval

@@ -16,6 +16,7 @@ from specbench.reporting import (
     console,
     energy,
     engines,
+    fastest,
     learning,
     links,
     overview,
@@ -24,10 +25,20 @@ from specbench.reporting import (
     tables,
     text,
     trainings,
-    verdict,
 )
 from specbench.reporting.cells import Entry
-from specbench.reporting.document import Block, Cell, Details, Figures, Link, Paragraph, Row, Section, Table, Tally
+from specbench.reporting.document import (
+    Block,
+    Details,
+    Figures,
+    Link,
+    Paragraph,
+    Section,
+    SideBySide,
+    Table,
+    TableCell,
+    Tally,
+)
 from specbench.reporting.groups import groups
 
 if TYPE_CHECKING:
@@ -73,7 +84,7 @@ def _answer(report: "Report", timed: Sequence[Entry]) -> list[Block]:
         blocks.append(
             Paragraph(f"These rows differ in {', '.join(aspects)}: such drafters are not compared below.", "note")
         )
-    return [*blocks, Row([Figures(("speed_up",)), overview.numbers(timed)])]
+    return [*blocks, SideBySide([Figures(("speed_up",)), overview.numbers(timed)])]
 
 
 def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
@@ -140,7 +151,7 @@ def _duels(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     group = overview.top(report.view)
     if len(group) < 2:
         return []
-    problem = verdict.too_little(group)
+    problem = fastest.too_little(group)
     colours = "coloured (bold) where the 95% interval of this pair excludes no difference."
     note = f"The first {len(group)} of the ranking, the line's drafter over the column's; "
     note += f"not coloured: {problem}." if problem else colours
@@ -167,7 +178,7 @@ def _runs(report: "Report", timed: Sequence[Entry]) -> list[Block]:
         if shown & {(e.cell, e.key, len(e.rows)) for e in group}:
             continue
         newest, _ = console.current(group)
-        answer = verdict.sentence(newest) if not newest[0].replayed else ""
+        answer = fastest.sentence(newest) if not newest[0].replayed else ""
         own = report.no_studies or group[-1].study is None
         title = console.caption(newest, machine=True) + (f". {answer}" if answer and not own else "")
         parts = [*([Paragraph(answer)] if answer and own else []), overview.numbers(newest), *_beside(newest)]
@@ -230,7 +241,7 @@ def _ledger(report: "Report") -> list[Block]:
     decided = [v for v in live if v.verdict not in UNDECIDED]
     blocks: list[Block] = []
     if decided:
-        chips = [Cell(f"{count} {kind}", TONES[kind]) for kind, count in claims.tally(decided).items()]
+        chips = [TableCell(f"{count} {kind}", TONES[kind]) for kind, count in claims.tally(decided).items()]
         rule = (
             "A claim compares arms of its own study alone, measured alike. Reproduced: the 95% interval of every effect "
             "lies on its side. Not reproduced: one lies on the other. Preliminary: fewer questions than its study plans. "
@@ -255,10 +266,10 @@ def _ledger(report: "Report") -> list[Block]:
     return blocks
 
 
-def _claim(v: claims.Verdict) -> list[str | Cell]:
+def _claim(v: claims.ClaimVerdict) -> list[str | TableCell]:
     source = v.claim["source"] if claims.is_goal(v) else f"{v.claim['source']} ({v.claim['published']})"
-    measured = Cell("", parts=tuple(v.summary.split("; ")))
-    return [Cell(v.shown, TONES.get(v.verdict, "away")), v.claim["says"], source, measured]
+    measured = TableCell("", parts=tuple(v.summary.split("; ")))
+    return [TableCell(v.shown, TONES.get(v.verdict, "away")), v.claim["says"], source, measured]
 
 
 def _papers(report: "Report") -> list[Block]:
@@ -308,7 +319,7 @@ def paired(paper: published.PaperTable) -> Table:
     """Rows and columns with measured values or with values published for the same target."""
     pairs = paper.pairs()
     columns = [i for i in range(len(paper.columns)) if any(_relevant(line[i]) for line in pairs)]
-    lines: list[list[str | Cell]] = [
+    lines: list[list[str | TableCell]] = [
         [row, *(_pair(line[i]) for i in columns)]
         for row, line in zip(paper.cells, pairs, strict=True)
         if any(map(_relevant, line))
@@ -320,8 +331,8 @@ def _relevant(pair: published.Pair | None) -> bool:
     return pair is not None and (pair.measured is not None or (pair.alike and bool(pair.published)))
 
 
-def _pair(pair: published.Pair | None) -> Cell:
+def _pair(pair: published.Pair | None) -> TableCell:
     if pair is None or (pair.measured is None and not pair.published):
-        return Cell("")
+        return TableCell("")
     printed = (pair.published if pair.alike else published.ELSEWHERE) if pair.published else tables.ABSENT
-    return Cell(published.shown(pair) or tables.ABSENT, beside=printed, hint=pair.source)
+    return TableCell(published.shown(pair) or tables.ABSENT, beside=printed, hint=pair.source)

@@ -18,7 +18,7 @@ from specbench.reporting.claims import (
     NOT_TESTABLE,
     PRELIMINARY,
     REPRODUCED,
-    Verdict,
+    ClaimVerdict,
     compare,
     judge,
     judge_study,
@@ -413,7 +413,7 @@ def test_readers_are_told_effects_in_words(known):
 
 def test_the_tally_counts_verdicts_and_leaves_out_what_there_is_none_of():
     kinds = [REPRODUCED, NOT_TESTABLE, REPRODUCED, NOT_RUN]
-    verdicts = [Verdict("s", CLAIM, (), kind, "message") for kind in kinds]
+    verdicts = [ClaimVerdict("s", CLAIM, (), kind, "message") for kind in kinds]
     assert list(claims.tally(verdicts).items()) == [(REPRODUCED, 2), (NOT_TESTABLE, 1), (NOT_RUN, 1)]
     assert claims.cells(verdicts[0]) == ["x", "x", "x", "message", REPRODUCED]
 

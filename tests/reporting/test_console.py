@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from test_overview import bench
 
 from specbench.records.statistics import contrast
-from specbench.reporting import cells, console, names, tables, verdict
+from specbench.reporting import cells, console, fastest, names, tables
 from specbench.reporting.groups import Asked, groups, measured
 
 EAGLE2 = {"_target_": "specbench.engine.policies.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}
@@ -188,7 +188,7 @@ def test_replayed_rows_show_acceptance_and_no_empty_columns(tmp_path):
     ],
 )
 def test_a_verdict_says_no_more_than_the_intervals(tmp_path, speeds, noise, questions, expected):
-    assert expected in verdict.sentence(group_of(tmp_path, speeds=speeds, noise=noise, questions=questions))
+    assert expected in fastest.sentence(group_of(tmp_path, speeds=speeds, noise=noise, questions=questions))
 
 
 def test_a_busy_machine_yields_no_winner(tmp_path):
@@ -199,9 +199,9 @@ def test_a_busy_machine_yields_no_winner(tmp_path):
             row.decode_s, row.others = seconds, 0.9
             cell.write(row)
     (group,) = groups(names.labelled(cells.find(tmp_path).entries))
-    message = verdict.sentence(group)
+    message = fastest.sentence(group)
     assert (
-        verdict.verdict(group).best == () and "the machine did other work" in message.lower() and "fastest" not in message
+        fastest.fastest(group).best == () and "the machine did other work" in message.lower() and "fastest" not in message
     )
 
 
@@ -223,7 +223,7 @@ def test_simulated_and_lossy_rows_are_never_ranked(tmp_path):
             row.decode_s = seconds
             cell.write(row)
     (group,) = groups(names.labelled(cells.find(tmp_path).entries))
-    assert [e.name for e in verdict.verdict(group).best] == ["honest"]
+    assert [e.name for e in fastest.fastest(group).best] == ["honest"]
     assert [e.name for e in console.in_order(group)] == ["honest", "none", "lossy"]
 
 
@@ -231,7 +231,7 @@ def test_of_equal_arms_none_is_called_fastest_more_often_than_one_time_in_twenty
     """Ten arms of one true speed over 20 questions: a winner, or a gain over plain decoding, is a false alarm."""
 
     class Simulated:
-        """What `verdict._beaten` asks of an entry."""
+        """What `fastest._beaten` asks of an entry."""
 
         def __init__(self, totals):
             self.totals = totals
@@ -247,7 +247,7 @@ def test_of_equal_arms_none_is_called_fastest_more_often_than_one_time_in_twenty
             ones = np.ones(20)
             sums = {"tokens": ones, "seconds": seconds, "base_tokens": ones, "base_seconds": ease * math.exp(0.3**2 / 2)}
             arms.append(Simulated(Totals(tuple(map(str, range(20))), sums)))
-        best = [not lost for lost in verdict._beaten(arms)]
+        best = [not lost for lost in fastest._beaten(arms)]
         alarms += sum(best) < len(best)
     assert alarms <= 0.05 * draws + 2 * math.sqrt(0.05 * 0.95 * draws)
 
@@ -256,7 +256,7 @@ def test_two_arms_of_different_speed_are_told_apart_as_their_interval_is(tmp_pat
     group = group_of(tmp_path, speeds={"a": 1.5, "b": 1.2}, noise=0.1, questions=30)
     a, b = (next(e for e in group if e.name == name) for name in "ab")
     assert contrast(tables_rate(), a.totals, b.totals, ratio=True).low > 1
-    assert [e.name for e in verdict.verdict(group).best] == ["a"]
+    assert [e.name for e in fastest.fastest(group).best] == ["a"]
 
 
 def tables_rate():

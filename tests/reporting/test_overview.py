@@ -14,7 +14,7 @@ from specbench.records.rows import BINS, Row
 from specbench.records.statistics import contrast
 from specbench.reporting import cells, console, document, figures, overview, sections, study_figures, styles, tables
 from specbench.reporting.bundle import Report, Sources
-from specbench.reporting.claims import Verdict
+from specbench.reporting.claims import ClaimVerdict
 from specbench.reporting.evidence import Evidence
 from specbench.reporting.overview import Overview, Setting
 
@@ -261,7 +261,7 @@ def ledger(folder, kinds, study="s", **goals):
     found.no_studies, entries = goals.get("own", False), found.entries if goals.get("live", True) else []
     found.evidence[study] = Evidence({"arms": {"a": {}}}, entries)
     found.verdicts = [
-        Verdict(study, {"says": "x", "source": source, "published": "z"}, (), kind, "one; two")
+        ClaimVerdict(study, {"says": "x", "source": source, "published": "z"}, (), kind, "one; two")
         for (kind, source), n in kinds.items() for _ in range(n)
     ]  # fmt: skip
     return sections._ledger(found)
@@ -276,7 +276,7 @@ def test_the_ledger_parts_papers_claims_from_goals_and_folds_what_was_not_judged
     assert judged.open and judged.file == "claims.md"
     assert (papers.caption, len(papers.lines)) == ("The papers' claims", 2)
     assert (goals.caption, len(goals.lines)) == ("This project's goals", 1)
-    assert papers.lines[0][2:] == ["y (z)", document.Cell("", parts=("one", "two"))]
+    assert papers.lines[0][2:] == ["y (z)", document.TableCell("", parts=("one", "two"))]
     assert (needy.title, len(needy.blocks[0].lines)) == ("3 claims not testable here", 3)
     assert unrun.title == "1 claims not run" and not unrun.open
     blocks = ledger(tmp_path, kinds)

@@ -13,7 +13,7 @@ from test_report import GOLDEN, fill
 
 from specbench.common.errors import SpecBenchError
 from specbench.records.rows import Measurement
-from specbench.reporting import cells, figures, overview, sections, study_figures, verdict
+from specbench.reporting import cells, fastest, figures, overview, sections, study_figures
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.document import Paragraph
 from specbench.reporting.overview import Overview
@@ -112,9 +112,9 @@ def test_of_many_drafters_the_first_are_paired_and_drawn_and_none_is_called_fast
     assert study_figures.left_out(drafters) == "; the first 40 of 101 drafters" and not study_figures.left_out(40)
     notes = [block.text for block in sections._duels(report_of(tmp_path), group) if isinstance(block, Paragraph)]
     assert notes[0].endswith("All pairs of the first 40 drafters: tables/versus.csv.")
-    monkeypatch.setattr(verdict, "QUESTIONS", 1)
-    assert verdict.verdict(group).reason.startswith("101 drafters: too many for a verdict")
-    assert verdict.verdict([*group[:20], *(e for e in group[20:] if e.name == "none")]).best
+    monkeypatch.setattr(fastest, "QUESTIONS", 1)
+    assert fastest.fastest(group).reason.startswith("101 drafters: too many for a verdict")
+    assert fastest.fastest([*group[:20], *(e for e in group[20:] if e.name == "none")]).best
 
 
 def test_measurements_of_many_arms_are_read_once(tmp_path):

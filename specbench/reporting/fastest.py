@@ -23,7 +23,7 @@ MAX_COMPARED = 100  # drafters at once; the time of all pairs grows with their s
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Fastest:
     """The fastest of a group.
 
     Attributes:
@@ -51,18 +51,18 @@ def speed_up(e: Entry) -> float:
     return 1.0 if e.name == BASELINE else e.summary.speed_up.value if e.summary.speed_up else -1.0
 
 
-def verdict(group: Sequence[Entry]) -> Verdict:
+def fastest(group: Sequence[Entry]) -> Fastest:
     """The fastest of a group of `groups.groups`."""
     drafters = ranked(group)
     if not drafters:
-        return Verdict(reason="no speed-up was measured here")
+        return Fastest(reason="no speed-up was measured here")
     many = f"{len(drafters)} drafters: too many for a verdict, which compares {MAX_COMPARED} at most"
     busy = BUSY if any(e.busy for e in group) else ""
     if reason := too_little(drafters) or busy or (many if len(drafters) > MAX_COMPARED else ""):
-        return Verdict(reason=reason)
+        return Fastest(reason=reason)
     arms = [*drafters, next(e for e in group if e.name == BASELINE)]
     best = [e for e, beaten in zip(arms, _beaten(drafters), strict=True) if not beaten]
-    return Verdict(tuple(sorted(best, key=speed_up, reverse=True)))
+    return Fastest(tuple(sorted(best, key=speed_up, reverse=True)))
 
 
 def too_little(entries: Sequence[Entry]) -> str:
@@ -82,7 +82,7 @@ def _beaten(drafters: Sequence[Entry]) -> list[bool]:
 
 def sentence(group: Sequence[Entry]) -> str:
     """The verdict in one sentence."""
-    result, drafters = verdict(group), ranked(group)
+    result, drafters = fastest(group), ranked(group)
     reason = f"{result.reason[:1].upper()}{result.reason[1:]}."
     if not drafters:
         return reason
