@@ -15,11 +15,12 @@ The effect is a difference for tau, acceptances and problems solved, a ratio oth
 (paired between arms) or repetitions. With `at: {dataset: [mtbench, gsm8k]}` it is the mean over data sets, each resampled
 by its own questions. Entries are compared only if their conditions agree, see `evidence.config_differences`.
 
-A study fixes its size in advance (`data.limit` of its cells, repetitions of `measure`): before all of it is measured, and
-with fewer than 20 questions at all, a claim is preliminary, whatever its interval says.
+A study fixes its size in advance (questions and length of its cells, seeds of its arms, repetitions of `measure`): before
+all of it is measured, and with fewer than 20 questions at all, of a category too, a claim is preliminary, whatever its
+interval says. So is one about speeds that a busy machine or an earlier engine measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,8 @@ from specbench.records.studies import Study, claim_needs, compared_arms, is_diff
 from specbench.records.totals import Totals
 from specbench.reporting import claim_text
 from specbench.reporting.cells import Entry
-from specbench.reporting.evidence import EXACT, TIMED, Evidence, rate, seeds_of
+from specbench.reporting.evidence import EXACT, OF_ENGINE, SPEEDS, TIMED, Evidence, rate, seeds_of
+from specbench.reporting.fastest import QUESTIONS
 
 REPRODUCED, NOT_REPRODUCED, INCONCLUSIVE = "reproduced", "not reproduced", "inconclusive"
 PRELIMINARY, NOT_TESTABLE, NOT_RUN = "preliminary", "not testable here", "not run"
@@ -53,7 +55,7 @@ class ClaimVerdict:
     """A claim with its verdict.
 
     Attributes:
-        summary: the effects in words, or the reason why there is no verdict. size: `24 of 80`, of a preliminary one.
+        summary: the effects in words, or the reason why there is no verdict. size: of a preliminary one, `24 of 80`.
     """
 
     study: str
@@ -75,16 +77,23 @@ class Comparison:
 
     Attributes:
         done, planned: questions of the comparison's cell, or repetitions of a measurement.
+        doubt: why its rows decide nothing, whatever their number.
     """
 
     effect: Interval | None = None
     reason: str = ""
     done: int = 0
     planned: int = 0
+    doubt: str = ""
 
     @property
     def preliminary(self) -> bool:
-        return self.done < self.planned
+        return self.done < self.planned or self.doubt != ""
+
+    @property
+    def size(self) -> str:
+        """`24 of 80`; where that is enough, what makes it doubtful."""
+        return f"{self.done} of {self.planned}" if self.done < self.planned else self.doubt
 
 
 def compare(test: Mapping[str, Any], known: Evidence) -> Comparison:
@@ -100,7 +109,7 @@ def compare(test: Mapping[str, Any], known: Evidence) -> Comparison:
         parts.append((found, one))
     if len({found.log for found, _ in parts}) > 1:
         return Comparison(reason="on some of these data sets it has no ratio")
-    sizes = min((one for _, one in parts), key=lambda one: one.done - one.planned)
+    sizes = _least(one for _, one in parts)
     effect = average([found for found, _ in parts]).interval()
     if effect is not None and "than" in test:
         effect = _relative(effect, test)
@@ -120,33 +129,40 @@ def _compare_at(
     if "than" in test:
         of = rate(ours, metric)
         found = estimate(of, _part(ours, category), seed)
-        return found and with_seeds(found, [(of, seeds_of(ours))]), _size(known, metric, ours)
+        return found and with_seeds(found, [(of, seeds_of(ours))]), _size(known, metric, category, ours)
     theirs = known.find(test.get("over", test["of"]), test.get("over_at", at), timed)
     if theirs is None:
         return None, Comparison(reason=f"no rows of {test.get('over', test['of'])}")
-    if ours.replayed != theirs.replayed:  # use timed rows of both
-        places = (e.place for e in (ours, theirs))
-        ours, theirs = (known.find(e.name, at, timed=True) or e for e, at in zip((ours, theirs), places, strict=True))
-    if problem := known.incomparable(ours, theirs):
+    if problem := known.incomparable(ours, theirs, timed):
         return None, Comparison(reason=problem)
     split = category is not None and "over_at" in test  # one category against all others
     paired = ours.dataset == theirs.dataset and not split
     mine, yours = _part(ours, category), _part(theirs, category, others=split)
     rates = rate(ours, metric), rate(theirs, second)
     effect = estimate_contrast(rates[0], mine, yours, not is_difference(test), rates[1], paired, seed)
-    size = _size(known, metric, ours, theirs)
+    size = _size(known, metric, None if split else category, ours, theirs)
+    if split:
+        size = _least([size, *(Comparison(done=len(side.questions), planned=QUESTIONS) for side in (mine, yours))])
     if effect is None:
         return None, replace(size, reason="no questions of both sides")
     return with_seeds(effect, [(rates[0], seeds_of(ours)), (rates[1], seeds_of(theirs))]), size
 
 
-def _size(known: Evidence, metric: str, *entries: Entry) -> Comparison:
-    """Questions that these entries have, and those planned: of the one that lacks most."""
+def _size(known: Evidence, metric: str, category: str | None, *entries: Entry) -> Comparison:
+    """Questions that these entries have, and those planned, of the one that lacks most; and what makes them doubtful."""
     if metric in EXACT:
         return Comparison()
-    sizes = [(len(e.totals.questions), known.planned(e)) for e in entries]
+    sizes = [known.size(e) for e in entries]
+    if category is not None:
+        sizes += [(len(_part(e, category).questions), QUESTIONS) for e in entries]
     done, planned = min(sizes, key=lambda size: size[0] - size[1])
-    return Comparison(done=done, planned=planned)
+    doubts = [known.doubt(e, metric in SPEEDS) for e in entries]
+    return Comparison(done=done, planned=planned, doubt=next(filter(None, doubts), ""))
+
+
+def _least(sizes: Iterable[Comparison]) -> Comparison:
+    """Of several sizes the most preliminary one."""
+    return min(sizes, key=lambda one: (min(one.done - one.planned, 0), not one.doubt), default=Comparison())
 
 
 def _part(e: Entry, category: str | None, others: bool = False) -> Totals:
@@ -163,7 +179,7 @@ def _compare_measured(test: Mapping[str, Any], known: Evidence) -> Comparison:
     sides = []
     for side in ("of",) if "than" in test else ("of", "over"):
         arm = test.get(side, test["of"])
-        entry = next((e for e in known.entries if e.name == arm and e.measured.get(quantity)), None)
+        entry = known.measured(arm, quantity)
         if entry is None:
             return Comparison(reason=f"no measurement of {arm}")
         values = [v[name] for v in entry.measured[quantity] if name in v]
@@ -171,10 +187,11 @@ def _compare_measured(test: Mapping[str, Any], known: Evidence) -> Comparison:
             return Comparison(reason=f"{len(values)} repetitions, where {FEWEST} make an interval")
         sides.append((entry, values))
     (ours, a), (theirs, b) = sides[0], sides[-1]
-    size = Comparison(done=min(len(a), len(b)), planned=known.study.get("measure", {}).get(quantity, FEWEST))
+    planned = known.study.get("measure", {}).get(quantity, FEWEST)
+    size = Comparison(done=min(len(a), len(b)), planned=planned, doubt=known.engine_doubt(ours, quantity in OF_ENGINE))
     if "than" in test:
         return replace(size, effect=_relative(repeated(a), test))
-    if problem := known.incomparable(ours, theirs):
+    if problem := known.incomparable(ours, theirs, timed=True):
         return Comparison(reason=problem)
     low, high = np.percentile(medians(a, seed=0) / medians(b, seed=1), LEVEL)
     return replace(size, effect=Interval(float(np.median(a) / np.median(b)), float(low), float(high)))
@@ -222,7 +239,7 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
         order = (NOT_RUN, NOT_REPRODUCED, PRELIMINARY, INCONCLUSIVE, REPRODUCED)
         verdict = NOT_TESTABLE if missing else next(v for v in order if v in judged)
         summary = "; ".join(claim_text.describe(test, found.effect, found.reason, known.place) for test, found in results)
-        least = min((found for _, found in results), key=lambda found: found.done - found.planned, default=Comparison())
+        least = _least(found for _, found in results)
         if missing:
             shown = f". Measured nevertheless: {summary}" if any(effects) else ""
             summary = f"needs {', '.join(missing)}{shown}"
@@ -230,7 +247,7 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
             summary = f"python -m specbench.study study={name}"
         elif _trained_once(known, claim):
             summary += " (one seed)"
-        size = f"{least.done} of {least.planned}" if verdict == PRELIMINARY else ""
+        size = least.size if verdict == PRELIMINARY else ""
         verdicts.append(ClaimVerdict(name, claim, effects, verdict, summary, size))
     return verdicts
 

@@ -1,19 +1,23 @@
 """The entries of one study, and what may be compared of them: by claims, and with published numbers."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from specbench.records import identity
+from specbench.records.cell_options import CellOptions
 from specbench.records.metrics import BASELINE, RATES, sum_rows
 from specbench.records.studies import PLACE, Study, cell_needs, cell_options, unmet
 from specbench.records.totals import Rate, Sums, Totals
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.fastest import QUESTIONS
 
-TIMED = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "pass_ms", "expected_speed_up", "lossless", "solved")
+SPEEDS = ("tokens_per_s", "speed_up", "draft_ms", "draft_cost", "pass_ms", "expected_speed_up")
+TIMED = (*SPEEDS, "lossless", "solved")  # what decoded answers alone have
+OF_ENGINE = ("drafting", "overhead", "target_pass", "clients", "generate", "floor")  # measurements that `TIMING` is about
 EXACT = ("parameters", "draft_cost_by_parameters")  # independent of the questions
 
 
@@ -108,20 +112,57 @@ class Evidence:
         """Does the study itself, not the command line, give the arm another rule of acceptance?"""
         return any(o.lstrip("+").startswith("verify") for o in self.study["arms"].get(arm, {"run": []})["run"])
 
-    def planned(self, e: Entry) -> int:
-        """Questions that the study plans for an entry's cell on a machine such as the entry's, 20 at least."""
-        sizes = [
-            one.questions
+    def measured(self, arm: str, quantity: str) -> Entry | None:
+        """The entry with an arm's measurements: those of the newest engine, on the machine that made most of any arm's."""
+        repetitions: Counter[tuple[int, str]] = Counter()
+        for e in self.entries:
+            repetitions[_engine_of(e)] += len(e.measured.get(quantity, ()))
+        newest = max((timing for (timing, _), count in repetitions.items() if count), default=0)
+        counts = {key: count for key, count in repetitions.items() if key[0] == newest}
+        best = max(counts, key=lambda key: counts[key], default=None)
+        fit = (e for e in self.entries if e.name == arm and e.measured.get(quantity) and _engine_of(e) == best)
+        return next(fit, None)
+
+    def size(self, e: Entry) -> tuple[int, int]:
+        """Questions of an entry, and those that the study plans for it on such a machine, 20 at least."""
+        return len(e.totals.questions), max([QUESTIONS, *(one.questions for one in self._planned_cells(e))])
+
+    def doubt(self, e: Entry, speeds: bool) -> str:
+        """Why an entry decides nothing, whatever its number of questions; empty: nothing. speeds: is a claim about them?"""
+        seeds = len(self.study["arms"].get(e.name, {"run": []}).get("seeds", [0]))
+        if "of" in e.arm and e.seeds < seeds:
+            return f"{e.seeds} of {seeds} seeds"
+        length = (e.header["config"].get("decode") or {}).get("max_new_tokens")
+        cells = self._planned_cells(e)
+        if cells and length is not None and length not in {one.tokens for one in cells}:
+            return "answers of another length"
+        return "on a busy machine" if speeds and e.busy else self.engine_doubt(e, speeds)
+
+    def engine_doubt(self, e: Entry, speeds: bool) -> str:
+        """Are these the speeds of an engine that has become faster or slower since?"""
+        return "with an earlier engine" if speeds and e.header.get("timing") != identity.TIMING else ""
+
+    def _planned_cells(self, e: Entry) -> list[CellOptions]:
+        """The cells of the study that an entry may be of, on a machine such as its own."""
+        return [
+            one
             for number, one in enumerate(cell_options(self.study))
             if not unmet(cell_needs(self.study, number), e.header, cuda=False)
             and all(getattr(one, name) == getattr(e, name) for name in ("replayed", *PLACE))
         ]
-        return max([QUESTIONS, *sizes])
 
-    def incomparable(self, a: Entry, b: Entry) -> str:
-        """Why two entries are not compared; empty if they can be."""
-        aspects = config_differences(a, b, self.study.get("varies", []))
+    def incomparable(self, a: Entry, b: Entry, timed: bool) -> str:
+        """Why two entries are not compared; empty if they can be.
+
+        timed: are their seconds? Counts are the same on every machine, decoded or replayed.
+        """
+        aspects = config_differences(a, b, [*self.study.get("varies", []), *([] if timed else ["machine", "replay"])])
         return f"rows that differ in {', '.join(aspects)} are not compared" if aspects else ""
+
+
+def _engine_of(e: Entry) -> tuple[int, str]:
+    """Version of the engine's speed, and kind of machine."""
+    return e.header.get("timing", 0), identity.machine_key(e.header)
 
 
 def seeds_of(e: Entry) -> list[Totals]:

@@ -115,9 +115,9 @@ def _about(e: Entry) -> list[str]:
 
 
 def _values(known: Evidence, name: str, quantity: str, value: str) -> list[float]:
-    """What was measured of an arm beside decoding, in any of its cells."""
-    measured = [m for e in known.entries if e.name == name and e.name != BASELINE for m in e.measured.get(quantity, ())]
-    return [m[value] for m in measured if value in m]
+    """What was measured of an arm beside decoding."""
+    e = None if name == BASELINE else known.measured(name, quantity)
+    return [] if e is None else [m[value] for m in e.measured[quantity] if value in m]
 
 
 def _median(values: Sequence[float], unit: float) -> str:

@@ -52,9 +52,8 @@ class Rows:
 
     def measured(self, arm: str, quantity: str) -> list[Mapping[str, float]]:
         """Repetitions of a measurement."""
-        return next(
-            (list(e.measured[quantity]) for e in self.evidence.entries if e.name == arm and e.measured.get(quantity)), []
-        )
+        e = self.evidence.measured(arm, quantity)
+        return [] if e is None else list(e.measured[quantity])
 
 
 def value(e: Entry | None, metric: str, category: str | None = None) -> Interval | None:

@@ -268,7 +268,7 @@ def test_a_category_stands_against_all_others(tmp_path):
             one.accepted, one.tokens, one.ranks = [5] * 10, [0] * 61, [[0] * 5 for _ in range(10)]
         return one
 
-    write(tmp_path, header(), "none", *ARMS, change=change)
+    write(tmp_path, header(), "none", *ARMS, questions=60, change=change)
     known = gathered(tmp_path)
     test = {"metric": "tau", "of": "good", "at": {"category": "coding"}, "over_at": {}, "is": "more"}
     found = compare(test, known).effect
@@ -323,20 +323,62 @@ def test_unpaired_intervals_are_as_wide_as_the_two_sides_say(known):
     assert apart.high - apart.low == pytest.approx(2**0.5 * (alone.high - alone.low), rel=0.15)
 
 
-def test_what_was_replayed_is_compared_with_what_was_decoded_on_decoded_rows(tmp_path):
-    """Temperature 1 cannot be replayed; temperature 0 has both cells, of which the replayed one is larger."""
+def test_counts_of_replayed_and_of_decoded_answers_are_compared(tmp_path):
+    """Temperature 1 cannot be replayed, and a replay counts what decoding would have counted. Speeds it has none."""
     warm = header()
     warm["config"] = {**warm["config"], "sampler": {"temperature": 1.0}}
     write(tmp_path, {**header(), "replay": True}, "none", "good")
-    write(tmp_path, warm, "none", "good", questions=6)
-    test = {"metric": "tau", "of": "good", "at": {"temperature": 1}, "over_at": {}, "is": "less"}
-    effect, why = (c := compare(test, gathered(tmp_path))).effect, c.reason
-    assert effect is None and "replay" in why
-    write(tmp_path, header(), "none", "good", questions=6)
+    write(tmp_path, {**warm, "hardware": {"device": "fridge", "cores": 1}}, "none", "good", questions=6)
     known = gathered(tmp_path)
-    assert known.find("good", None, timed=False).replayed
-    effect = compare(test, known).effect
-    assert effect is not None and effect.value == 0
+    test = {"metric": "tau", "of": "good", "at": {"temperature": 1}, "over_at": {}, "is": "less"}
+    found = compare(test, known)
+    assert found.effect is not None and found.effect.value == 0 and found.size == "6 of 20"
+    assert compare({**test, "metric": "speed_up"}, known).reason == "no rows of good"
+
+
+def test_a_category_of_few_questions_decides_nothing(known):
+    """Each has 8 of 24 questions."""
+    alone = {"metric": "tau", "of": "good", "at": {"category": "coding"}, "over": "poor", "is": "more"}
+    against = {"metric": "tau", "of": "good", "at": {"category": "coding"}, "over_at": {}, "is": "less"}
+    for test in (alone, against):
+        assert (verdict(test, known), compare(test, known).size) == (PRELIMINARY, "8 of 20")
+
+
+@pytest.mark.parametrize(
+    ("metric", "change", "more", "size"),
+    [
+        ("tau", {}, {"arms": {**STUDY["arms"], "good": {"run": ["drafter=good"], "seeds": [0, 1, 2]}}}, "1 of 3 seeds"),
+        ("tau", {"length": 8}, {}, "answers of another length"),
+        ("tau", {"timing": 1}, {}, ""),
+        ("speed_up", {"timing": 1}, {}, "with an earlier engine"),
+        ("tau", {"others": 0.9}, {}, ""),
+        ("speed_up", {"others": 0.9}, {}, "on a busy machine"),
+    ],
+)
+def test_rows_other_than_planned_decide_nothing_whatever_their_number(metric, change, more, size, tmp_path):
+    said = header()
+    said["arms"]["good"]["of"] = "good"
+    said["config"] = {**said["config"], "decode": {"max_new_tokens": change.get("length", 64)}}
+    timing = {"timing": change["timing"]} if "timing" in change else {}
+    write(tmp_path, {**said, **timing}, "none", *ARMS, change=lambda r: replace(r, others=change.get("others")))
+    study = {**STUDY, "cells": [["dataset=a", "data.limit=24", "decode.max_new_tokens=64"]], **more}
+    claim = {**CLAIM, "tests": [{"metric": metric, "of": "good", "over": "poor", "is": "more"}]}
+    (found,) = judge_study("s", {**study, "claims": [claim]}, gathered(tmp_path, **study).entries)
+    assert (found.verdict, found.size) == (PRELIMINARY if size else REPRODUCED, size), found.summary
+
+
+def test_measurements_are_those_of_the_newest_engine_on_the_machine_with_most(tmp_path):
+    """What earlier blocks say of a machine's speed must not decide for ever."""
+    for timing, device, count, ratio in ((1, "toaster", 9, 1.0), (3, "fridge", 5, 2.0), (3, "toaster", 6, 3.0)):
+        said = {**header(), "timing": timing, "hardware": {"device": device, "cores": 1}}
+        cell = write(tmp_path / f"{device}-{timing}", said, "none", "good")
+        for repetition in range(count):
+            cell.write(Measurement("good", "generate", repetition, {"ratio": ratio}))
+    known = Evidence(STUDY, [e for one in sorted(tmp_path.iterdir()) for e in gathered(one).entries])
+    test = {"measured": "generate.ratio", "of": "good", "than": 1.0, "is": "more"}
+    assert compare(test, known).effect.value == 3.0 and verdict(test, known) == REPRODUCED
+    old = Evidence(STUDY, gathered(tmp_path / "toaster-1").entries)
+    assert compare(test, old).size == "with an earlier engine" and verdict(test, old) == PRELIMINARY
 
 
 @pytest.mark.parametrize(
