@@ -13,14 +13,16 @@ f_hat are post-norm states; head and embeddings (rows of the head) are the targe
 heads are cheap, and a tree may be deeper than the `heads` that were trained. The tree is EAGLE-1's.
 
 Training (section 3 and official code): L = sum_i 0.7^i [10 SmoothL1(f, f_hat) + CE(p, p_hat)] over five heads, true tokens
-as inputs. The layers start as the target's last one, both norms as its final one, W_q, W_k and W_0 as I + U(0, 0.01),
-W_1 as that with zeros for I under e, W_v as U(0, 0.01).
+as inputs. The layers start as the target's last one, W_q, W_k and W_0 as I + U(0, 0.01), W_1 as that with zeros for I
+under e, W_v as U(0, 0.01).
 
-Deviations and choices: one layer as in the paper's description (the official training script has two: `layers`); layers
+Deviations and choices: both norms start with one factor, as large as those of the target's final norm are: in the official
+code norm' starts as that norm, behind which it would apply twice (at first a fifth of head 0's predictions would be the
+target's, instead of half). One layer as in the paper's description (the official training script has two: `layers`); layers
 start at random where the target's are not of Llama's kind (Gemma). For the default target, whose drafters are shipped in 10
 MB each, the layer's MLP has 640 units instead of the target's 1536 (conf/drafter/clover2.yaml): 5.0 M numbers instead of
-6.5 M, of which the gates take 2.0 M. RoPE is the target's; the official code takes 10000
-whatever the target's base, and so it is done with official weights. Embeddings may be the target's input embeddings
+6.5 M, of which the gates take 2.0 M. RoPE is the target's; the official code takes 10000 whatever the target's base, and so
+it is done with official weights. Embeddings may be the target's input embeddings
 instead (`head_rows`; the official README names both), which a file decides by the copy that it holds. The official loss
 divides by one position more than count. As there, head i at state t counts where state t + i + 1 does; `label_mask`, which
 leaves out tokens that the target finds unlikely and is off there, is left out.
@@ -38,7 +40,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from drafters.base import TrainedDrafter, llama_config
 from drafters.distillation import DistillationLoss
 from drafters.eagle import following
-from drafters.layers import PrefixLayers, start_layer, start_norm
+from drafters.layers import PrefixLayers, start_flat_norm, start_layer
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Ids, Layers, Name, Text, Units, Weight
 from specbench.engine.batch import DRAFT, by_row, share_network
@@ -133,7 +135,7 @@ class Clover2(PrefixLayers, TrainedDrafter):
         self.entry, self.gate = (Gate(width, heads, config.rms_norm_eps) for _ in range(2))
         self.first, self.later = nn.Linear(width, width), nn.Linear(2 * width, width)
         self.output_norm = LlamaRMSNorm(width, config.rms_norm_eps)
-        start_norm(self.output_norm, norm)
+        start_flat_norm(self.output_norm, norm)
         for linear in (self.first, self.later):
             start_near_identity(linear, width)
 

@@ -161,9 +161,11 @@ class DFlash(LevelDrafter):
         first[:, :, 0] = True
         flat = places.flatten(1)
         states = batch.states.gather(1, flat[:, :, None].expand(-1, -1, batch.states.shape[-1]))
-        taught = Batch(flat, states, scored.flatten(1), scored.flatten(1), vocabulary=batch.vocabulary)
+        counted = scored.flatten(1)
+        taught = Batch(flat, states, counted, counted, batch.vocabulary, batch.vocabulary_bias)
         weights = (weights / weights.sum().clamp(min=1e-9)).flatten(1)
-        return DistillationLoss(taught, self.head).loss(predicted, 0.0, 1.0, weights=weights, logged=first.flatten(1))
+        teacher = DistillationLoss(taught, self.head, unbiased=True)  # a block does not know the text behind its anchor
+        return teacher.loss(predicted, 0.0, 1.0, weights=weights, logged=first.flatten(1))
 
     def _draw(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Anchors in random places, in order: columns [B, n], and which of them count [B, n]."""

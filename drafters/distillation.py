@@ -93,13 +93,15 @@ class DistillationLoss:
     Args:
         batch: states to be predicted. head: the drafter's, mostly the target's own, frozen.
         uses: number of calls of `loss`; for several the target's probabilities are kept.
+        unbiased: logits get `Batch.vocabulary_bias`, for labels that the states do not determine.
     """
 
-    def __init__(self, batch: Batch, head: nn.Linear, uses: int = 1):
+    def __init__(self, batch: Batch, head: nn.Linear, uses: int = 1, unbiased: bool = False):
         rows, columns, self.count = chosen_places(batch.scored)
         self.places = rows, columns  # [M] each: the scored positions, `count` of them, then padding
         self.states = batch.states[self.places]  # [M, D]
         self.rows = in_product_dtype(head.weight if batch.vocabulary is None else head.weight[batch.vocabulary])  # [K, D]
+        self.bias = batch.vocabulary_bias.to(self.rows) if unbiased and batch.vocabulary_bias is not None else None  # [K]
         self.chunk = chunk_of(len(self.states), len(self.rows), self.states.device)
         self.keep = uses > 1
         self.known: list[tuple[Tensor, Tensor]] = []
@@ -110,7 +112,7 @@ class DistillationLoss:
             yield from self.known
             return
         for states in self.states.split(self.chunk):
-            found = probabilities(F.linear(states, self.rows))
+            found = probabilities(F.linear(states, self.rows, self.bias))
             if self.keep:
                 self.known.append(found)
             yield found
@@ -156,7 +158,7 @@ class HardLabels(DistillationLoss):
         if batch.vocabulary is not None:
             labels = places(batch.vocabulary, len(head.weight))[labels]
             known = known & (labels >= 0)
-        super().__init__(replace(batch, scored=batch.scored & known), head)
+        super().__init__(replace(batch, scored=batch.scored & known), head, unbiased=True)
         self.labels = labels[self.places].clamp(min=0)  # [M]
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -230,7 +232,7 @@ class _OverVocabulary(torch.autograd.Function):
         of_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         parts = zip(teacher.chunks(), guess.split(teacher.chunk), weights.split(teacher.chunk), strict=True)
         for (p, best), states, weight in parts:
-            logits = F.linear(states, rows)
+            logits = F.linear(states, rows, teacher.bias)
             found = _terms(p, best, logits, classification, top_ids, sloped=any(ctx.needs_input_grad[:2]))
             sums.append((weight * found.value).sum())
             entropies.append(found.cross_entropy)

@@ -319,6 +319,7 @@ def following(batch: Batch, ahead: int = 1) -> Batch:
         valid=same,
         scored=batch.scored[:, ahead:] & same,
         vocabulary=batch.vocabulary,
+        vocabulary_bias=batch.vocabulary_bias,
         starts=None if batch.starts is None else batch.starts[:, :-ahead],
     )
 

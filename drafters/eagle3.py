@@ -32,8 +32,8 @@ Deviations and choices: for the default target, whose drafters are shipped in 10
 frozen (`own_head=false`), as in EAGLE-1 and 2, and the MLP has 1472 units instead of 1536 (conf/drafter/eagle3.yaml). A
 head of its own with 8192 ids would be 9.4 MB; with 4096 ids, 90% of the tokens of the target's answers instead of 95%,
 it would leave the MLP 112 units. The loss is the mean over scored positions (official code: over all of the batch,
-padding and prompts included, which is a constant factor for a given batch); the head starts as the target's rows and
-final norm, not at random; in targets of fewer than six layers the tapped layers are cut to those there are; no noise,
+padding and prompts included, which is a constant factor for a given batch); the head starts as the target's rows, not at
+random; in targets of fewer than six layers the tapped layers are cut to those there are; no noise,
 as in the official code; a loss that `train.settings` confines runs over those of its ids that are in the draft vocabulary.
 `norm_output` of a published configuration is read as servers read it (SpecForge's own training feeds back the output
 without a norm all the same).
@@ -71,7 +71,7 @@ class Eagle3(Eagle):
 
     Args:
         draft_vocabulary: ids of its head, the target's most frequent ones; None, or no fewer than the target has: all.
-        own_head: train the head; else it is the target's rows, which are neither trained nor stored.
+        own_head: train the head; else it is the target's, which is neither trained nor stored.
         tapped: layers whose outputs it reads, from 0; None: the official ones, see `tapped_layers`.
         fc_norm: a norm on each of their states. norm_output: the output is fed back through the head's norm.
         steps: passes of the training-time test. beta: weight of pass s is beta^s.
@@ -115,7 +115,9 @@ class Eagle3(Eagle):
         self.taps = Taps(hidden=tuple(dict.fromkeys(self.read)), last=False)
         count = min(self.draft_vocabulary or target.vocab_size, target.vocab_size)
         self.embedding = target.embedding
-        self.lm_head = self.head = nn.Linear(width, count, bias=False).requires_grad_(self.own_head)
+        self.shares_head = not self.own_head and count == target.vocab_size and self.checkpoint is None
+        self.lm_head = target.draft_head if self.shares_head else nn.Linear(width, count, bias=False)
+        self.head = self.lm_head.requires_grad_(self.own_head)
         self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
         norms = len(self.read) * self.uses_fc_norm
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps) for _ in range(norms))
@@ -130,10 +132,7 @@ class Eagle3(Eagle):
             return
         listed = None if count == target.vocab_size else self.draft_from(target, count, OPTION)
         with torch.no_grad():
-            if self.weights is None:
-                norm = target.decoder.norm
-                self.norm.weight.copy_(norm(torch.ones_like(norm.weight)))  # Gemma's stores its factors minus one
-            if self.weights is None or not self.own_head:
+            if not self.shares_head and (self.weights is None or not self.own_head):
                 self.lm_head.weight.copy_(target.head.weight if listed is None else target.head.weight[listed.ids])
 
     def _config(self, target: Target) -> Any:  # a LlamaConfig

@@ -15,12 +15,13 @@ U(-a, a) / sqrt(T D) on states and embeddings.
 Deviations and choices: every head has the target's frozen LM head unless `head_per_level` or an official checkpoint gives
 it one of its own, which has a bias there. W starts at zero (official code), its bias too (there it is random); R starts as
 the identity on g, so that training starts from states like the target's (there it is random), and is that identity for
-good unless `projected` (ours: the matrices R are as large as the W; official files have them). The norm of g starts as the
-target's. For the default target, whose drafters are shipped in 10 MB each, there are three heads and an MLP of 640 units in
-the decoder layer (conf/drafter/hydra.yaml), instead of four and the target's 1536: 5.0 M numbers instead of 8.2 M, of which
-the W of four heads take 4.6 M. A draft ends a level earlier. The official code repeats one and the same block where
-`layers` > 2; here each has its own weights. `dropout` comes before every block, there before the LM head as well. Noise is
-drawn for states and embeddings apart, where the official code adds one array to both. A position counts as in Medusa.
+good unless `projected` (ours: the matrices R are as large as the W; official files have them). The norm of g starts with
+one factor, as large as the target's are, which f has had already (there: with ones). For the default target, whose drafters
+are shipped in 10 MB each, there are three heads and an MLP of 640 units in the decoder layer (conf/drafter/hydra.yaml),
+instead of four and the target's 1536: 5.0 M numbers instead of 8.2 M, of which the W of four heads take 4.6 M. A draft ends
+a level earlier. The official code repeats one and the same block where `layers` > 2; here each has its own weights.
+`dropout` comes before every block, there before the LM head as well. Noise is drawn for states and embeddings apart, where
+the official code adds one array to both. A position counts as in Medusa.
 """
 
 import re

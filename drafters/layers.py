@@ -105,6 +105,16 @@ def start_norm(norm: nn.Module, source: nn.Module) -> None:
     own.copy_(source(torch.ones_like(factors)))
 
 
+@torch.no_grad()
+def start_flat_norm(norm: nn.Module, source: nn.Module) -> None:
+    """Give a norm one factor, as large as the target's are (root mean square).
+
+    For states that the target's norm has scaled already: its factors, some of them negative, would apply twice.
+    """
+    factors = source(torch.ones_like(source.get_parameter("weight")))
+    norm.get_parameter("weight").copy_(factors.square().mean().sqrt().expand_as(factors))
+
+
 def start_layer(layer: nn.Module, source: nn.Module) -> bool:
     """Give a layer of Llama's kind the weights of one of the target's, cut to its width; False if they do not fit.
 
@@ -198,10 +208,10 @@ class PrefixLayers(nn.Module):
     prefix_layers: nn.ModuleList
 
     def build_prefix(self, config: Any, layers: int, norm: nn.Module) -> None:
-        """norm: the target's final one, from which this one starts."""
+        """norm: the target's final one, as large as whose factors this one's are at first."""
         self.prefix_layers = nn.ModuleList(LlamaDecoderLayer(config, layer_idx=i) for i in range(layers))
         self.prefix_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        start_norm(self.prefix_norm, norm)
+        start_flat_norm(self.prefix_norm, norm)
         self.prefix_rotary = LlamaRotaryEmbedding(config)
         self.cache = KVCache(layers, 0)
 

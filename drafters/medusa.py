@@ -17,7 +17,8 @@ gives each the target's head and a trained correction of rank r, W2^(k) = W2 + B
 the default target is 6 MB for five heads. W1 and its bias start at zero (the official code leaves the bias random), so that
 training starts at the target's own prediction. A position counts if all tokens drafted from it, up to the label, are an
 answer's (the official code requires it of the label alone, so that a head may predict across a short question). With a
-confined vocabulary, positions whose label lies outside it do not count.
+confined vocabulary, positions whose label lies outside it do not count, and logits get minus the log of each id's chance of
+being in it (`specbench.training.loss_vocabulary`).
 """
 
 import re
@@ -242,7 +243,8 @@ class Medusa(LevelDrafter):
             labels[count:] = -1
             hidden = self.network(read(level, rows, columns), level)
             logits = self.output(hidden, level, batch.vocabulary).float()
-            cross_entropy = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum") / (labels >= 0).sum().clamp(
+            unbiased = logits if batch.vocabulary_bias is None else logits + batch.vocabulary_bias
+            cross_entropy = F.cross_entropy(unbiased, labels, ignore_index=-1, reduction="sum") / (labels >= 0).sum().clamp(
                 min=1
             )
             states = batch.states[rows, columns + ahead - 1]

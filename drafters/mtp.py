@@ -9,11 +9,12 @@ place of states not yet known, as in FastMTP (DeepSeek-V3 trains one module a le
 
 Training: L = sum_k alpha_k CE(t, p_hat^(k)) over n steps with the text's tokens as labels and no loss on states. Step k
 reads the predictions of step k - 1, one position on (see `Eagle.aligned`), and alpha_k = beta^k / sum_j beta^j with
-beta = 0.6, n = 3 (FastMTP). Gradients do not flow from a step into the one before it.
+beta = 0.6, n = 3 (FastMTP). Gradients flow from a step into the one before it: nothing else teaches a step's output to be
+the next one's input.
 
 Deviations and choices: known states are the target's post-norm ones, as the target's head reads them, and a step passes on
-its output behind the final norm, so that both are of one kind (published modules differ here). The final norm starts as the
-target's. W reads the embedding first, as EAGLE's does. A query's keys are those of `Eagle.aligned`, as in drafting.
+its output behind the final norm, so that both are of one kind (published modules differ here). W reads the
+embedding first, as EAGLE's does. A query's keys are those of `Eagle.aligned`, as in drafting.
 FastMTP fine-tunes a module that was trained with its target; here it is trained from the start, for a frozen target. A
 label counts where EAGLE regresses the state before it, if that state's sequence goes on; with a confined vocabulary, where
 the label lies in it. No published layout is read.
@@ -26,7 +27,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from drafters.distillation import DistillationLoss, HardLabels
 from drafters.hass import Hass
-from drafters.layers import start_norm
 from specbench.common.types import Depth, Name, Text, Weight
 from specbench.engine.interface import Batch
 from specbench.engine.policies import TreePolicy
@@ -42,6 +42,7 @@ class Mtp(Hass):
         noise, bias: as of `Eagle`. eagle: other options of `Hass`; its further terms of the loss are off unless given.
     """
 
+    detached = False
     phased = ("steps", "beta", "noise")
     formats: tuple[str, ...] = ()
 
@@ -69,7 +70,6 @@ class Mtp(Hass):
             (self.layer, "input_layernorm"),
         ):
             setattr(part, name, LlamaRMSNorm(target.hidden_size, eps))
-        start_norm(self.last_norm, target.decoder.norm)
 
     def infer_shape(self, checkpoint: Checkpoint) -> NoReturn:
         raise checkpoint.refuse(f"no published layout is known for {type(self).__name__}")

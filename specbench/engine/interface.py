@@ -182,6 +182,7 @@ class Batch:
     valid: Tensor  # [B, T] bool: not padding
     scored: Tensor  # [B, T] bool: states whose prediction counts (valid, and if so configured before an answer's token)
     vocabulary: Tensor | None = None  # [K] ids to which the classification loss is confined; None for all V
+    vocabulary_bias: Tensor | None = None  # [K] minus the log of each id's chance of having been drawn; None: all zeros
     progress: float = 1.0  # share of the training that is done
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [B, T, D], as tapped
     kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> ([B, H, T, Dh], [B, H, T, Dh])

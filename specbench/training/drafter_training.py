@@ -56,7 +56,7 @@ class TrainedWeights:
 class Validation:
     """Measures a drafter on held-out answers while it trains. trees: answers replayed with its own tree, too.
 
-    chains: what was last measured with chains.
+    chains: what was last measured with chains. calibration: by the drafter itself, whose tree may follow it.
     """
 
     target: Target
@@ -64,10 +64,13 @@ class Validation:
     answers: list[HeldOutAnswer]
     trees: int
     chains: AcceptanceCounts | None = None
+    calibration: Any = None
 
     def measure(self) -> dict[str, Any]:
         """Values for the history of a training."""
         self.chains = chain_acceptance(self.target, self.drafter, self.answers)
+        known = [known_states(self.target, answer) for answer in self.answers[:CALIBRATION_ANSWERS]]
+        self.calibration = self.drafter.calibrate(known)
         followed = self.answers[: self.trees]
         tree = {"tree_tau": round(replay(self.target, self.drafter, followed).tau, 4)} if followed else {}
         return _rounded(self.chains) | tree
@@ -110,8 +113,6 @@ def train(workspace: Workspace, budget: Budget) -> TrainedWeights:
     )
     history = trainer.run(budget)
     drafter.eval()
-    # By all processes: a target in parts runs in all of them or in none.
-    calibration = drafter.calibrate([known_states(adapted, answer) for answer in answers[:CALIBRATION_ANSWERS]])
     if validation.chains is None:  # a finished run validates nothing
         validation.measure()
     assert validation.chains is not None
@@ -123,7 +124,7 @@ def train(workspace: Workspace, budget: Budget) -> TrainedWeights:
         "processes": trainer.processes,
         "hours": round(trainer.seconds / 3600, 3),
         "history": history,
-        "calibration": calibration,
+        "calibration": validation.calibration,
     }
     data = {"unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)}
     adapter = drafter.release_adapter()

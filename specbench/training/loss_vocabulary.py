@@ -1,4 +1,12 @@
-"""Over which ids a training's classification loss runs: the frequent ones or some of them, and some of the others."""
+"""Over which ids a training's classification loss runs: the frequent ones or some of them, and some of the others.
+
+Ids of the batch's own text, among them all labels, are always there; others by chance. A loss against the text's tokens
+would learn probabilities that are too low for ids that are often drawn and too high for rare ones, unless the logit of each
+id gets minus the log of its chance, as in sampled softmax (Jean et al., arXiv:1412.2007): the sum over drawn ids is then an
+unbiased estimate of that over all. A loss against the target's probabilities over the same ids needs no such correction.
+"""
+
+import math
 
 import torch
 from torch import Tensor
@@ -8,13 +16,20 @@ from specbench.training.corpus_reader import CorpusReader
 from specbench.training.recipe import Phase, TrainSettings
 
 
-def draw(ids: Tensor, text: Tensor, count: int) -> Tensor:
-    """`count` of some ids: those that occur in a text, and others at random; all, as they stand, if there are no more."""
+def draw(ids: Tensor, text: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`count` of some ids: those that occur in a text, and others at random; all, as they stand, if there are no more.
+
+    Returns:
+        ids [K], and [K] minus the log of the chance with which each was drawn.
+    """
     if count >= len(ids):
-        return ids
+        return ids, torch.zeros(len(ids), device=ids.device)
     in_text = torch.isin(ids, text)
     others, missing = ids[~in_text], max(0, count - int(in_text.sum()))
-    return torch.cat([ids[in_text], others[torch.randperm(len(others), device=ids.device)[:missing]]])
+    drawn = torch.cat([ids[in_text], others[torch.randperm(len(others), device=ids.device)[:missing]]])
+    bias = torch.zeros(len(drawn), device=ids.device)
+    bias[len(drawn) - missing :] = math.log(len(others) / max(1, missing))
+    return drawn, bias
 
 
 class LossVocabulary:
@@ -27,13 +42,13 @@ class LossVocabulary:
         if counts:
             self.ids = corpus.frequent(None if settings.others else max(counts)).to(device)
 
-    def of(self, phase: Phase, batch: Batch) -> Tensor | None:
-        """The ids of a batch's loss, drawn anew for each; None for the whole vocabulary."""
+    def confine(self, batch: Batch, phase: Phase) -> None:
+        """Set the ids of a batch's loss and their bias, drawn anew for each; leave both as they are for all ids."""
         settings, count = self.settings, self.settings.vocabulary_in(phase)
         if count is None:
-            return None
+            return
         text = batch.tokens[batch.valid]
         frequent, rest = self.ids[:count], self.ids[count:]
-        if settings.sampled is not None:
-            frequent = draw(frequent, text, settings.sampled)
-        return torch.cat([frequent, draw(rest, text, settings.others)]) if settings.others else frequent
+        parts = [draw(frequent, text, len(frequent) if settings.sampled is None else settings.sampled)]
+        parts += [draw(rest, text, settings.others)] if settings.others else []
+        batch.vocabulary, batch.vocabulary_bias = map(torch.cat, zip(*parts, strict=True))

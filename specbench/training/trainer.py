@@ -224,7 +224,7 @@ class Trainer:
         for rows in batches:
             share = rows[self.accelerator.process_index :: self.processes]
             batch = self.corpus.load(share, device, dtype)
-            batch.vocabulary = self.vocabulary.of(self.settings.phases[self.phase], batch)
+            self.vocabulary.confine(batch, self.settings.phases[self.phase])
             batch.progress = self.step / self.total
             with self.accelerator.autocast():
                 metrics = self.objective(batch)

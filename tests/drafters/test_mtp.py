@@ -7,10 +7,10 @@ from conftest import make, tiny
 from drafting import batch_of
 from safetensors.torch import save_file
 
-from drafters.distillation import HardLabels
+from drafters.distillation import DistillationLoss, HardLabels
 from drafters.eagle import following
 from specbench.common.errors import SpecBenchError
-from specbench.engine import checkpoints
+from specbench.engine import checkpoints, vocabulary
 
 
 def rms(x, weight):
@@ -91,13 +91,31 @@ def test_a_label_is_of_the_states_own_sequence():
     assert found.labels[:8].tolist() == batch.tokens[0, 2:5].tolist() + batch.tokens[0, 7:].tolist()
 
 
-def test_norms_start_like_the_targets_and_one_step_is_enough_to_train():
+def test_ids_that_are_drawn_by_chance_count_for_those_that_are_not():
+    """The loss against the text is a sampled softmax; that against the target's probabilities is not."""
     target = tiny()
-    with torch.no_grad():
-        target.decoder.norm.weight.fill_(1.7)
+    batch = batch_of(target)
+    drawn = torch.randperm(target.vocab_size)
+    batch.vocabulary, batch.vocabulary_bias = drawn, torch.rand(len(drawn))
+    truth = following(batch)
+    guess = torch.randn(*truth.states.shape)
+    found = HardLabels(truth, target.head).loss(guess, 0.0, 1.0)["loss"]
+    counted = truth.scored.clone()
+    counted[:, -1] = False
+    logits = target.head(guess[:, :-1])[..., drawn] + batch.vocabulary_bias
+    labels = vocabulary.places(drawn, target.vocab_size)[truth.tokens[:, 1:]]
+    expected = F.cross_entropy(logits[counted[:, :-1]], labels[counted[:, :-1]])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    plain, soft = (DistillationLoss(truth, target.head, unbiased=on).loss(guess, 0.0, 1.0)["loss"] for on in (False, True))
+    batch.vocabulary_bias = None
+    without = DistillationLoss(following(batch), target.head, unbiased=True).loss(guess, 0.0, 1.0)["loss"]
+    assert plain == without != soft
+
+
+def test_one_step_is_enough_to_train():
+    target = tiny()
     made = make("mtp", target, "+drafter.steps=1")
-    torch.testing.assert_close(made.last_norm.weight.detach(), torch.full((32,), 1.7), atol=1e-4, rtol=1e-4)
-    assert torch.equal(made.state_norm.weight, torch.ones(32)) and made.fc.bias is None
+    assert torch.equal(made.last_norm.weight, torch.ones(32)) and made.fc.bias is None
     batch = batch_of(target)
     metrics = made.loss(batch)
     truth = HardLabels(following(batch), made.head)

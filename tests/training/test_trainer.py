@@ -52,10 +52,22 @@ def test_drawn_ids_are_the_texts_own_and_as_many_others():
     ids, own = torch.tensor([9, 4, 7, 1, 8, 2]), torch.tensor([7, 7, 3, 2])
     torch.manual_seed(0)
     for count in (2, 3, 5):
-        found = draw(ids, own, count).tolist()
+        found = draw(ids, own, count)[0].tolist()
         assert len(found) == len(set(found)) == count and {7, 2} <= set(found) <= set(ids.tolist())
-    assert draw(ids, own, 6).tolist() == ids.tolist() and draw(ids, own, 1).tolist() == [7, 2]
-    assert len({tuple(sorted(draw(ids, own, 3).tolist())) for _ in range(40)}) == 4, "the others are drawn anew"
+    assert draw(ids, own, 6)[0].tolist() == ids.tolist() and draw(ids, own, 1)[0].tolist() == [7, 2]
+    assert len({tuple(sorted(draw(ids, own, 3)[0].tolist())) for _ in range(40)}) == 4, "the others are drawn anew"
+    assert not draw(ids, own, 6)[1].any() and not draw(ids, own, 1)[1].any(), "these are certain"
+
+
+def test_the_bias_of_drawn_ids_makes_their_sum_an_estimate_of_that_over_all():
+    torch.manual_seed(0)
+    ids, own, logits = torch.randperm(40), torch.tensor([3, 5]), torch.randn(40)
+    sums = []
+    for _ in range(4000):
+        drawn, bias = draw(ids, own, 12)
+        assert not bias[:2].any() and torch.allclose(bias[2:].exp(), torch.tensor(38 / 10))
+        sums.append((logits[drawn] + bias).exp().sum())
+    assert torch.stack(sums).mean() == pytest.approx(float(logits.exp().sum()), rel=0.02)
 
 
 def test_the_mass_of_a_phase_is_its_share_of_all_learning_rates():
