@@ -9,7 +9,7 @@ import pandas as pd
 
 from specbench.records.metrics import RATES
 from specbench.records.statistics import interval
-from specbench.records.studies import Shown, cell_options
+from specbench.records.studies import Shown, cell_needs, cell_options
 from specbench.reporting.cells import Entry
 from specbench.reporting.evidence import TIMED, Evidence, rate
 
@@ -22,6 +22,7 @@ MEASURED |= {"pass_ms": "pass_ms", "latency_ratio": "draft_cost"}
 MEASURED |= {"pass_at_1": "solved", "accuracy": "solved"}
 SCALES = {"%": 100.0, "M": 2.0**-20}  # printed values are these times the measured ones; the papers' M fits 2^20
 MEMORY = "memory_gb"  # GB in the papers' tables are GiB
+OVERALL = ("", "spec-bench")  # as a dataset: a mean over sets that the table does not have apart
 MEAN = "mean"  # as a dataset: the mean over the other datasets of its row
 COLUMNS = ("row", "column", "target", "dataset", "temperature", "metric", "hardware")  # that a key may name
 
@@ -81,10 +82,16 @@ class Beside:
             part = self.part
             row = (part["row"] == cell.row) & (part["metric"] == cell.metric) & (part["temperature"] == cell.temperature)
             return self._mean(arm, cell, [name for name in dict.fromkeys(part[row]["dataset"]) if name not in (MEAN, "")])
-        if cell.dataset == "" and MEASURED.get(cell.metric) in RATES:  # a mean whose sets the table does not name
-            options = cell_options(self.evidence.study)  # which follow the source
-            return self._mean(arm, cell, [*dict.fromkeys(one.dataset for one in options)])
+        if cell.dataset in OVERALL and MEASURED.get(cell.metric) in RATES:
+            return self._mean(arm, cell, self._datasets(cell))
         return self._value(arm, cell, cell.dataset)
+
+    def _datasets(self, cell: Any) -> list[str]:
+        """The study's sets, which follow the source; those of Spec-Bench that a machine without its file has."""
+        study = self.evidence.study
+        cells = enumerate(cell_options(study))
+        named = [one.dataset for number, one in cells if cell.dataset == "" or not cell_needs(study, number)]
+        return [*dict.fromkeys(named)]
 
     def _mean(self, arm: str, cell: Any, datasets: list[str]) -> tuple[float | None, str]:
         """Mean over data sets, if all of them were measured."""

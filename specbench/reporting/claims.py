@@ -10,6 +10,7 @@ A claim is a list of tests (`specbench/records/studies.py`); a test compares a m
     {metric: tau, of: eagle1, at: {category: coding}, over_at: {}, is: more}   some prompts of a cell against all others
     {measured: memory.peak, of: beagle, over: eagle2, is: less}   a measurement, repeated five times or more
     {measured: generate.ratio, of: none, than: 1, is: more}       a measurement against a number
+    {measured: target_pass.ms_8/ms_1, of: none, than: 1.3, is: less}    two values of each repetition, one over the other
 
 The effect is a difference for tau, acceptances and problems solved, a ratio otherwise. Its 95% interval resamples questions
 (paired between arms) or repetitions. With `at: {dataset: [mtbench, gsm8k]}` it is the mean over data sets, each resampled
@@ -182,7 +183,7 @@ def _compare_measured(test: Mapping[str, Any], known: Evidence) -> Comparison:
         entry = known.measured(arm, quantity)
         if entry is None:
             return Comparison(reason=f"no measurement of {arm}")
-        values = [v[name] for v in entry.measured[quantity] if name in v]
+        values = [v for v in (_measured_value(m, name) for m in entry.measured[quantity]) if v is not None]
         if len(values) < FEWEST:
             return Comparison(reason=f"{len(values)} repetitions, where {FEWEST} make an interval")
         sides.append((entry, values))
@@ -195,6 +196,12 @@ def _compare_measured(test: Mapping[str, Any], known: Evidence) -> Comparison:
         return Comparison(reason=problem)
     low, high = np.percentile(medians(a, seed=0) / medians(b, seed=1), LEVEL)
     return replace(size, effect=Interval(float(np.median(a) / np.median(b)), float(low), float(high)))
+
+
+def _measured_value(measured: Mapping[str, float], name: str) -> float | None:
+    """One value of a measurement, or one over another, as `ms_8/ms_1`; None if it is not there."""
+    parts = name.split("/")
+    return measured[parts[0]] / (measured[parts[1]] if parts[1:] else 1.0) if measured.keys() >= {*parts} else None
 
 
 def _relative(value: Interval, test: Mapping[str, Any]) -> Interval:

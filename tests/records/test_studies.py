@@ -142,8 +142,8 @@ def test_the_door_reads_what_reports_read(name):
     read = OmegaConf.to_container(config.study, resolve=True)
     trained = [(a["train"], read["arms"][n]["train"]) for n, a in STUDIES[name]["arms"].items() if "train" in a]
     assert all([o.replace("${model.name}", MODEL) for o in plain] == resolved for plain, resolved in trained)
-    cells = [[o.replace("${model.name}", MODEL) for o in c] if isinstance(c, list) else c for c in STUDIES[name]["cells"]]
-    assert list(read["arms"]) == list(STUDIES[name]["arms"]) and read["cells"] == cells
+    cells = [[o.replace("${model.name}", MODEL) for o in overrides] for overrides in studies.cell_runs(STUDIES[name])]
+    assert list(read["arms"]) == list(STUDIES[name]["arms"]) and studies.cell_runs(read) == cells
     assert read.get("claims") == STUDIES[name].get("claims") and read.get("shows") == STUDIES[name].get("shows")
 
 
@@ -157,7 +157,8 @@ def test_cells_and_arms_are_configurations_of_a_run(name):
     one = STUDIES[name]
     cells = {tuple(overrides) for overrides in studies.cell_runs(one)}
     runs = {tuple(arm["run"]) for arm in one["arms"].values()}
-    assert len(cells) == len(one["cells"]) and len(runs) == len(one["arms"]) - _alike(one)
+    weighted = {(*arm["run"], *arm.get("train", []), arm.get("weights")) for arm in one["arms"].values()}
+    assert len(cells) == len(one["cells"]) and len(weighted) == len(one["arms"])
     assert not set().union(*map(keys, cells)) & set().union(*map(keys, runs))
     first = studies.cell_runs(one)[0]
     assert any(o.startswith("dataset=") for o in first), "the first cell's dataset is the study's"
@@ -165,12 +166,6 @@ def test_cells_and_arms_are_configurations_of_a_run(name):
         _hold([*overrides, *one["arms"][next(iter(one["arms"]))]["run"]])
     for overrides in runs:
         _hold([*first, *overrides])
-
-
-def _alike(one):
-    """Arms that decode as another one does, with weights of their own training."""
-    trained = [tuple(arm["run"]) for arm in one["arms"].values() if "train" in arm]
-    return len(trained) - len(set(trained))
 
 
 def _hold(overrides):
@@ -215,10 +210,11 @@ def test_trained_weights_are_the_drafters_or_its_draft_models(arm, tmp_path):
 
 
 def test_trained_arms_train_briefly():
-    """But for those that are to have seen as much as a drafter that is shipped."""
+    """But for those that are to have seen as much as a drafter that is shipped, and those of a GPU."""
+    equal = ("moa_table2", "moa_table3", "moa_table3_4g", "moa_table4", "equal_footing")
     for name, one in STUDIES.items():
         for label, arm in one["arms"].items():
-            if "train" in arm and name != "moa_table2":
+            if "train" in arm and name not in equal and arm.get("needs", {}).get("device") != "cuda":
                 recipe = composed("train", arm["train"]).train
                 rows = recipe.settings.steps * recipe.batch
                 assert rows <= 2900, f"{name}: {label}"
@@ -233,6 +229,8 @@ def test_studies_share_the_trainings_of_one_recipe():
     assert folder_of("beagle_figure3", "beagle") == folder_of("beagle_figure4", "k5") == folder_of("beagle_figure5", "k5")
     assert folder_of("beagle_figure3", "beagle_longer") == folder_of("beagle_figure5", "k5_longer")
     assert folder_of("beagle_figure3", "eagle2") == folder_of("eagle_figure10", "shifted")
+    for other in ("moa_table3", "moa_table3_4g", "moa_table4"):
+        assert all(folder_of("moa_table2", arm) == folder_of(other, arm) for arm in ("eagle2", "independent"))
     assert folder_of("beagle_figure6", "batch_2") == folder_of("beagle_figure3", "beagle")
     assert composed("train", []).model.name == study_training.DEFAULT_MODEL.removeprefix("model=")
     arms = STUDIES["beagle_figure3"]["arms"]

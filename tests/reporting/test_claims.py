@@ -125,6 +125,8 @@ def verdict(test, known):
         ({"measured": "memory.peak", "of": "good", "over": "poor", "is": "less"}, REPRODUCED),
         ({"measured": "memory.peak", "of": "poor", "over": "mixed", "within": 0.05}, REPRODUCED),
         ({"measured": "memory.peak", "of": "poor", "over": "mixed", "is": "less"}, INCONCLUSIVE),
+        ({"measured": "memory.peak/peak", "of": "good", "than": 1.0, "within": 0.1}, REPRODUCED),
+        ({"measured": "memory.peak/loaded", "of": "good", "than": 1.0, "within": 0.1}, NOT_RUN),
         ({"measured": "memory.loaded", "of": "good", "over": "poor", "is": "less"}, NOT_RUN),
         ({"measured": "training.peak", "of": "good", "over": "poor", "is": "less"}, NOT_RUN),
         ({"metric": "lossless", "of": "good", "than": 0.999, "is": "more"}, NOT_RUN),  # these rows hold no audit
