@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 from filelock import FileLock, Timeout
 from pydantic import Discriminator
+from pydantic_core import from_json
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import MAX_LINE, parse, parse_lines, read_bytes
@@ -30,7 +31,7 @@ from specbench.records.schema import SCHEMA, Header
 
 NAME = "[12][0-9][0-9][0-9]-[01][0-9]-[0-3][0-9]T*-*.jsonl"  # glob pattern of block files
 LOCKS = ".locks"  # folder of a cell's locks; not part of the results
-MAX_BLOCK, MAX_HEAD = 1 << 30, 1 << 16  # bytes of a file, and of the part of a line that `scan` reads
+MAX_BLOCK = 1 << 30  # bytes of a file
 Line = Annotated[Header | Record, Discriminator("kind")]
 
 
@@ -124,14 +125,6 @@ def trace_path(folder: Path, label: str) -> Path:
 
 # Index of a block -----------------------------------------------------------------------------------------------------
 
-_STRING = rb'"(?:[^"\\]|\\.)*"'
-_HEAD = re.compile(  # of a line, as `Block.write` begins it
-    rb'\{"kind": "(?:(prompt|error)", "drafter": (%s), "question": (%s), (?:"category": %s, )?"turn": (\d+)|'
-    rb'(measurement)", "drafter": (%s), "what": (%s), "repetition": (\d+)|'
-    rb'(question)", "question": (%s), "generations": (\d+), "seconds": ([0-9.e+-]+))' % ((_STRING,) * 6)
-)
-_TEXT = re.compile(rb'"text": "([0-9a-f]*)"')
-
 Label = str
 Answer = tuple[str, int]  # digest of a question, and turn
 Generation = tuple[Label, str, int]  # the same of one arm
@@ -143,7 +136,7 @@ class BlockIndex:
 
     Attributes:
         arms: keys by label. measured: (label, quantity, repetition). generations, seconds: of finished questions.
-        baseline_spans: first and last byte of each baseline row's line in the file.
+        baseline_lines: of the file, each with a row of the baseline.
     """
 
     path: Path
@@ -156,51 +149,45 @@ class BlockIndex:
     measured: set[tuple[Label, str, int]] = field(default_factory=set)
     generations: int = 0
     seconds: float = 0.0
-    baseline_spans: dict[Answer, tuple[int, int]] = field(default_factory=dict)
+    baseline_lines: dict[Answer, bytes] = field(default_factory=dict)
 
 
 def scan(path: Path, baseline: str) -> BlockIndex | None:
-    """Index a block by the beginnings of its lines; None if it was truncated in its header.
+    """Index a block; None if it was truncated in its header. Records are read whole and checked by `read_block` alone.
 
     Raises:
         SpecBenchError: it is no block of this format, or damaged; it names the line.
     """
-    data = read_bytes(path, MAX_BLOCK)
-    end = data.find(b"\n")
-    if end < 0:
+    lines = read_bytes(path, MAX_BLOCK).split(b"\n")[:-1]  # a line without an end was truncated
+    if not lines:
         return None
-    header: Header = parse(data[:end], Header, f"{path} line 1", MAX_LINE)
+    header: Header = parse(lines[0], Header, f"{path} line 1", MAX_LINE)
     arms = {label: identity.arm_key(arm) for label, arm in header["arms"].items()}
     index = BlockIndex(path, header, identity.cell_key(header), identity.machine_key(header), arms)
-    number, begin = 1, end + 1
-    while (end := data.find(b"\n", begin)) >= 0:
-        number += 1
-        if end > begin:
-            try:
-                _add_line(index, data, begin, end, baseline)
-            except ValueError as error:  # not a record, or text and numbers that are not JSON
-                raise SpecBenchError(f"{path} line {number}: no record of a block; mend or remove that line") from error
-        begin = end + 1
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            if line:
+                _add_record(index, from_json(line), line, baseline)
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpecBenchError(f"{path} line {number}: no record of a block; mend or remove that line") from error
     return index
 
 
-def _add_line(index: BlockIndex, data: bytes, begin: int, end: int, baseline: str) -> None:
-    """Add the record of `data[begin:end]`. Raises `ValueError` if it is none."""
-    head = _HEAD.match(data, begin, min(end, begin + MAX_HEAD))
-    if head is None:
-        raise ValueError("no record")
-    kind, label, _, turn, measurement, arm, quantity, repetition, question, _, generations, seconds = head.groups()
-    if measurement:
-        index.measured.add((json.loads(arm), json.loads(quantity), int(repetition)))
-    elif question:
-        index.generations += int(generations)
-        index.seconds += float(seconds)
+def _add_record(index: BlockIndex, record: dict[str, Any], line: bytes, baseline: str) -> None:
+    """Add a record, and its line if it is a row of the baseline. Raises if it is none."""
+    kind = record["kind"]
+    if kind == "measurement":
+        index.measured.add((record["drafter"], record["what"], record["repetition"]))
+    elif kind == "question":
+        index.generations += record["generations"]
+        index.seconds += record["seconds"]
+    elif kind in ("prompt", "error"):
+        key = record["drafter"], record.get("text", ""), record["turn"]
+        (index.rows if kind == "prompt" else index.failures).add(key)
+        if kind == "prompt" and key[0] == baseline:
+            index.baseline_lines[key[1:]] = line
     else:
-        text = _TEXT.search(data, max(begin, end - 60), end) or _TEXT.search(data, begin, end)
-        key = (json.loads(label), text[1].decode() if text else "", int(turn))
-        (index.rows if kind == b"prompt" else index.failures).add(key)
-        if kind == b"prompt" and key[0] == baseline:
-            index.baseline_spans[key[1:]] = (begin, end)
+        raise ValueError(kind)
 
 
 def scan_all(folder: Path, baseline: str) -> Iterator[BlockIndex]:
@@ -287,11 +274,8 @@ class Ledger:
         if (text, turn) in self._answers:
             return self._answers[text, turn]
         for path, index in self._indices.items():
-            if (text, turn) in index.baseline_spans:
-                begin, end = index.baseline_spans[text, turn]
-                with path.open("rb") as file:
-                    file.seek(begin)
-                    row: Row = parse(file.read(end - begin), Line, str(path))
+            if (text, turn) in index.baseline_lines:
+                row: Row = parse(index.baseline_lines[text, turn], Line, str(path))
                 return row
         return None
 

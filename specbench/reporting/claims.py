@@ -252,11 +252,24 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
             summary = f"needs {', '.join(missing)}{shown}"
         elif not known.entries:
             summary = f"python -m specbench.study study={name}"
-        elif _trained_once(known, claim):
-            summary += " (one seed)"
+        else:
+            notes = [_unequal(known, claim), *(["one seed"] if _trained_once(known, claim) else [])]
+            summary += f" ({'; '.join(filter(None, notes))})" if any(notes) else ""
         size = least.size if verdict == PRELIMINARY else ""
         verdicts.append(ClaimVerdict(name, claim, effects, verdict, summary, size))
     return verdicts
+
+
+def _unequal(known: Evidence, claim: Mapping[str, Any]) -> str:
+    """The trained parameters of compared arms, where a claim wants arms trained alike and they differ by over 10%."""
+    if not claim.get("needs", {}).get("alike"):
+        return ""
+    named = dict.fromkeys(name for test in claim["tests"] for name in (test["of"], test.get("over", test["of"])))
+    entries = (next((e for e in known.entries if e.name == name), None) for name in named)
+    sizes = {e.name: e.weights["parameters"] for e in entries if e is not None and e.weights.get("parameters")}
+    if not sizes or max(sizes.values()) <= 1.1 * min(sizes.values()):
+        return ""
+    return "trained parameters: " + ", ".join(f"{name} {size / 1e6:.1f} M" for name, size in sizes.items())
 
 
 def _trained_once(known: Evidence, claim: Mapping[str, Any]) -> bool:
