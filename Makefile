@@ -60,7 +60,8 @@ $(CHECKED): $(READY)
 
 install: $(READY) ## create the virtual environment, once
 
-bench: $(READY) ## decode MODEL with every drafter beside the baseline, report
+bench: $(READY) ## decode MODEL with a choice of drafters beside the baseline (DRAFTERS=all: every one), report
+	@[ "$(origin DRAFTERS)" != file ] || echo "A default choice of drafters; DRAFTERS=all measures every one, DRAFTERS=a,b these two."
 	$(if $(BRIEF),$(BIN)/python -m specbench.train -m model=$(MODEL) drafter=$(BRIEF) train=brief train.missing=true)
 	$(if $(BRIEF),$(BIN)/python -m specbench.train model=$(MODEL) train=brief train.until=vocabulary)
 	@status=0; $(BIN)/python -m specbench.study study=bench cells=[0] model=$(MODEL) arms=$(ARMS) \

@@ -97,6 +97,7 @@ SHARED = ("tokens", "cycles", "seconds", *PHASES, "audited", "lossless")  # also
 DRIFT_SUMS = ("judged", "nll", "kl")  # tokens of answers whose drift was measured, and its sums
 OWN = (
     "answers",
+    "waited",
     "passes",
     "counted",
     "counted_draft",
@@ -119,7 +120,7 @@ def sum_rows(rows: Sequence[Row], baseline: Sequence[Row] = ()) -> Totals:
 
     [Q] by name, `tried` and `passed` [Q, DEPTHS]. `counted`, `counted_draft`: cycles and drafting seconds of the rows that
     counted their draft `passes` (older ones did not). `whole`, `same`: ids of the baseline's answers, and how many of them
-    are equal here at the same index.
+    are equal here at the same index. `waited`: seconds from an answer's first token to its last.
     """
     answers = {(r.question, r.turn): r.tokens for r in baseline}
     turns = {(r.question, r.turn) for r in rows}
@@ -147,6 +148,7 @@ def _own_counts(row: Row, reference: Sequence[int] | None) -> dict[str, float | 
     tried, passed = depth_counts(row.accepted, row.drafted, DEPTHS)
     counts: dict[str, float | np.ndarray] = {"answers": 1, "tried": tried, "passed": passed}
     counts |= {"scored": row.solved is not None, "solved": bool(row.solved)}
+    counts |= {"waited": row.decode_s if row.batch is None else row.batch.own_s}
     if row.drift is not None:
         counts |= {"judged": len(row.tokens), "nll": row.drift.nll, "kl": row.drift.kl}
     if row.draft_passes is not None:
@@ -173,6 +175,7 @@ def _speed(s: Sums, prefix: str = "") -> np.ndarray:
 RATES: dict[str, Rate] = {
     "tau": lambda s: s["tokens"] / s["cycles"],
     "tokens_per_s": Ratio(_speed),
+    "token_ms": Ratio(lambda s: 1000 * s["waited"] / np.where(s["tokens"] > 0, s["tokens"], np.nan)),  # latency
     "speed_up": Ratio(lambda s: _speed(s) / _speed(s, "base_")),
     "alpha": lambda s: s["passed"].sum(-1) / s["tried"].sum(-1),  # over all steps, as in the theory of chains
     **{f"alpha{depth}": step_alpha(depth) for depth in range(6)},

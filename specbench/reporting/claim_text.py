@@ -8,7 +8,8 @@ from specbench.records.studies import is_difference
 
 Place = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 METRIC_WORDS = {
-    "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "draft_ms": "drafting a cycle", "alpha": "acceptance",
+    "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "token_ms": "latency",
+    "draft_ms": "drafting a cycle", "alpha": "acceptance",
     "late_alpha": "acceptance behind the first step", "lossless": "lossless answers", "parameters": "parameters",
     "solved": "share of problems solved",
     "answer_perplexity": "perplexity of answers", "answer_kl": "KL of answers to the target",
