@@ -106,8 +106,7 @@ def run(
         begin = time.monotonic()
         ledger = _ledger(spec, header)
         bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
-        read = questions if "quality" in repetitions else questions[:PROMPTS]
-        prompts = [_first_prompt(chat, question) for question in read]
+        prompts = [_first_prompt(chat, question) for question in questions]
         tokens = min(TOKENS, spec.decode.max_new_tokens)
         workload = Workload(target, prompts[:PROMPTS], tokens, cell_arms[0].bound, prompts)
         unmeasured = measurements.measure(repetitions, ledger, workload, cell_arms, budget)

@@ -26,14 +26,14 @@ from specbench.remote.throughput import throughput
 from specbench.tuning import target_cost
 
 CLIENTS = (1, 2, 4, 8)  # of one server
-PROMPTS, TOKENS = 4, 64  # questions decoded for a measurement, and the most tokens of each answer
+PROMPTS, TOKENS = 4, 64  # questions decoded for a repetition, and the most tokens of each answer
 
 
 @dataclass(frozen=True)
 class Workload:
     """What a measurement decodes: some prompts as ids, and how many tokens of each answer.
 
-    plain: the baseline. all_prompts: of all questions of the cell where `quality` is measured.
+    plain: the baseline. all_prompts: of all questions of the cell.
     """
 
     target: Target
@@ -42,13 +42,23 @@ class Workload:
     plain: BoundDrafter
     all_prompts: Sequence[list[int]] = ()
 
+    def of(self, repetition: int) -> "Workload":
+        """The same with other prompts for each repetition, as far as the cell has any."""
+        first = PROMPTS * repetition % max(1, len(self.all_prompts))
+        return replace(self, prompts=list(self.all_prompts[first : first + PROMPTS]) or self.prompts)
+
 
 @dataclass(frozen=True)
 class Quantity:
-    """measure: one repetition of one arm. applies: is it measured of this arm? By default of all that decode here."""
+    """A quantity of an arm.
+
+    measure: one repetition of one arm. applies: is it measured of this arm? By default of all that decode here.
+    varied: each repetition decodes other prompts, so that its interval is one over questions.
+    """
 
     measure: Callable[[Workload, Arm], dict[str, float]]
     applies: Callable[[Arm], bool] = lambda arm: not _is_engine(arm)
+    varied: bool = False
 
 
 def _is_baseline(arm: Arm) -> bool:
@@ -138,7 +148,7 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "overhead": Quantity(_local(_decoding(costs.overhead))),
     "target_pass": Quantity(_local(lambda load, _: target_cost.target_pass(load.target, load.prompts[0])), _is_baseline),
     "clients": Quantity(_clients),
-    "generate": Quantity(_local(_generate), _is_compared),
+    "generate": Quantity(_local(_generate), _is_compared, varied=True),
     "floor": Quantity(_local(lambda load, _: costs.floor(load.target, load.prompts, load.tokens)), _is_baseline),
     "quality": Quantity(_quality, _is_baseline),
 }
@@ -179,7 +189,8 @@ def _measure(
                 break
             begin = time.monotonic()
             try:
-                measurement.values.update(QUANTITIES[name].measure(load, arm))
+                chosen = load.of(measurement.repetition) if QUANTITIES[name].varied else load
+                measurement.values.update(QUANTITIES[name].measure(chosen, arm))
             except Exception as error:
                 warn(f"{name} of {arm.label} not measured: {format_exception(error)}")
                 failed.add(arm.label)

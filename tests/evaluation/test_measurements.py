@@ -249,6 +249,13 @@ def test_an_arm_that_cannot_be_measured_costs_itself_alone(tmp_path, monkeypatch
     assert len(message) == 1 and message[0].startswith("specbench: drafting of a not measured: ValueError: boom")
 
 
+def test_repetitions_of_what_varies_decode_other_prompts():
+    load = measurements.Workload(None, [[0]], 8, None, [[i] for i in range(10)])
+    chosen = [[prompt[0] for prompt in load.of(repetition).prompts] for repetition in range(4)]
+    assert chosen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [2, 3, 4, 5]]
+    assert measurements.Workload(None, [[0]], 8, None).of(3).prompts == [[0]]
+
+
 def test_studies_name_the_quantities_that_there_are():
     assert set(typing.get_args(studies.Measured)) == set(measurements.QUANTITIES)
 

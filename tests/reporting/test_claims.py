@@ -8,7 +8,7 @@ from fixtures import arm, block, settings
 
 from specbench.records import metrics, statistics
 from specbench.records.blocks import below
-from specbench.records.rows import Measurement, Row
+from specbench.records.rows import Batched, Measurement, Row
 from specbench.records.totals import draws
 from specbench.reporting import cells, claim_text, claims, evidence
 from specbench.reporting.claims import (
@@ -466,6 +466,24 @@ def test_what_was_not_run_says_how_to(known):
     study = {**STUDY, "claims": [{**CLAIM, "tests": [{"metric": "tau", "of": "good", "than": 1, "is": "more"}]}]}
     (found,) = judge_study("elsewhere", study, known.entries)
     assert found.verdict == NOT_RUN and found.summary == "python -m specbench.study study=elsewhere"
+
+
+def test_latency_is_a_sequences_own_time_whatever_its_batch_decoded(tmp_path):
+    """Of 36 tokens behind the first the share of the batch took 18 s, the sequence itself waited 72 s."""
+    together = header()
+    together["config"] = {**together["config"], "batch": 4}
+
+    def batched(r):
+        return replace(r, batch=Batched(4, 4 * len(r.tokens), 1.0, 80.0, 72.0))
+
+    write(tmp_path, header(), "none", "good")
+    write(tmp_path, together, "none", "good", change=batched)
+    known = gathered(tmp_path, varies=["batch"])
+    for at, expected in (({}, 500.0), ({"batch": 4}, 72000 / np.mean([len(r.tokens) - 1 for r in rows("good")]))):
+        e = known.find("good", at, timed=True)
+        assert float(rate(e, "token_ms")(e.totals.pooled)) == pytest.approx(expected, rel=0.05)
+    test = {"metric": "token_ms", "of": "good", "at": {"batch": 4}, "over_at": {}, "is": "more"}
+    assert verdict(test, known) == REPRODUCED
 
 
 def test_batches_are_compared_only_where_a_study_says_so(tmp_path):
