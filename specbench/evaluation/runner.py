@@ -74,6 +74,8 @@ class Bench:
         self.clock, self.background, self.meter = Clock(target.device), BackgroundLoad(), Meter(target.device)
         self.phases = PhaseClock(target.device)
         self.warned, self.remote = False, target if isinstance(target, RemoteTarget) else None
+        if self.remote is not None:
+            self.remote.cutting = False  # but while a drafter decodes
         if replay and target.dtype != torch.float32:
             dtype = str(target.dtype).removeprefix("torch.")
             raise SpecBenchError(f"replay=true: {dtype} answers differ at ties; set model.dtype=float32, or replay=false")
@@ -251,25 +253,29 @@ class Bench:
         generator = self._generator(row, bound.rule)
         self.background.start()
         self.meter.start()
-        clock = self.phases
-        events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler, generator, clock)
-        if self.remote is not None:
-            self.remote.cutting = bound.label != BASELINE  # the others are compared with its whole answer
-        lost = phases.fill(row, events, clock)
-        if lost is not None and (self.remote is None or not row.tokens or self.remote.on_disconnect == "wait"):
-            raise lost
-        row.others, row.gpu = self.background.read(), GpuUse.read(self.meter)
-        if self.remote is not None:
-            row.link = LinkUse(**asdict(self.remote.traffic), cut=None if lost is None else str(lost))
-            if lost is not None and self.remote.on_disconnect == "continue":
-                self._draft_alone(row, bound.drafter, self.remote, limits)
-            self.remote.cutting = False  # passes of the audit are no part of the generation
-        if self.sampler.greedy and reference is not None and not bound.rule.lossy:
-            expected = reference.tokens if lost is None else reference.tokens[: len(row.tokens)]
+        events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler, generator, self.phases)
+        with ExitStack() as stack:
+            if self.remote is not None:
+                self.remote.cutting = bound.label != BASELINE  # the others are compared with its whole answer
+                stack.callback(setattr, self.remote, "cutting", False)
+            lost = phases.fill(row, events, self.phases)
+            if lost is not None and (self.remote is None or not row.tokens or self.remote.on_disconnect == "wait"):
+                raise lost
+            row.others, row.gpu = self.background.read(), GpuUse.read(self.meter)
+            if self.remote is not None:
+                row.link = LinkUse(**asdict(self.remote.traffic), cut=None if lost is None else str(lost))
+                if lost is not None and self.remote.on_disconnect == "continue":
+                    self._draft_alone(row, bound.drafter, self.remote, limits)
+        self._check(row, bound.rule, prompt, reference, cut=lost is not None)
+
+    def _check(self, row: Row, rule: Rule, prompt: list[int], reference: Row | None, cut: bool) -> None:
+        """Compare an answer with the baseline's if greedy, measure its drift if sampled. cut: did the link break?"""
+        if self.sampler.greedy and reference is not None and not rule.lossy:
+            expected = reference.tokens[: len(row.tokens)] if cut else reference.tokens
             row.audit = audit(self.target, prompt, expected, row.tokens)
-        if bound.rule.simulated:
+        if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
-        row.drift = drift.measure(self.target, self.sampler, [b.rule for b in self.bound_drafters], bound.rule, prompt, row)
+        row.drift = drift.measure(self.target, self.sampler, [b.rule for b in self.bound_drafters], rule, prompt, row)
 
     def _draft_alone(self, row: Row, drafter: Drafter, target: RemoteTarget, limits: Limits) -> None:
         """After the link broke: the drafter's own continuation of the verified tokens."""
@@ -317,8 +323,6 @@ class Bench:
 
     def _warm_up(self, todo: Sequence[Question]) -> dict[str, float]:
         """Run each drafter, see `warm_up`. Returns seconds a token, by label; empty where nothing is timed."""
-        if self.remote is not None:
-            self.remote.cutting = False
         prompt = warm_up.prompt(self.chat, todo, self.target.device, self.target.max_context)
         times = 0 if self.replay else self.settings.warmup
         runs = {bound.label: partial(self._untimed, bound, prompt) for bound in self.bound_drafters}
