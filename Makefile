@@ -87,7 +87,7 @@ train: $(READY) ## corpus, drafters and routers that MODEL has no weights for, J
 	$(BIN)/python -m specbench.report training=drafters/weights/$(MODEL)
 
 test: $(CHECKED) ## the whole test-suite, a file at a time on every core
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --max-worker-restart 0 --dist loadfile --durations=30
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations=30
 
 lint: $(CHECKED) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -396,11 +396,12 @@ def test_a_long_prompt_is_looked_up_in_no_time(name, most):
     torch.manual_seed(0)
     words = torch.randint(0, 400, (4096,)).tolist()
     text = [w for i in range(64) for w in words[64 * (i % 40) : 64 * (i % 40) + 64]]  # much comes twice
-    drafter = bound(make_bare(name), 400)
-    begin = time.process_time()
-    drafter.observe(SimpleNamespace(tokens=torch.tensor(text[:4000])), text[4000])
-    reading = time.process_time() - begin
-    seconds = []
+    readings, seconds = [], []
+    for _ in range(3):
+        drafter = bound(make_bare(name), 400)
+        begin = time.process_time()
+        drafter.observe(SimpleNamespace(tokens=torch.tensor(text[:4000])), text[4000])
+        readings.append(time.process_time() - begin)
     for at in range(4000, 4090, 3):
         begin = time.process_time()
         tree = drafter.propose(text[at], Sampler(), None)
@@ -412,7 +413,7 @@ def test_a_long_prompt_is_looked_up_in_no_time(name, most):
         drafter.observe(SimpleNamespace(tokens=torch.tensor(text[at : at + 3])), text[at + 3])
         seconds.append(time.process_time() - again + middle - begin)
     assert 1000 * statistics.median(seconds) < most
-    assert reading < 4000 * 0.05e-3  # a prefill takes more than 2.5 ms a token there
+    assert min(readings) < 4000 * 0.05e-3  # a prefill takes more than 2.5 ms a token there
 
 
 def make_bare(name):
