@@ -1,7 +1,7 @@
 """What trained drafters share: binding to a target, weights, growing trees, rows behind a cache, noise."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -268,7 +268,7 @@ class TrainedDrafter(nn.Module, Drafter):
         for states in self.draft_states(batch, steps):
             yield argmax_at(states, self.target_logits)
 
-    def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]]) -> Any:
+    def calibrate(self, sequences: Iterable[tuple[Tensor, Tensor, int]]) -> Any:
         """Measurements on held-out answers after training, saved with the weights; None: none.
 
         sequences: (tokens [T], states [T, D], index of the first answer token).

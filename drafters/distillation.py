@@ -148,7 +148,7 @@ class DistillationLoss:
 
 
 class HardLabels(DistillationLoss):
-    """The same with the text's tokens as labels: p is 1 at the token after each state, CE = - log p_hat of it.
+    """The same with the text's tokens as labels: p is 1 at the token after each state, CE = - log p_hat of it (`unbiased`).
 
     States without such a token in their sequence, or whose token is outside a confined vocabulary, do not count.
     """

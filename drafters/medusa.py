@@ -269,7 +269,7 @@ class Medusa(LevelDrafter):
         return best_ids(found, lambda part: self.output(self.network(part, step - 1), step - 1))
 
     @torch.no_grad()
-    def calibrate(self, sequences: list[tuple[Tensor, Tensor, int]], top_k: int = 10) -> list[list[float]]:
+    def calibrate(self, sequences: Iterable[tuple[Tensor, Tensor, int]], top_k: int = 10) -> list[list[float]]:
         """Accuracy [K][top_k] by head and rank on held-out answers, also given to an `AccuracyTree`."""
         top_k = min(top_k, self.head.out_features)
         hits, cases = torch.zeros(self.heads, top_k), torch.zeros(self.heads, 1)

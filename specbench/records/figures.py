@@ -25,8 +25,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.types import Name, Temperature, Text
 from specbench.records.metrics import BASELINE, METRICS
 
-# Of a measurement, as `memory.peak`; one over another of the same repetition is `target_pass.ms_8/ms_1`.
-Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+(/\w+)?$")]
+Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
 # What an arm sets: an option of its drafter or tree; ids: for which its LM head is multiplied; nodes: drafted a cycle.
 Option = Annotated[str, StringConstraints(pattern=r"^((drafter|tree|verify)\.\w+|ids|nodes|parameters)$")]
 Metric = Literal[METRICS]  # type: ignore[valid-type]

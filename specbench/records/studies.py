@@ -96,12 +96,14 @@ class At(TypedDict, total=False):
     adapted: Name
 
 
+# `memory.peak` of a measurement, or one of its values over another: `target_pass.ms_8/ms_1`.
+MeasuredValue = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+(/\w+)?$")]
 # "is" is a keyword, hence the call.
 Test = TypedDict(
     "Test",
     {
         "metric": NotRequired[Literal[METRICS]],  # type: ignore[valid-type]
-        "measured": NotRequired[figures.Quantity],
+        "measured": NotRequired[MeasuredValue],
         "of": Name,
         "at": NotRequired[At],
         "over": NotRequired[Name],

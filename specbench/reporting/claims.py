@@ -264,9 +264,8 @@ def _unequal(known: Evidence, claim: Mapping[str, Any]) -> str:
     """The trained parameters of compared arms, where a claim wants arms trained alike and they differ by over 10%."""
     if not claim.get("needs", {}).get("alike"):
         return ""
-    named = dict.fromkeys(name for test in claim["tests"] for name in (test["of"], test.get("over", test["of"])))
-    entries = (next((e for e in known.entries if e.name == name), None) for name in named)
-    sizes = {e.name: e.weights["parameters"] for e in entries if e is not None and e.weights.get("parameters")}
+    named = compared_arms(claim)
+    sizes = {e.name: e.weights["parameters"] for e in known.entries if e.name in named and e.weights.get("parameters")}
     if not sizes or max(sizes.values()) <= 1.1 * min(sizes.values()):
         return ""
     return "trained parameters: " + ", ".join(f"{name} {size / 1e6:.1f} M" for name, size in sizes.items())
@@ -274,7 +273,7 @@ def _unequal(known: Evidence, claim: Mapping[str, Any]) -> str:
 
 def _trained_once(known: Evidence, claim: Mapping[str, Any]) -> bool:
     """Was an arm of this claim trained for the study with a single seed?"""
-    named = {test[side] for test in claim["tests"] for side in ("of", "over") if side in test}
+    named = compared_arms(claim)
     return any(e.name in named and "of" in e.arm and e.seeds < 2 for e in known.entries)
 
 

@@ -117,9 +117,7 @@ class Evidence:
         repetitions: Counter[tuple[int, str]] = Counter()
         for e in self.entries:
             repetitions[_engine_of(e)] += len(e.measured.get(quantity, ()))
-        newest = max((timing for (timing, _), count in repetitions.items() if count), default=0)
-        counts = {key: count for key, count in repetitions.items() if key[0] == newest}
-        best = max(counts, key=lambda key: counts[key], default=None)
+        best = max((k for k in repetitions if repetitions[k]), key=lambda k: (k[0], repetitions[k]), default=None)
         fit = (e for e in self.entries if e.name == arm and e.measured.get(quantity) and _engine_of(e) == best)
         return next(fit, None)
 

@@ -244,8 +244,8 @@ def _ledger(report: "Report") -> list[Block]:
         chips = [TableCell(f"{count} {kind}", TONES[kind]) for kind, count in claims.tally(decided).items()]
         rule = (
             "A claim compares arms of its own study alone, measured alike. Reproduced: the 95% interval of every effect "
-            "lies on its side. Not reproduced: one lies on the other. Preliminary: fewer questions than its study plans. "
-            "In brackets behind a source: what it printed."
+            "lies on its side. Not reproduced: one lies on the other. Preliminary: its study plans more, or speeds do not "
+            "count. In brackets behind a source: what it printed."
         )
         parts: list[Block] = [Paragraph(rule, "note")]
         for caption, goals in (("The papers' claims", False), ("This project's goals", True)):

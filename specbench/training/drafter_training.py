@@ -69,8 +69,8 @@ class Validation:
     def measure(self) -> dict[str, Any]:
         """Values for the history of a training."""
         self.chains = chain_acceptance(self.target, self.drafter, self.answers)
-        known = [known_states(self.target, answer) for answer in self.answers[:CALIBRATION_ANSWERS]]
-        self.calibration = self.drafter.calibrate(known)
+        chosen = self.answers[:CALIBRATION_ANSWERS]
+        self.calibration = self.drafter.calibrate(known_states(self.target, answer) for answer in chosen)
         followed = self.answers[: self.trees]
         tree = {"tree_tau": round(replay(self.target, self.drafter, followed).tau, 4)} if followed else {}
         return _rounded(self.chains) | tree

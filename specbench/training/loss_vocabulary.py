@@ -28,7 +28,8 @@ def draw(ids: Tensor, text: Tensor, count: int) -> tuple[Tensor, Tensor]:
     others, missing = ids[~in_text], max(0, count - int(in_text.sum()))
     drawn = torch.cat([ids[in_text], others[torch.randperm(len(others), device=ids.device)[:missing]]])
     bias = torch.zeros(len(drawn), device=ids.device)
-    bias[len(drawn) - missing :] = math.log(len(others) / max(1, missing))
+    if missing:
+        bias[-missing:] = math.log(len(others) / missing)
     return drawn, bias
 
 

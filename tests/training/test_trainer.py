@@ -57,6 +57,7 @@ def test_drawn_ids_are_the_texts_own_and_as_many_others():
     assert draw(ids, own, 6)[0].tolist() == ids.tolist() and draw(ids, own, 1)[0].tolist() == [7, 2]
     assert len({tuple(sorted(draw(ids, own, 3)[0].tolist())) for _ in range(40)}) == 4, "the others are drawn anew"
     assert not draw(ids, own, 6)[1].any() and not draw(ids, own, 1)[1].any(), "these are certain"
+    assert not draw(own, own, 2)[1].any(), "all ids are in the text, and fewer are asked for"
 
 
 def test_the_bias_of_drawn_ids_makes_their_sum_an_estimate_of_that_over_all():
