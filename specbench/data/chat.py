@@ -1,17 +1,13 @@
 """From messages to token ids, by the model's chat template."""
 
-import signal
-import threading
 import zlib
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
 from specbench.common.errors import SpecBenchError, refusing
 
 MAX_CHARACTERS = 10_000_000  # of a prompt; tokenizers abort the process where memory does not suffice for more
-RENDER_S = 10  # seconds that a chat template may take
 TODAY = datetime(2024, 7, 26)  # what templates take for the current date, so that a prompt is the same on every day
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -40,9 +36,8 @@ class Chat:
             return self._ids(text)
         name = getattr(self.tokenizer, "name_or_path", "this tokenizer")
         with refusing(f"the chat template of {name} does not take this conversation; mend it, or change model.system"):
-            with _time_limit(f"the chat template of {name} takes more than {RENDER_S} s; mend it"):
-                _require_constant(self.tokenizer.get_chat_template())
-                text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, tokenize=False)
+            _require_constant(self.tokenizer.get_chat_template())
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, tokenize=False)
             return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, **options: Any) -> list[int]:
@@ -62,25 +57,6 @@ class Chat:
         if whole[: len(opening) + len(answered)] != opening + answered:
             raise SpecBenchError("this tokenizer's chat template does not lay turns end to end; set train.corpus.turns=1")
         return whole[len(opening) + len(answered) :]
-
-
-@contextmanager
-def _time_limit(refusal: str) -> Iterator[None]:
-    """Raises `SpecBenchError` inside after `RENDER_S` seconds, if this is the main thread: no other receives signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise SpecBenchError(refusal)
-
-    before = signal.signal(signal.SIGALRM, stop)
-    timer = signal.setitimer(signal.ITIMER_REAL, RENDER_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _require_constant(template: str) -> None:
