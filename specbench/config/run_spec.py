@@ -236,6 +236,8 @@ def _require_baseline(options: Mapping[str, Any]) -> None:
 def _resolve(options: dict[str, Any]) -> None:
     """Set options that follow from others, so that headers record them. Raises `SpecBenchError` for contradictions."""
     model = options["model"]
+    if (system := options["dataset"].get("system")) is not None:
+        model["system"] = system
     if options["replay"] and (options["sampler"]["temperature"] > 0 or model.get("weights") == "random"):
         raise SpecBenchError(
             "replay=true follows the target's own greedy answers; set sampler.temperature=0, or replay=false"

@@ -54,6 +54,7 @@ class PromptSet:
         check: makes the checks of answers from records. score: score answers.
         run_programs: score programs too, by running them; otherwise they are not scored.
         limit: take this many questions, spread evenly over the set, and so over its categories.
+        system: the system prompt that these prompts are asked under, instead of the model's own (`model.system`).
     """
 
     name: Name
@@ -69,6 +70,7 @@ class PromptSet:
     check: UnitTests | LastNumber | None = None
     score: bool = False
     run_programs: bool = False
+    system: Text | None = None
 
     def load(self) -> list[Question]:
         """All questions, or an even spread of `limit` of them. Raises `SpecBenchError` for invalid records."""

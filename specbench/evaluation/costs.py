@@ -3,6 +3,7 @@
     overhead              time of the loop outside the forwards of target and drafter
     against_transformers  the same greedy answers by Transformers' own `generate`, in turn
     against_peer          the same by another engine, beside plain decoding
+    beside_work           the same here while another process keeps a core busy
     quality               perplexity of a changed target on its original's answers, KL to it, and how often both agree
     floor                 time in which the machine reads what a plain pass reads
     drafting              shares of drafting time: LM head, the drafter's own layers, growth and caches
@@ -14,6 +15,8 @@ and belongs into a process of its own (`specbench.evaluation.isolated`). Knows n
 
 import gc
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -39,13 +42,15 @@ STEPS = 5  # training steps, of which the median counts
 READS, READ_BYTES = 11, 1 << 28  # of which the median counts; the most bytes of one, more than caches hold
 Prompts = Sequence[list[int]]
 Generate = Callable[[list[int], int], list[int]]  # a prompt, number of tokens -> an answer's ids
+SPIN = "import os; parent = os.getppid(); print(flush=True)\nwhile os.getppid() == parent: pass"  # ends with this process
 Timed = tuple[Any, str, str]  # owner of a function, its name, the part that its seconds belong to
 
 
 def overhead(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
     """Time of the cycles outside forwards of target and drafter. share: of the cycles' time. ms_per_cycle: milliseconds."""
     clock = Clock(target.device)
-    of_target = [(target, "run", "forward"), (target.head, "forward", "forward")]
+    # A fused forward computes the logits, too, without a call of `run` or of the head.
+    of_target = [(target, "score", "forward"), (target, "run", "forward"), (target.head, "forward", "forward")]
     of_drafter = [(owner, name, "forward") for owner, name, _ in bound.drafter.timed_functions()]
     with _timed([*of_target, *of_drafter], clock) as seconds:
         steps, inside = _steps(target, bound, prompts, tokens, clock, seconds)
@@ -75,6 +80,27 @@ def against_transformers(target: Target, bound: BoundDrafter, prompts: Prompts, 
 def against_peer(target: Target, plain: BoundDrafter, peer: Peer, prompts: Prompts, tokens: int) -> dict[str, float]:
     """The same of plain decoding here and of another engine, which decodes plainly or by its own prompt lookup."""
     return _in_turn(target, plain, prompts, tokens, lambda: nullcontext(peer.greedy))
+
+
+def beside_work(target: Target, bound: BoundDrafter, prompts: Prompts, tokens: int) -> dict[str, float]:
+    """Greedy decoding alone, and while another process keeps a core busy, prompt by prompt in turn.
+
+    Returns:
+        alone, beside: tokens a second, prefill included. ratio: of the second to the first.
+    """
+
+    @contextmanager
+    def busy() -> Iterator[Generate]:
+        with subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()  # it runs
+                yield lambda prompt, count: _answer(target, bound, prompt, count)
+            finally:
+                process.kill()
+
+    speeds = _in_turn(target, bound, prompts, tokens, busy)
+    return {"alone": speeds["ours"], "beside": speeds["theirs"], "ratio": speeds["theirs"] / speeds["ours"]}
 
 
 def _in_turn(

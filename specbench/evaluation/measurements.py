@@ -80,6 +80,10 @@ def _generate(load: Workload, arm: Arm) -> dict[str, float]:
     return costs.against_transformers(load.target, arm.bound, load.prompts, load.tokens)
 
 
+def _busy(load: Workload, arm: Arm) -> dict[str, float]:
+    return costs.beside_work(load.target, arm.bound, load.prompts, load.tokens)
+
+
 def _memory(load: Workload, arm: Arm) -> dict[str, float]:
     if load.target.device.type == "cuda":
         return isolated.memory_on_gpu(load.target, arm.bound, load.prompts[0], load.tokens)
@@ -149,6 +153,7 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "target_pass": Quantity(_local(lambda load, _: target_cost.target_pass(load.target, load.prompts[0])), _is_baseline),
     "clients": Quantity(_clients),
     "generate": Quantity(_local(_generate), _is_compared, varied=True),
+    "busy": Quantity(_local(_busy), _is_baseline),
     "floor": Quantity(_local(lambda load, _: costs.floor(load.target, load.prompts, load.tokens)), _is_baseline),
     "quality": Quantity(_quality, _is_baseline),
 }

@@ -31,7 +31,9 @@ Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$"
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
 PLACE = ("dataset", "temperature", "batch", "quantised", "adapted")  # what names one of a study's cells, see `At`
 # See `specbench.evaluation.measurements`.
-Measured = Literal["memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "floor", "quality"]
+Measured = Literal[
+    "memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "busy", "floor", "quality"
+]  # fmt: skip
 Quantised = Literal["int8", "int4"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch", "target"]
 

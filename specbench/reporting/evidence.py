@@ -17,7 +17,8 @@ from specbench.reporting.fastest import QUESTIONS
 
 SPEEDS = ("tokens_per_s", "token_ms", "speed_up", "draft_ms", "draft_cost", "pass_ms", "expected_speed_up")
 TIMED = (*SPEEDS, "lossless", "solved")  # what decoded answers alone have
-OF_ENGINE = ("drafting", "overhead", "target_pass", "clients", "generate", "floor")  # measurements that `TIMING` is about
+# Measurements that `TIMING` is about.
+OF_ENGINE = ("drafting", "overhead", "target_pass", "clients", "generate", "busy", "floor")
 EXACT = ("parameters", "draft_cost_by_parameters")  # independent of the questions
 
 

@@ -78,11 +78,12 @@ def test_sequences_may_end_at_different_times(name):
     assert [ids(events) for events in together(target, drafter, limits)] == expected
 
 
-def test_a_short_prompt_beside_a_long_one(monkeypatch):
-    monkeypatch.setattr(slots, "STEP", 8)  # the storage grows many times
-    target = tiny(max_position_embeddings=400)
-    drafter = make("eagle2", target)
-    prompts = [[5], [i % 50 + 3 for i in range(300)]]
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_short_prompt_beside_a_long_one(name, monkeypatch):
+    monkeypatch.setattr(slots, "STEP", 64)  # the storage grows many times
+    target = tiny(max_position_embeddings=1000)
+    drafter = make(name, target)
+    prompts = [[5], [i % 50 + 3 for i in range(900)]]
     limits = Limits(40)
     found = decode_together(target, drafter, prompts, limits, Lossless(), GREEDY, [None, None]).events
     expected = [list(decode(target, drafter, prompt, limits, Lossless(), GREEDY)) for prompt in prompts]

@@ -49,7 +49,7 @@ def state(target, drafter):
     """What stands on these objects themselves, functions that hide their class's among it."""
     inner = getattr(drafter, "base", drafter)
     owners = [target, target.head, drafter, inner, *getattr(inner, "modules", list)()]
-    wrapped = ("forward", "network", "target_logits")
+    wrapped = ("forward", "run", "score", "network", "target_logits")
     return [(id(owner), sorted(vars(owner)), [vars(owner).get(name) for name in wrapped]) for owner in owners]
 
 
@@ -97,6 +97,14 @@ def test_overhead_is_what_no_forward_takes(ticking):
     found = costs.overhead(*ticking, PROMPTS, TOKENS)
     assert found["ms_per_cycle"] == pytest.approx(2000)
     assert 2 / (2 + 9 + 10 + 15) < found["share"] < 2 / (2 + 9 + 10 + 7)
+
+
+def test_no_pass_of_a_lean_target_is_overhead(monkeypatch):
+    clock, target = Ticking(), tiny()
+    target.optimize_for_inference()
+    clock.slow(monkeypatch, target.fused, "score", 7)
+    monkeypatch.setattr(costs, "Clock", lambda device: clock)
+    assert costs.overhead(target, bound("none", target), PROMPTS, TOKENS)["share"] == 0
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -262,6 +270,17 @@ def test_studies_name_the_quantities_that_there_are():
 
 # A study ---------------------------------------------------------------------------------------------------------------
 
+
+def test_decoding_beside_work_is_measured_and_the_work_ends(monkeypatch):
+    started = []
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+    target = tiny()
+    found = costs.beside_work(target, bound("none", target), [[5, 6, 7]], 8)
+    assert found["ratio"] == pytest.approx(found["beside"] / found["alone"]) and found["beside"] > 0
+    assert len(started) == 2 and all(process.returncode is not None for process in started)  # one warms up
+
+
 COSTS = """\
 title: What it costs
 source: [nowhere]
@@ -273,7 +292,7 @@ cells:
 arms:
   eagle2: {run: [drafter=eagle2, drafter.weights=HOME/weights/eagle2]}
   chain: {run: [drafter=eagle2, tree=chain, drafter.weights=HOME/weights/eagle2]}
-measure: {drafting: 5, overhead: 1, target_pass: 2, generate: 1}
+measure: {drafting: 5, overhead: 1, target_pass: 2, generate: 1, busy: 1}
 claims:
   - {says: a tree takes time, source: nowhere, published: more,
      tests: [{measured: drafting.ms, of: eagle2, over: chain, is: more}]}
@@ -308,6 +327,7 @@ def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
         **{("overhead", arm): 1 for arm in ("none", "eagle2", "chain")},
         ("target_pass", "none"): 2,
         ("generate", "none"): 1,
+        ("busy", "none"): 1,
         ("floor", "none"): 1,
     }
     assert measured(second) == measured(replayed) == {}

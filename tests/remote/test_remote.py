@@ -180,7 +180,7 @@ def test_costs_over_a_link_are_measured_or_refused(server, folder):
             load = measurements.Workload(there, [PROMPT], 8, arm.bound)
             assert measurements.QUANTITIES["drafting"].measure(load, arm)["ms"] > 0
             assert all(cache.nbytes >= 0 for cache in isolated._caches(there, arm.bound.drafter))
-            for name in ("overhead", "target_pass", "generate"):
+            for name in ("overhead", "target_pass", "generate", "busy"):
                 with pytest.raises(SpecBenchError, match="on the server"):
                     measurements.QUANTITIES[name].measure(load, arm)
 
