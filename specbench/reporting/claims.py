@@ -123,7 +123,8 @@ def _compare_at(
     """The effect on one data set, and its size; None with the reason if there is none. seed: of the samples."""
     metric, second = test["metric"], test.get("over_metric", test["metric"])
     timed = metric in TIMED or second in TIMED
-    ours = known.find(test["of"], at, timed)
+    other = test.get("over", test["of"]), test.get("over_at", at)
+    ours, theirs = known.find_pair((test["of"], at), other, timed)
     if ours is None:
         return None, Comparison(reason=f"no rows of {test['of']}")
     category = at.get("category")
@@ -131,9 +132,8 @@ def _compare_at(
         of = rate(ours, metric)
         found = estimate(of, _part(ours, category), seed)
         return found and with_seeds(found, [(of, seeds_of(ours))]), _size(known, metric, category, ours)
-    theirs = known.find(test.get("over", test["of"]), test.get("over_at", at), timed)
     if theirs is None:
-        return None, Comparison(reason=f"no rows of {test.get('over', test['of'])}")
+        return None, Comparison(reason=f"no rows of {other[0]}")
     if problem := known.incomparable(ours, theirs, timed):
         return None, Comparison(reason=problem)
     split = category is not None and "over_at" in test  # one category against all others

@@ -1,5 +1,6 @@
 """The entries of one study, and what may be compared of them: by claims, and with published numbers."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ SPEEDS = ("tokens_per_s", "token_ms", "speed_up", "draft_ms", "draft_cost", "pas
 TIMED = (*SPEEDS, "lossless", "solved")  # what decoded answers alone have
 # Measurements that `TIMING` is about.
 OF_ENGINE = ("drafting", "overhead", "target_pass", "clients", "generate", "busy", "floor")
+Side = tuple[str, Mapping[str, Any] | None]  # of a comparison: an arm, and its place as `At` has it
 EXACT = ("parameters", "draft_cost_by_parameters")  # independent of the questions
 
 
@@ -87,14 +89,7 @@ class Evidence:
 
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
         """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
-        at = self.place({"adapted": self._adapter(arm)} | dict(at or {}))
-        fit = [
-            e
-            for e in self.entries
-            if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
-            and e.batch == at["batch"] and e.quantised == at["quantised"] and e.adapted == at["adapted"]
-            and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
-        ]  # fmt: skip
+        fit = self._of_cell(arm, at, timed)
         if not fit:
             return None
         best = max(fit, key=lambda e: (e.replayed, e.summary.prompts))
@@ -102,6 +97,26 @@ class Evidence:
             return best
         cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
         return pooled([e for e in fit if identity.cell_key(e.header) == cell])
+
+    def find_pair(self, one: Side, other: Side, timed: bool) -> tuple[Entry | None, Entry | None]:
+        """As `find`, of two arms or cells; their seconds from one kind of machine, if any measured both."""
+        found = self.find(*one, timed), self.find(*other, timed)
+        if not timed or None in found or not self.incomparable(*found, timed):  # type: ignore[arg-type]
+            return found
+        pairs = itertools.product(self._of_cell(*one, timed), self._of_cell(*other, timed))
+        comparable = [(a, b) for a, b in pairs if not self.incomparable(a, b, timed)]
+        return max(comparable, key=lambda pair: min(e.summary.prompts for e in pair), default=found)
+
+    def _of_cell(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> list[Entry]:
+        """An arm's entries in one cell, of all kinds of machine."""
+        at = self.place({"adapted": self._adapter(arm)} | dict(at or {}))
+        return [
+            e
+            for e in self.entries
+            if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
+            and e.batch == at["batch"] and e.quantised == at["quantised"] and e.adapted == at["adapted"]
+            and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
+        ]  # fmt: skip
 
     def _adapter(self, arm: str) -> str | None:
         """Of the target that an arm drafts for unless a place says otherwise."""

@@ -25,7 +25,7 @@ METRIC_LABELS = {
     "tau": "tau, tokens a target pass",
     "speed_up": "speed-up over plain decoding",
     "tokens_per_s": "tokens a second",
-    "token_ms": "milliseconds until a sequence's next token",
+    "token_ms": "ms until a sequence's next token",
     "draft_ms": "milliseconds of drafting a cycle",
     "answer_perplexity": "perplexity of the answers under the target",
     "answer_kl": "KL to the target, nats a token",

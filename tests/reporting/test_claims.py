@@ -338,6 +338,16 @@ def test_counts_of_replayed_and_of_decoded_answers_are_compared(tmp_path):
     assert compare({**test, "metric": "speed_up"}, known).reason == "no rows of good"
 
 
+def test_seconds_are_compared_on_a_machine_that_measured_both(tmp_path):
+    fridge = {**header(), "hardware": {"device": "fridge", "cores": 1}}
+    write(tmp_path / "both", header(), "none", "good", "poor", questions=6)
+    write(tmp_path / "one", fridge, "none", "good", questions=9)
+    known = Evidence(STUDY, [e for one in ("both", "one") for e in gathered(tmp_path / one).entries])
+    for of, over in (("good", "poor"), ("poor", "good")):
+        found = compare({"metric": "tokens_per_s", "of": of, "over": over, "is": "more"}, known)
+        assert found.effect is not None and found.size == "6 of 24"
+
+
 def test_a_category_of_few_questions_decides_nothing(known):
     """Each has 8 of 24 questions."""
     alone = {"metric": "tau", "of": "good", "at": {"category": "coding"}, "over": "poor", "is": "more"}
