@@ -123,12 +123,13 @@ def _compare_at(
     """The effect on one data set, and its size; None with the reason if there is none. seed: of the samples."""
     metric, second = test["metric"], test.get("over_metric", test["metric"])
     timed = metric in TIMED or second in TIMED
-    other = test.get("over", test["of"]), test.get("over_at", at)
-    ours, theirs = known.find_pair((test["of"], at), other, timed)
+    one, other = (test["of"], at), (test.get("over", test["of"]), test.get("over_at", at))
+    alone = "than" in test
+    ours, theirs = (known.find(*one, timed), None) if alone else known.find_pair(one, other, timed)
     if ours is None:
-        return None, Comparison(reason=f"no rows of {test['of']}")
+        return None, Comparison(reason=f"no rows of {one[0]}")
     category = at.get("category")
-    if "than" in test:
+    if alone:
         of = rate(ours, metric)
         found = estimate(of, _part(ours, category), seed)
         return found and with_seeds(found, [(of, seeds_of(ours))]), _size(known, metric, category, ours)

@@ -100,12 +100,12 @@ class Evidence:
 
     def find_pair(self, one: Side, other: Side, timed: bool) -> tuple[Entry | None, Entry | None]:
         """As `find`, of two arms or cells; their seconds from one kind of machine, if any measured both."""
-        found = self.find(*one, timed), self.find(*other, timed)
-        if not timed or None in found or not self.incomparable(*found, timed):  # type: ignore[arg-type]
-            return found
+        ours, theirs = self.find(*one, timed), self.find(*other, timed)
+        if not timed or ours is None or theirs is None or not self.incomparable(ours, theirs, timed):
+            return ours, theirs
         pairs = itertools.product(self._of_cell(*one, timed), self._of_cell(*other, timed))
         comparable = [(a, b) for a, b in pairs if not self.incomparable(a, b, timed)]
-        return max(comparable, key=lambda pair: min(e.summary.prompts for e in pair), default=found)
+        return max(comparable, key=lambda pair: min(e.summary.prompts for e in pair), default=(ours, theirs))
 
     def _of_cell(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> list[Entry]:
         """An arm's entries in one cell, of all kinds of machine."""

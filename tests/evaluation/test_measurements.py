@@ -268,9 +268,6 @@ def test_studies_name_the_quantities_that_there_are():
     assert set(typing.get_args(studies.Measured)) == set(measurements.QUANTITIES)
 
 
-# A study ---------------------------------------------------------------------------------------------------------------
-
-
 def test_decoding_beside_work_is_measured_and_the_work_ends(monkeypatch):
     started = []
     start = subprocess.Popen
@@ -280,6 +277,8 @@ def test_decoding_beside_work_is_measured_and_the_work_ends(monkeypatch):
     assert found["ratio"] == pytest.approx(found["beside"] / found["alone"]) and found["beside"] > 0
     assert len(started) == 2 and all(process.returncode is not None for process in started)  # one warms up
 
+
+# A study ---------------------------------------------------------------------------------------------------------------
 
 COSTS = """\
 title: What it costs
