@@ -24,10 +24,11 @@ from specbench.engine.drafter import Drafter, Outline, TimedFunction
 from specbench.engine.interface import Batch, DraftTree, NoShortcut, Sampler
 from specbench.engine.model_files import heads_of
 from specbench.engine.policies import TreePolicy
-from specbench.engine.sampling import require_ids
+from specbench.engine.sampling import require_ids, top
 from specbench.engine.target import Target
 
 Noise = Literal["uniform", "authors", "normal"]  # see `noisy`
+Pick = Callable[[Tensor, int], Tensor]  # a step of `drafts`: positions [B, T] bool, k -> ids [M, k]
 
 
 class TrainedDrafter(nn.Module, Drafter):
@@ -256,17 +257,17 @@ class TrainedDrafter(nn.Module, Drafter):
         """Per draft pass of a chain the states [B, T, D] that the head reads, as in `drafts`; raises `NoShortcut`."""
         raise NoShortcut(self.name)
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         """Greedy chains from every position at once, as long as drafted tokens are the text's own.
 
         At position i step j = 1 … steps reads tokens up to i and the target's states up to i - j: it drafts token i + 1 as
         the j-th of a chain whose root is token i - j + 1. Positions i < j are undefined.
 
-        Yields a function per step: positions [B, T] bool -> the ids [M] drafted there. Raises `NoShortcut` if this drafter
-        can only be replayed cycle by cycle.
+        Yields a function per step: positions [B, T] bool, k -> the k likeliest ids [M, k] there, best first. Raises
+        `NoShortcut` if this drafter can only be replayed cycle by cycle.
         """
         for states in self.draft_states(batch, steps):
-            yield argmax_at(states, self.target_logits)
+            yield likeliest_at(states, self.target_logits)
 
     def calibrate(self, sequences: Iterable[tuple[Tensor, Tensor, int]]) -> Any:
         """Measurements on held-out answers after training, saved with the weights; None: none.
@@ -318,14 +319,15 @@ def to_serving_config(config: Any) -> dict[str, Any]:
     return config.to_dict() | {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def best_ids(states: Tensor, logits: Callable[[Tensor], Tensor], rows: int = 256) -> Tensor:
-    """The argmax of every state, `rows` of logits at a time. [M, D] -> [M]"""
-    return torch.cat([logits(part).argmax(-1) for part in states.split(rows)])
+def likeliest(states: Tensor, logits: Callable[[Tensor], Tensor], k: int, rows: int = 256) -> Tensor:
+    """The k likeliest ids of every state, or all if there are fewer; `rows` of logits at a time. [M, D] -> [M, k]"""
+    found = (logits(part) for part in states.split(rows))
+    return torch.cat([top(of_part, min(k, of_part.shape[-1]))[1] for of_part in found])
 
 
-def argmax_at(states: Tensor, logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def likeliest_at(states: Tensor, logits: Callable[[Tensor], Tensor]) -> Pick:
     """A step of `drafts` from the states [B, T, D] that the head reads."""
-    return lambda chosen: best_ids(states[chosen], logits)
+    return lambda chosen, k: likeliest(states[chosen], logits, k)
 
 
 def noisy(states: Tensor, noise: float, law: str, batch: Batch) -> Tensor:

@@ -13,6 +13,7 @@ the early stage, then in the late one (A.3: ten epochs each). Noise N(0, 0.2) is
     early   every query of a window attends to the true states before the window, to none in it (block attention)
     late    step i = 1 … s computes the i-th position of all windows at once, which attends to the true states before its
             window and to those that earlier steps predicted in it; its loss counts s - i + 1 times
+            (`ahead`, l = k in equation 6: step i computes the i-th and all later positions of its window)
 
           true states | window | its predicted states        query 2 of the window, early:   x x x . .
             x x x     |  . .   |                             the same, late, step 2:          x x x . .  +  p .
@@ -24,12 +25,13 @@ the output would hold only those few dimensions of a state, with the token alone
 standard deviation; regression targets stay clean. Positions before the first whole window attend to everything before them.
 Losses are means over scored positions instead of sums over windows. Predicted states are detached: loss and gradient of all
 late steps come from one pass over them, so memory does not grow with s. The late window is s (paper: s = 4 and 3, k = 5),
-and a late step's loss is the mean over its positions times (s - i + 1) / s, so that its size does not depend on s. The
+and a late step's loss is the mean over its positions times (s - i + 1) / s, so that its size does not depend on s; with
+`ahead` it is the mean over all positions that the step predicts (the paper does not say how they weigh). The
 recipe for two cores (conf/recipe/small_beagle.yaml) has an early window of 3, where the paper takes 5 and finds 3 best, and
 gives the late stage 70% of the steps, where the paper gives it half.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -37,7 +39,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from drafters.base import TrainedDrafter, argmax_at, llama_config, noisy
+from drafters.base import Pick, TrainedDrafter, likeliest_at, llama_config, noisy
 from drafters.distillation import DistillationLoss
 from drafters.layers import CrossAttention
 from drafters.windows import early_mask, late_mask, window_starts
@@ -58,13 +60,14 @@ class Beagle(CrossAttention, TrainedDrafter):
         stage: of the training, `early` or `late`.
         window: k of the early stage. steps: s of the late stage.
         decreasing: late steps weigh s - i + 1; False: all alike, with the same sum.
+        ahead: late steps predict all positions of a window that remain, not the next one alone (Figure 12, l = k).
         noise: standard deviation of the normal noise on states while training.
         regression, classification: weights of the two loss terms.
     """
 
     batches = True
     observed: tuple[str, ...] = ("logits",)
-    phased = ("stage", "window", "steps", "decreasing", "noise", "regression", "classification")
+    phased = ("stage", "window", "steps", "decreasing", "ahead", "noise", "regression", "classification")
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Beagle(CrossAttention, TrainedDrafter):
         window: Tokens = 5,
         steps: Depth = 4,
         decreasing: bool = True,
+        ahead: bool = False,
         noise: Weight = 0.2,
         regression: Weight = 10.0,
         classification: Weight = 1.0,
@@ -84,7 +88,7 @@ class Beagle(CrossAttention, TrainedDrafter):
     ):
         super().__init__(name, growth, weights, vocabulary)
         self.concat, self.grouped, self.window, self.steps = concat, grouped, window, steps
-        self.decreasing, self.noise = decreasing, noise
+        self.decreasing, self.ahead, self.noise = decreasing, ahead, noise
         self.regression, self.classification = regression, classification
         self.stage = stage
 
@@ -158,25 +162,44 @@ class Beagle(CrossAttention, TrainedDrafter):
 
     def late(self, batch: Batch, steps: int, offset: int) -> dict[str, Tensor]:
         """The loss of every simulated step, earlier steps weighing more; step 1's metrics are logged."""
-        predicted, index = self.predict_windows(batch, steps, offset)
-        counts = torch.stack([(batch.scored & (index == step)).sum() for step in range(steps)]).clamp(min=1)
-        step_weights = steps - index if self.decreasing else (steps + 1) / 2
-        weights = step_weights / (steps * counts[index])  # [B, T]: a step's loss is a mean over its positions
-        teacher = DistillationLoss(batch, self.head)
-        return teacher.loss(predicted, self.regression, self.classification, weights=weights, logged=index == 0)
+        index = batch.positions - window_starts(batch.positions, steps, offset)  # [B, T] step of each position, from 0
+        teacher = DistillationLoss(batch, self.head, uses=steps if self.ahead else 1)
+        total = batch.states.new_zeros(())
+        logged: dict[str, Tensor] = {}
+        for predicted, weights in self.predictions(batch, index, steps, offset):
+            metrics = teacher.loss(predicted, self.regression, self.classification, weights=weights, logged=index == 0)
+            total, logged = total + metrics["loss"], logged or metrics
+        return logged | {"loss": total}
 
-    def predict_windows(self, batch: Batch, steps: int, offset: int) -> tuple[Tensor, Tensor]:
-        """h_hat [B, T, D] of every position, from what earlier steps predicted, and its step [B, T], from 0.
+    def predictions(self, batch: Batch, index: Tensor, steps: int, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """h_hat [B, T, D] from what earlier steps predicted, and weights [B, T] of positions, in every pass.
 
-        Predicted states are constants where they are keys. So they are made first, and one pass over all positions then has
-        every step's gradient.
+        Predicted states are constants where they are keys. So they are made first; then one pass over all positions has the
+        gradient of every step that predicts the next position alone.
         """
         positions, mask = batch.positions, late_mask(batch, steps, offset)
-        index = positions - window_starts(positions, steps, offset)
         true = self.keys_values(noisy(batch.states, self.noise, "normal", batch), positions)
         simulated = self.keys_values(self.simulate(batch, true, index, mask), positions)
         keys, values = (torch.cat(pair, 2) for pair in zip(true, simulated, strict=True))
-        return self.network(batch.tokens, positions, keys, values, mask), index
+        for visible, weights in self._passes(batch.scored, index, mask, steps):
+            yield self.network(batch.tokens, positions, keys, values, visible), weights
+
+    def _passes(self, scored: Tensor, index: Tensor, mask: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """What positions see [B, T, 2 T] in every pass that has a gradient, and their weights [B, T] in the loss.
+
+        Args:
+            scored, index: [B, T] is a position in the loss, and by which step is it predicted? mask: `late_mask`.
+        """
+        share = [(steps - step if self.decreasing else (steps + 1) / 2) / steps for step in range(steps)]
+        if not self.ahead:
+            counts = torch.stack([(scored & (index == step)).sum() for step in range(steps)]).clamp(min=1)
+            yield mask, (torch.tensor(share, device=index.device) / counts)[index]
+            return
+        true, simulated = mask.chunk(2, -1)
+        for step in range(steps):
+            due = scored & (index >= step)
+            earlier = (index < step)[:, None, :]  # [B, 1, T] predicted by earlier steps
+            yield torch.cat([true, simulated & earlier], -1), due * (share[step] / due.sum().clamp(min=1))
 
     def simulate(self, batch: Batch, true: tuple[Tensor, Tensor], index: Tensor, mask: Tensor) -> Tensor:
         """What all windows predict, step by step, without gradient. [B, T, D], zeros for the last step, which is no key.
@@ -202,7 +225,7 @@ class Beagle(CrossAttention, TrainedDrafter):
                 cached[rows, :, length + columns] = new.detach().transpose(1, 2)[own].to(cached)
         return states
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         """Step j at position i attends to the true states up to i - j and, at i - j + m, to what step m predicted there.
 
         Step 3, T = 5, rows are queries:   true states   step 1       step 2
@@ -219,7 +242,7 @@ class Beagle(CrossAttention, TrainedDrafter):
             own = [distance == step - earlier for earlier in range(1, step)] if self.concat else []
             mask = batch.restrict_mask(torch.cat([distance >= step, *own], -1))
             predicted = self.network(batch.tokens, positions, keys, values, mask)
-            yield argmax_at(predicted, self.target_logits)
+            yield likeliest_at(predicted, self.target_logits)
             if self.concat:
                 more = self.keys_values(predicted, positions)
                 keys, values = (torch.cat(pair, 2) for pair in zip((keys, values), more, strict=True))

@@ -30,7 +30,7 @@ target's layers are fewer than features, each is read once. At temperatures abov
 sequence of tokens; `tree=chain` does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from drafters.base import best_ids, llama_config
+from drafters.base import Pick, likeliest, llama_config
 from drafters.distillation import DistillationLoss
 from drafters.layers import split_heads
 from drafters.levels import LevelDrafter
@@ -187,17 +187,17 @@ class DFlash(LevelDrafter):
         out = self.network(x, positions.flatten(1), mask[:, None], cache)
         return out.unflatten(1, (-1, size))[:, :, 1:]
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         """Step j is slot j of the block j - 1 positions back; there are no more steps than slots."""
         every = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         out = torch.cat([self.slots(batch, part) for part in every.split(ANCHORS, 1)], 1)  # [B, T, K, D]
         for step in range(1, min(steps, self.deepest) + 1):
             yield partial(self._drafted, out, step)
 
-    def _drafted(self, out: Tensor, step: int, chosen: Tensor) -> Tensor:
-        """Slot `step`'s token after each chosen position. out [B, T, K, D], chosen [B, T] -> [M]"""
+    def _drafted(self, out: Tensor, step: int, chosen: Tensor, k: int) -> Tensor:
+        """Slot `step`'s tokens after each chosen position. out [B, T, K, D], chosen [B, T] -> [M, k]"""
         row, column = chosen.nonzero(as_tuple=True)
-        return best_ids(out[row, (column - step + 1).clamp(min=0), step - 1], self.target_logits)
+        return likeliest(out[row, (column - step + 1).clamp(min=0), step - 1], self.target_logits, k)
 
 
 def feature_layers(layers: int, count: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.base import best_ids
+from drafters.base import Pick, likeliest
 from drafters.distillation import chosen_places
 from drafters.levels import LevelDrafter
 from specbench.common.errors import SpecBenchError
@@ -256,17 +256,17 @@ class Medusa(LevelDrafter):
                 logged["agreement"] = (logits.argmax(-1) == labels)[:count].float().mean()
         return logged | {"loss": total}
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         """Step j is head j at the state j positions back; there are no more steps than heads."""
         read = self.inputs(batch)
         for step in range(1, min(steps, self.heads) + 1):
             yield partial(self._drafted, partial(read, step - 1), step)
 
-    def _drafted(self, read: Callable[[Tensor, Tensor], Tensor], step: int, chosen: Tensor) -> Tensor:
-        """Head `step`'s prediction of the token after each chosen position. chosen [B, T] -> [M]"""
+    def _drafted(self, read: Callable[[Tensor, Tensor], Tensor], step: int, chosen: Tensor, k: int) -> Tensor:
+        """Head `step`'s predictions of the token after each chosen position. chosen [B, T] -> [M, k]"""
         rows, columns = chosen.nonzero(as_tuple=True)
         found = read(rows, (columns - step).clamp(min=0))
-        return best_ids(found, lambda part: self.output(self.network(part, step - 1), step - 1))
+        return likeliest(found, lambda part: self.output(self.network(part, step - 1), step - 1), k)
 
     @torch.no_grad()
     def calibrate(self, sequences: Iterable[tuple[Tensor, Tensor, int]], top_k: int = 10) -> list[list[float]]:

@@ -37,7 +37,7 @@ true keys and values reach the last layers in training and decoding (the release
 cross-entropy (same gradient); widths in proportion to the target's, keys and values in its groups of heads.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from drafters.base import TrainedDrafter, argmax_at, llama_config
+from drafters.base import Pick, TrainedDrafter, likeliest_at, llama_config
 from drafters.distillation import DistillationLoss
 from drafters.layers import CrossAttention, unread_tokens
 from drafters.lsa import LayerSelfAttention
@@ -306,7 +306,7 @@ class MoA(CrossAttention, TrainedDrafter):
                 final = self._tail(hidden, batch, torch.cat([before, causal & ~before], -1), dict(batch.kv))
             yield hidden, final
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         """LSA and SA once; in step j CA reads states up to i - j, and the last layers also the chain's own rows."""
         positions = batch.positions
         distance = positions[:, :, None] - positions[:, None, :]  # [B, T, T] from key to query
@@ -318,7 +318,7 @@ class MoA(CrossAttention, TrainedDrafter):
             if self.tli:  # at i - j + m lies the row that step m computed, as in `Hass`
                 own = [distance == step - earlier for earlier in range(1, step + 1)]
                 hidden = self._tail(hidden, batch, batch.restrict_mask(torch.cat([distance >= step, *own], -1)), rows)
-            yield argmax_at(hidden, self.target_logits)
+            yield likeliest_at(hidden, self.target_logits)
 
     def _causal(self, batch: Batch, mask: Tensor | None) -> Tensor:
         """SA of whole rows. mask [B, T, T], None: causal -> [B, T, D]"""

@@ -16,13 +16,14 @@ corpus that the trained drafters see, with one added count. `followers` keeps th
 tokens and 49,152 ids, 72% of all pairs).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from drafters.base import Pick, likeliest
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import project_path
 from specbench.common.types import Name, Text, Width
@@ -30,7 +31,7 @@ from specbench.engine import weights as stored
 from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Batch, DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
-from specbench.engine.sampling import require_ids, top
+from specbench.engine.sampling import require_ids
 from specbench.engine.target import Target
 from specbench.records.schema import WEIGHTS
 
@@ -153,13 +154,10 @@ class NGram(Drafter):
         tree.passes = 0
         return tree
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         """As of trained drafters: the same in every step, by the last token alone. Ties as in trees."""
 
-        def pick(chosen: Tensor) -> Tensor:
-            return torch.cat([top(self.after(part), 1)[1][:, 0] for part in batch.tokens[chosen].split(ROWS)])
-
-        yield from [pick] * steps
+        yield from [lambda chosen, k: likeliest(batch.tokens[chosen], self.after, k, ROWS)] * steps
 
     @classmethod
     def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:

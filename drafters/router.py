@@ -15,7 +15,7 @@ The groups of a level are read back to the host, since slices of the head are fr
 waits for the device once per level instead of once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.base import TrainedDrafter, argmax_at
+from drafters.base import Pick, TrainedDrafter, likeliest_at
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Ids, Name, Text
 from specbench.engine.drafter import Delegating, Outline
@@ -145,6 +145,6 @@ class Routed(TrainedDrafter, Delegating):
             agreement = (self.routed_separately(states[:MEASURED]).argmax(-1) == p[:MEASURED].argmax(-1)).float().mean()
         return {"loss": cross_entropy, "mass": mass.gather(-1, chosen).sum(-1).mean(), "agreement": agreement}
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         for states in self.base.draft_states(batch, steps):
-            yield argmax_at(states, self.routed_separately)
+            yield likeliest_at(states, self.routed_separately)

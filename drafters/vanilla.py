@@ -20,7 +20,7 @@ tokens again instead of keeping their rows: one pass either way, and one rule fo
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from drafters.base import TrainedDrafter, argmax_at, llama_config
+from drafters.base import Pick, TrainedDrafter, likeliest_at, llama_config
 from drafters.distillation import DistillationLoss
 from drafters.layers import start_layer, start_norm, unread_tokens
 from specbench.common.errors import SpecBenchError
@@ -210,6 +210,6 @@ class Vanilla(TrainedDrafter):
         """The draft model's states of a batch's tokens. [B, T, D']"""
         return self.lm.run(batch.tokens, batch.positions, batch.causal_mask(), None)
 
-    def drafts(self, batch: Batch, steps: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         """The same in every step: a draft model reads tokens alone."""
-        yield from [argmax_at(self._states(batch), self.target_logits)] * steps
+        yield from [likeliest_at(self._states(batch), self.target_logits)] * steps

@@ -59,7 +59,7 @@ def walked(drafter, batch, answers, steps):
     answers: (row, place of its first token, length, index of the first answer token).
     """
     everywhere = torch.ones_like(batch.valid)
-    table = [ids(everywhere).view(batch.tokens.shape).tolist() for ids in drafter.drafts(batch, steps)]
+    table = [ids(everywhere, 1).view(batch.tokens.shape).tolist() for ids in drafter.drafts(batch, steps)]
     tokens, result = batch.tokens.tolist(), AcceptanceCounts()
     for row, first, length, begin in answers:
         result.begin()

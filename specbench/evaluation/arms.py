@@ -25,7 +25,8 @@ from specbench.records.rows import Row
 from specbench.remote.link import Link
 from specbench.remote.serving import LocalServers
 
-CURVE = ("step", "tokens", "chain_tau", "tree_tau", "n_alpha")  # of a training's history, in a header
+# Of a training's history, in a header.
+CURVE = ("step", "tokens", "loss", "regression", "chain_tau", "tree_tau", "n_alpha", "alpha0_top4", "alpha0_top10")
 CURVE_POINTS = 32
 # Its ids identify a chat format: they depend on template, system prompt and tokenizer.
 PROBE: list[Message] = [

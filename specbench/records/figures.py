@@ -28,6 +28,10 @@ from specbench.records.metrics import BASELINE, METRICS
 Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
 # What an arm sets: an option of its drafter or tree; ids: for which its LM head is multiplied; nodes: drafted a cycle.
 Option = Annotated[str, StringConstraints(pattern=r"^((drafter|tree|verify)\.\w+|ids|nodes|parameters)$")]
+# What the history of a training holds; topK: among the K likeliest; loss, regression: of training, all others held out.
+Progressing = Literal[
+    "alpha0", "alpha1", "alpha2", "alpha3", "alpha4", "alpha0_top4", "alpha0_top10", "tau", "loss", "regression"
+]
 Metric = Literal[METRICS]  # type: ignore[valid-type]
 
 
@@ -47,11 +51,11 @@ class _Figure(TypedDict):
 
 
 class Progress(_Figure):
-    """Held-out acceptance over training, a panel a metric, from the histories of the arms' trainings."""
+    """Acceptance or losses over training, a panel a metric, from the histories of the arms' trainings."""
 
     kind: Literal["progress"]
     x: NotRequired[Literal["tokens", "step"]]
-    y: NotRequired[Annotated[list[Literal["alpha0", "alpha1", "alpha2", "alpha3", "alpha4", "tau"]], MinLen(1)]]
+    y: NotRequired[Annotated[list[Progressing], MinLen(1)]]
 
 
 class ByPosition(_Figure):

@@ -50,9 +50,13 @@ class Point(TypedDict):
     """One entry of a training's history."""
 
     tokens: Natural
+    loss: NotRequired[Measure]
+    regression: NotRequired[Measure]
     chain_tau: NotRequired[Measure]
     tree_tau: NotRequired[Measure]
     n_alpha: NotRequired[Shares]
+    alpha0_top4: NotRequired[Share]  # first tokens among the drafter's 4 likeliest
+    alpha0_top10: NotRequired[Share]
 
 
 @with_config(OPEN)

@@ -31,6 +31,13 @@ METRIC_LABELS = {
     "answer_kl": "KL to the target, nats a token",
     "solved": "share of problems solved",
 }
+HISTORY_LABELS = {  # of a training alone
+    "tau": METRIC_LABELS["tau"],
+    "alpha0_top4": "first token among the 4 likeliest",
+    "alpha0_top10": "first token among the 10 likeliest",
+    "loss": "training loss",
+    "regression": "training loss, regression of states",
+}
 METRIC_LABELS |= {f"alpha{i}": f"step {i + 1} accepted, given the one before" for i in range(6)}
 MEASURED_LABELS = {  # quantity -> label, unit
     "training.peak": ("peak memory of a training step, GiB", 2**30),
@@ -67,11 +74,11 @@ def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
             curves = [[((at + before) / unit, v) for at, v in curve]
                       for e, before in found for curve in _histories(e, x, metric)]  # fmt: skip
             ends = [((_trained(e, x) + before) / unit, v) for e, before in found if beside.is_chain(e)
-                    and _trained(e, x) and (v := value(e, metric))]  # fmt: skip
+                    and _trained(e, x) and metric in METRICS and (v := value(e, metric))]  # fmt: skip
             series.append(Series(title, ends, curves, joined=False))
-        step = f"step {int(metric[5:]) + 1}" if metric != "tau" else ""
-        panels.append(Panel(label, "accepted, given the step before" if step else METRIC_LABELS[metric], series, step,
-                            share=bool(step)))  # fmt: skip
+        step = "" if metric in HISTORY_LABELS else f"step {int(metric[5:]) + 1}"
+        name = HISTORY_LABELS.get(metric, "accepted, given the step before")
+        panels.append(Panel(label, name, series, step, share=metric.startswith("alpha")))
     longest = max((len(curve) for panel in panels for s in panel.series for curve in s.curves), default=0)
     notes = ["lines and small marks: held-out answers; with intervals: decoding with the trained drafter"]
     return Chart(panels, notes if longest > 1 else [*notes, "these rows hold no more than the end of each training"])
@@ -82,13 +89,13 @@ def _histories(e: Entry, x: str, metric: str) -> Iterator[list[tuple[float, floa
     for label, arm in e.header["arms"].items():
         if arm.get("of", label) == e.name:
             history: Any = arm["weights"].get("history", [])
-            points = [(float(point[x]), _held_out(point, metric)) for point in history if x in point]
+            points = [(float(point[x]), _at_point(point, metric)) for point in history if x in point]
             yield [p for p in points if math.isfinite(p[1])]
 
 
-def _held_out(point: Mapping[str, Any], metric: str) -> float:
-    if metric == "tau":
-        return float(point.get("chain_tau", math.nan))
+def _at_point(point: Mapping[str, Any], metric: str) -> float:
+    if metric in HISTORY_LABELS:
+        return float(point.get("chain_tau" if metric == "tau" else metric, math.nan))
     alphas, depth = point.get("n_alpha", []), int(metric.removeprefix("alpha"))
     return float(alphas[depth]) if depth < len(alphas) else math.nan
 

@@ -182,7 +182,8 @@ def _count(workspace: Workspace, drafter: Any) -> TrainedWeights:
 
 
 def _rounded(counts: AcceptanceCounts) -> dict[str, Any]:
-    return {"chain_tau": round(counts.tau, 4), "n_alpha": [round(a, 4) for a in counts.alphas]}
+    likeliest = {f"alpha0_top{k}": round(share, 4) for k, share in counts.among_likeliest.items()}
+    return {"chain_tau": round(counts.tau, 4), "n_alpha": [round(a, 4) for a in counts.alphas], **likeliest}
 
 
 def _provenance(

@@ -28,6 +28,7 @@ from specbench.training.corpus_reader import HeldOutAnswer
 ANSWER_TOKENS = 64  # of an answer that are replayed
 BATCH = 8  # answers drafted for in one pass
 CHAIN = 5  # steps of the held-out n-alpha: 0-alpha … 4-alpha, as in EAGLE, Table 1
+TOP = (4, 10)  # likeliest first tokens among which the answer's is looked for, as in Beagle, Figures 6 and 7
 
 
 @dataclass
@@ -37,6 +38,7 @@ class AcceptanceCounts:
     Attributes:
         reached: [i] cycles that accepted depth i and drafted deeper. passed: [i] of these, cycles that accepted i + 1 too.
         answers: (tokens emitted, cycles) of each answer.
+        ranks: of the answer's token among the first step's likeliest, of each cycle; absent where only trees were replayed.
     """
 
     cycles: int = 0
@@ -44,6 +46,7 @@ class AcceptanceCounts:
     reached: list[int] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
     answers: list[tuple[int, int]] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list, compare=False)
 
     @property
     def tau(self) -> float:
@@ -53,6 +56,11 @@ class AcceptanceCounts:
     def alphas(self) -> list[float]:
         """0-alpha, 1-alpha, …: with a chain, acceptance where the input holds n drafter-made steps (EAGLE, Table 1)."""
         return [p / r if r else float("nan") for p, r in zip(self.passed, self.reached, strict=True)]
+
+    @property
+    def among_likeliest(self) -> dict[int, float]:
+        """By k of `TOP`: share of cycles whose first token is among the k likeliest."""
+        return {k: sum(rank < k for rank in self.ranks) / len(self.ranks) for k in TOP if self.ranks}
 
     def begin(self) -> None:
         """The cycles to come belong to another answer."""
@@ -94,39 +102,47 @@ def chains(
     """
     ends = [min(a.begin + max_tokens, len(a.ids)) for a in answers]
     order = sorted(range(len(answers)), key=ends.__getitem__)  # neighbours in length need least padding
-    by_answer: dict[int, tuple[list[int], int]] = {}
+    by_answer: dict[int, tuple[list[int], list[int], int]] = {}
     for at in range(0, len(order), BATCH):
         indices = order[at : at + BATCH]
-        accepted, drafted = _accepted(target, drafter, [answers[i] for i in indices], [ends[i] for i in indices], steps)
-        by_answer |= {i: (accepted[row].tolist(), drafted) for row, i in enumerate(indices)}
+        part, until = [answers[i] for i in indices], [ends[i] for i in indices]
+        accepted, ranks, drafted = _accepted(target, drafter, part, until, steps)
+        by_answer |= {i: (accepted[row].tolist(), ranks[row].tolist(), drafted) for row, i in enumerate(indices)}
     counts = AcceptanceCounts()
     for i, answer in enumerate(answers):
         _add_cycles(counts, *by_answer[i], answer.begin, ends[i])
     return counts
 
 
-def _accepted(target: Target, drafter: Any, part: list[HeldOutAnswer], ends: list[int], steps: int) -> tuple[Tensor, int]:
-    """Accepted tokens of a chain from each position as its root [B, T], and steps drafted: a drafter may have fewer."""
+def _accepted(
+    target: Target, drafter: Any, part: list[HeldOutAnswer], ends: list[int], steps: int
+) -> tuple[Tensor, Tensor, int]:
+    """Of a chain from each position as its root: accepted tokens [B, T], the rank of the first step's right one [B, T]
+    (`TOP[-1]` if it is not among so many), and steps drafted: a drafter may have fewer."""
     batch = _batch(target, drafter, part, ends)
     position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     begins = torch.tensor([a.begin for a in part], device=position.device)[:, None]
     known = position < torch.tensor(ends, device=position.device)[:, None] - 1  # [B, T] is the next token known?
     reached = known & (position >= begins)
-    accepted = torch.zeros_like(batch.tokens)
+    accepted, ranks = torch.zeros_like(batch.tokens), torch.full_like(batch.tokens, TOP[-1])
     drafted = 0
     for step, pick in enumerate(drafter.drafts(batch, steps)):
         drafted = step + 1
         passed = torch.zeros_like(reached)
         if reached.any():
-            passed[reached] = to_target_ids(drafter, pick(reached)) == batch.tokens.roll(-1, 1)[reached]
+            ids = to_target_ids(drafter, pick(reached, 1 if step else TOP[-1]))  # [M, k]
+            right = ids == batch.tokens.roll(-1, 1)[reached][:, None]
+            passed[reached] = right[:, 0]
+            if step == 0:
+                ranks[reached] = torch.where(right.any(1), right.int().argmax(1), TOP[-1])
         accepted += passed.roll(-step, 1)  # a chain's step stands `step` positions behind its root
         reached = passed.roll(1, 1) & known
         reached[:, 0] = False
-    return accepted, drafted
+    return accepted, ranks, drafted
 
 
-def _add_cycles(counts: AcceptanceCounts, accepted: list[int], steps: int, begin: int, end: int) -> None:
-    """Add the cycles of one answer. accepted: by root, for chains of so many steps."""
+def _add_cycles(counts: AcceptanceCounts, accepted: list[int], ranks: list[int], steps: int, begin: int, end: int) -> None:
+    """Add the cycles of one answer. accepted, ranks: by root, for chains of so many steps."""
     counts.begin()
     root = begin
     while root + 1 < end:
@@ -135,6 +151,7 @@ def _add_cycles(counts: AcceptanceCounts, accepted: list[int], steps: int, begin
         if count == left:  # the answer ends inside the draft: its last token counts as the bonus
             drafted = count = count - 1
         counts.add(count, min(drafted, left))
+        counts.ranks += [ranks[root]] * (drafted > 0)
         root += count + 1
 
 

@@ -128,6 +128,7 @@ class Trainer:
         self.rates = rates(settings, self.total)
         self.vocabulary = LossVocabulary(corpus, settings, self.accelerator.device)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.resumed = (0, 0, 0.0)  # step, tokens and seconds where this process began
         self.phase = -1  # before the first
         self.metrics = Metrics()
         self.history: list[dict[str, Any]] = []
@@ -271,10 +272,14 @@ class Trainer:
 
     @property
     def seconds_left(self) -> float:
-        return self.seconds / self.step * (self.total - self.step)
+        """At this process's pace: a machine may have been busier before."""
+        step, _, seconds = self.resumed
+        return (self.seconds - seconds) / (self.step - step) * (self.total - self.step)
 
     def _show_progress(self) -> None:
-        speed = f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s  {self.seconds_left / 60:.1f} min left"
+        _, tokens, seconds = self.resumed
+        speed = f"{(self.tokens - tokens) / max(self.seconds - seconds, 1e-9):,.0f} tokens/s"
+        speed += f"  {self.seconds_left / 60:.1f} min left"
         losses = " ".join(f"{k} {v:.4f}" for k, v in self.metrics.smoothed.items())
         self.accelerator.print(f"step {self.step}/{self.total}  {losses}  {speed}", file=sys.stderr)
 
@@ -322,5 +327,6 @@ class Trainer:
                 optimizer.load_state_dict(value)
             checkpoint.restore_random_state(state, self.accelerator.process_index)
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+            self.resumed = (self.step, self.tokens, self.seconds)
             self.history = state["history"]
         self.accelerator.print(f"resuming at step {self.step} of {self.total}", file=sys.stderr)

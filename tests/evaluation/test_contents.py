@@ -337,7 +337,18 @@ def test_prompts_that_cannot_be_told_apart_or_are_odd_are_refused(records, words
 @pytest.mark.parametrize("entries", [1, 3, 33, 500])
 def test_headers_keep_the_learning_curve_of_a_training(entries):
     history = [
-        {"step": i, "tokens": 9 * i, "chain_tau": 1.5, "tree_tau": 1.9, "n_alpha": [0.4], "loss": 2.0}
+        {
+            "step": i,
+            "tokens": 9 * i,
+            "chain_tau": 1.5,
+            "tree_tau": 1.9,
+            "n_alpha": [0.4],
+            "alpha0_top4": 0.5,
+            "alpha0_top10": 0.6,
+            "loss": 2.0,
+            "regression": 0.3,
+            "agreement": 0.4,
+        }
         for i in range(1, entries + 1)
     ]
     kept = arms._provenance({"history": history, "recipe": {}})["history"]

@@ -111,7 +111,15 @@ def test_progress_draws_the_history_of_every_seed_and_the_measured_end(tmp_path)
     header = settings("a-0", "a-1", dataset="mtbench", study="s")
     for seed in (0, 1):
         history = [
-            {"tokens": n * 10**6, "step": n, "chain_tau": 1 + n / 10 + seed, "n_alpha": [0.1 * n, 0.05 * n]} for n in (1, 2)
+            {
+                "tokens": n * 10**6,
+                "step": n,
+                "chain_tau": 1 + n / 10 + seed,
+                "n_alpha": [0.1 * n, 0.05 * n],
+                "alpha0_top4": 0.3 * n,
+                "loss": 1 / n,
+            }
+            for n in (1, 2)
         ]
         weights = {"history": history, "tokens_seen": 2 * 10**6, "steps": 2, "parameters": 1, "hours": 0.0,
                    "data": {"unique_tokens": 1}, "machine": {"device": "x", "cores": 1}}  # fmt: skip
@@ -134,6 +142,13 @@ def test_progress_draws_the_history_of_every_seed_and_the_measured_end(tmp_path)
     drawn = charts.draw(found)
     assert [list(line.get_ydata()) for line in drawn.axes[0].get_lines()[:2]] == [[0.1, 0.2]] * 2
     assert not drawn.legends, "a legend names what is drawn, and one series needs none"
+    ranks = chart_of(tmp_path, study(figure("progress", y=["alpha0_top4", "loss"]), arms=["a"]))
+    assert [panel.y for panel in ranks.panels] == ["first token among the 4 likeliest", "training loss"]
+    assert [list(panel.series[0].curves[0]) for panel in ranks.panels] == [
+        [(1.0, 0.3), (2.0, 0.6)],
+        [(1.0, 1.0), (2.0, 0.5)],
+    ]
+    assert ranks.panels[0].share and not ranks.panels[1].share and not any(values(p.series[0]) for p in ranks.panels)
     (by_step,) = chart_of(tmp_path, study(figure("progress", x="step", y=["tau"]), arms=["a"])).panels
     assert by_step.x == "training steps" and by_step.series[0].curves[0][-1] == (2.0, 1.2)
 

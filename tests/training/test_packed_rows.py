@@ -92,7 +92,8 @@ def test_what_is_drafted_in_a_packed_row_is_what_is_drafted_alone(drafter):
     padded, packed = laid_out(target)
     for step, functions in enumerate(zip(made.drafts(padded, 4), made.drafts(packed, 4), strict=True), start=1):
         alone, together = (
-            draft(batch.valid & (batch.positions >= step)) for draft, batch in zip(functions, (padded, packed), strict=True)
+            draft(batch.valid & (batch.positions >= step), 3)
+            for draft, batch in zip(functions, (padded, packed), strict=True)
         )
         assert torch.equal(alone, together)
         assert len(alone) == sum(n - step for row in LENGTHS for n in row)
