@@ -1,6 +1,7 @@
 """Works through a plan, one process a cell, each for a slice of time: timed work alone, other work side by side."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,8 @@ from specbench.common.processes import dying_with_parent
 from specbench.evaluation.plan import Scope, Task, all_tasks
 
 MIN_SLICE_S = 30.0
-MAX_BUSY, OBSERVED_S = (
-    0.3,
-    2.0,
-)  # cores that others may keep busy during timed work, and seconds over which they are counted
+MAX_BUSY = 0.3  # cores that others may keep busy during timed work
+OBSERVED_S = 2.0  # seconds over which they are counted
 MAX_WAIT_S = 300.0  # of timed work for an idle machine
 LOW_PRIORITY = 10  # of untimed work, as a `nice` value
 
@@ -54,6 +53,9 @@ def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task
             ended = running.pop(process)
             if process.returncode:
                 failed.append(ended)
+                if process.returncode < 0:
+                    ending = signal.Signals(-process.returncode).name
+                    warn(f"{ended.study}, cell {ended.cell}: its process was ended by {ending}")
             elif (task := _again(ended, settings)) is not None:
                 queue.insert(0, task)
     finally:

@@ -338,6 +338,14 @@ def a_task(kind):
     return plan.Task("s", 0, kind, 5, ("dataset=mtbench",), 4, 0, True, 8, None, 1)
 
 
+def test_a_cell_whose_process_dies_by_a_signal_is_named_with_it(monkeypatch, capsys):
+    task = a_task("replayed")
+    dies = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"]
+    monkeypatch.setattr(workers, "_start", lambda *_: subprocess.Popen(dies))
+    assert workers.work([task], None, Budget(400)) == [task]
+    assert "s, cell 0: its process was ended by SIGILL" in capsys.readouterr().err
+
+
 def test_evidence_prints_its_plan_and_refuses_what_is_no_study():
     shown = typed_evidence("plan=true", "studies=[hass,n_alpha]")
     assert shown.returncode == 0 and re.search(r"\| hass \| 0: mtbench-greedy-64-replayed \| replayed \|", shown.stdout)
