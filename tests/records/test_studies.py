@@ -413,7 +413,7 @@ def test_shown_numbers_are_published_and_no_arm_stands_twice_in_a_column(name, s
         beside = defaultdict(set)
         for index, arm in assigned(table, shown, [target]).items():
             cell = table.loc[index]
-            beside[arm, cell.column, cell.temperature].add(cell.row)
+            beside[arm, cell.column, cell.dataset, cell.temperature].add(cell.row)
         assert all(len(rows) == 1 for rows in beside.values()), f"{name} {target}"
 
 
