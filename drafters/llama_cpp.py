@@ -27,10 +27,11 @@ class LlamaCpp(Peer):
 
         options: dict[str, Any] = FLOAT32 if self.arithmetic == "float32" else {}
         if self.lookup:
-            options = {**options, "draft_model": LlamaPromptLookupDecoding(self.max_ngram, self.lookup)}
-        room = context + self.lookup  # its lookup drafts past the last token of an answer, too
+            # It keeps logits of all tokens to verify drafts; unless asked for them, it has room for those of 512 tokens.
+            lookup = LlamaPromptLookupDecoding(self.max_ngram, self.lookup)
+            options = {**options, "draft_model": lookup, "logits_all": True}
         self.model = llama_cpp.Llama(
-            str(path), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False, **options
+            str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False, **options
         )
         atexit.register(self.model.close)  # which fails once the interpreter has taken its module down
 

@@ -153,6 +153,7 @@ def test_llama_cpp_stops_at_the_cap_and_behind_a_stop_token(fakes, tmp_path):
     path, options = engine.model.made
     assert path == str(tmp_path / "m.gguf") and options["n_threads"] == options["n_threads_batch"] == 3
     assert options["draft_model"] == (3, 5) and options["type_k"] == options["type_v"] == 0
+    assert options["logits_all"], "it would have room for the logits of 512 tokens"
     assert engine.greedy([7], 3) == [8, 9, 10] and engine.model.resets == 1
     answer = engine.answer([7], "", Limits(9, (9,)), Sampler(), None)
     assert answer.ids == [8, 9] and answer.pieces == 2 and 0 <= answer.first_s <= answer.first_s + answer.decode_s
