@@ -233,7 +233,8 @@ def test_models_and_prompts_are_here_once_a_cache_holds_them(tmp_path, monkeypat
         (tmp_path / file).touch()
     models, prompts = column(listing.models(), "here"), column(listing.datasets(), "here")
     assert {name for name, available in models.items() if available == "yes"} == {"smollm2-135m", "llama3-8b"}
-    assert {name for name, available in prompts.items() if available == "yes"} == {"humaneval", "gsm8k"}
+    here = {name for name, available in prompts.items() if available == "yes"}
+    assert here == {"humaneval", "humaneval_p1", "gsm8k", "gsm8k_p1"}
 
 
 def test_sizes_and_needs_are_said():
