@@ -326,7 +326,7 @@ def likeliest(states: Tensor, logits: Callable[[Tensor], Tensor], k: int, rows: 
 
 
 def likeliest_at(states: Tensor, logits: Callable[[Tensor], Tensor]) -> Pick:
-    """A step of `drafts` from the states [B, T, D] that the head reads."""
+    """A step of `drafts` from what `logits` reads at every position: states [B, T, D], or tokens [B, T]."""
     return lambda chosen, k: likeliest(states[chosen], logits, k)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from drafters.base import Pick, likeliest
+from drafters.base import Pick, likeliest_at
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import project_path
 from specbench.common.types import Name, Text, Width
@@ -34,8 +34,6 @@ from specbench.engine.policies import TreePolicy
 from specbench.engine.sampling import require_ids
 from specbench.engine.target import Target
 from specbench.records.schema import WEIGHTS
-
-ROWS = 256  # of logits at a time
 
 
 class NGram(Drafter):
@@ -157,7 +155,7 @@ class NGram(Drafter):
     def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         """As of trained drafters: the same in every step, by the last token alone. Ties as in trees."""
 
-        yield from [lambda chosen, k: likeliest(batch.tokens[chosen], self.after, k, ROWS)] * steps
+        yield from [likeliest_at(batch.tokens, self.after)] * steps
 
     @classmethod
     def export_obstacle(cls, server: str, options: Mapping[str, Any]) -> str | None:

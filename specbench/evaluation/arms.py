@@ -26,7 +26,17 @@ from specbench.remote.link import Link
 from specbench.remote.serving import LocalServers
 
 # Of a training's history, in a header.
-CURVE = ("step", "tokens", "loss", "regression", "chain_tau", "tree_tau", "n_alpha", "alpha0_top4", "alpha0_top10")
+CURVE = (
+    "step",
+    "tokens",
+    "classification",
+    "regression",
+    "chain_tau",
+    "tree_tau",
+    "n_alpha",
+    "alpha0_top4",
+    "alpha0_top10",
+)
 CURVE_POINTS = 32
 # Its ids identify a chat format: they depend on template, system prompt and tokenizer.
 PROBE: list[Message] = [

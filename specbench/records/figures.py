@@ -28,9 +28,9 @@ from specbench.records.metrics import BASELINE, METRICS
 Quantity = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]  # of a measurement, as `memory.peak`
 # What an arm sets: an option of its drafter or tree; ids: for which its LM head is multiplied; nodes: drafted a cycle.
 Option = Annotated[str, StringConstraints(pattern=r"^((drafter|tree|verify)\.\w+|ids|nodes|parameters)$")]
-# What the history of a training holds; topK: among the K likeliest; loss, regression: of training, all others held out.
+# What the history of a training holds: acceptance of held-out answers (topK: among the K likeliest), and training losses.
 Progressing = Literal[
-    "alpha0", "alpha1", "alpha2", "alpha3", "alpha4", "alpha0_top4", "alpha0_top10", "tau", "loss", "regression"
+    "alpha0", "alpha1", "alpha2", "alpha3", "alpha4", "alpha0_top4", "alpha0_top10", "tau", "classification", "regression"
 ]
 Metric = Literal[METRICS]  # type: ignore[valid-type]
 

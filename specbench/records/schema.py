@@ -50,7 +50,7 @@ class Point(TypedDict):
     """One entry of a training's history."""
 
     tokens: Natural
-    loss: NotRequired[Measure]
+    classification: NotRequired[Measure]  # training losses, not held out
     regression: NotRequired[Measure]
     chain_tau: NotRequired[Measure]
     tree_tau: NotRequired[Measure]

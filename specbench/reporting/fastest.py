@@ -100,4 +100,4 @@ def sentence(group: Sequence[Entry]) -> str:
         return f"{first.title} is fastest: {shown(first.summary.speed_up)} times as fast as plain decoding."
     listed = ", ".join(f"{e.title} ({speed_up(e):.2f})" for e in best[:MAX_NAMED])
     more = f" and {len(best) - MAX_NAMED} more" if len(best) > MAX_NAMED else ""
-    return f"Fastest, and not told apart by these questions: {listed}{more} times as fast as plain decoding."
+    return f"Fastest, with no significant difference on these questions: {listed}{more} times as fast as plain decoding."

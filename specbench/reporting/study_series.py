@@ -31,11 +31,11 @@ METRIC_LABELS = {
     "answer_kl": "KL to the target, nats a token",
     "solved": "share of problems solved",
 }
-HISTORY_LABELS = {  # of a training alone
+HISTORY_LABELS = {  # of what a training's history holds, besides acceptance by step
     "tau": METRIC_LABELS["tau"],
     "alpha0_top4": "first token among the 4 likeliest",
     "alpha0_top10": "first token among the 10 likeliest",
-    "loss": "training loss",
+    "classification": "training loss, cross-entropy",
     "regression": "training loss, regression of states",
 }
 METRIC_LABELS |= {f"alpha{i}": f"step {i + 1} accepted, given the one before" for i in range(6)}
@@ -80,7 +80,9 @@ def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
         name = HISTORY_LABELS.get(metric, "accepted, given the step before")
         panels.append(Panel(label, name, series, step, share=metric.startswith("alpha")))
     longest = max((len(curve) for panel in panels for s in panel.series for curve in s.curves), default=0)
-    notes = ["lines and small marks: held-out answers; with intervals: decoding with the trained drafter"]
+    notes = [
+        "lines and small marks: held-out answers, or losses of training; with intervals: decoding with the trained drafter"
+    ]
     return Chart(panels, notes if longest > 1 else [*notes, "these rows hold no more than the end of each training"])
 
 

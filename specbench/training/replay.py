@@ -38,7 +38,7 @@ class AcceptanceCounts:
     Attributes:
         reached: [i] cycles that accepted depth i and drafted deeper. passed: [i] of these, cycles that accepted i + 1 too.
         answers: (tokens emitted, cycles) of each answer.
-        ranks: of the answer's token among the first step's likeliest, of each cycle; absent where only trees were replayed.
+        ranks: for each cycle, that of the answer's token among the first step's likeliest; empty after `replay`.
     """
 
     cycles: int = 0
@@ -117,8 +117,12 @@ def chains(
 def _accepted(
     target: Target, drafter: Any, part: list[HeldOutAnswer], ends: list[int], steps: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Of a chain from each position as its root: accepted tokens [B, T], the rank of the first step's right one [B, T]
-    (`TOP[-1]` if it is not among so many), and steps drafted: a drafter may have fewer."""
+    """What a chain from each position as its root accepts.
+
+    Returns:
+        Accepted tokens [B, T]; the rank of the answer's token among the first step's likeliest [B, T], `TOP[-1]` if it is
+        not among so many; steps drafted, of which a drafter may have fewer.
+    """
     batch = _batch(target, drafter, part, ends)
     position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     begins = torch.tensor([a.begin for a in part], device=position.device)[:, None]
@@ -151,7 +155,8 @@ def _add_cycles(counts: AcceptanceCounts, accepted: list[int], ranks: list[int],
         if count == left:  # the answer ends inside the draft: its last token counts as the bonus
             drafted = count = count - 1
         counts.add(count, min(drafted, left))
-        counts.ranks += [ranks[root]] * (drafted > 0)
+        if drafted:
+            counts.ranks.append(ranks[root])
         root += count + 1
 
 

@@ -345,7 +345,8 @@ def test_headers_keep_the_learning_curve_of_a_training(entries):
             "n_alpha": [0.4],
             "alpha0_top4": 0.5,
             "alpha0_top10": 0.6,
-            "loss": 2.0,
+            "loss": 5.0,
+            "classification": 2.0,
             "regression": 0.3,
             "agreement": 0.4,
         }

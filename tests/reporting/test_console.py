@@ -178,7 +178,7 @@ def test_replayed_rows_show_acceptance_and_no_empty_columns(tmp_path):
     ("speeds", "noise", "questions", "expected"),
     [
         ({"slow": 0.5, "next": 1.5, "best": 2.0}, 0.02, 20, "best is fastest: "),
-        ({"a": 2.0, "b": 2.0, "c": 1.0}, 0.2, 20, "Fastest, and not told apart by these questions: "),
+        ({"a": 2.0, "b": 2.0, "c": 1.0}, 0.2, 20, "Fastest, with no significant difference on these questions: "),
         ({"a": 1.0}, 0.3, 20, "No drafter is surely faster than plain decoding here"),
         ({"a": 0.5, "b": 0.4}, 0.02, 20, "No drafter pays here"),
         ({"a": 2.0}, 0.02, 19, "19 questions: too few for a verdict"),

@@ -117,7 +117,7 @@ def test_progress_draws_the_history_of_every_seed_and_the_measured_end(tmp_path)
                 "chain_tau": 1 + n / 10 + seed,
                 "n_alpha": [0.1 * n, 0.05 * n],
                 "alpha0_top4": 0.3 * n,
-                "loss": 1 / n,
+                "classification": 1 / n,
             }
             for n in (1, 2)
         ]
@@ -142,8 +142,8 @@ def test_progress_draws_the_history_of_every_seed_and_the_measured_end(tmp_path)
     drawn = charts.draw(found)
     assert [list(line.get_ydata()) for line in drawn.axes[0].get_lines()[:2]] == [[0.1, 0.2]] * 2
     assert not drawn.legends, "a legend names what is drawn, and one series needs none"
-    ranks = chart_of(tmp_path, study(figure("progress", y=["alpha0_top4", "loss"]), arms=["a"]))
-    assert [panel.y for panel in ranks.panels] == ["first token among the 4 likeliest", "training loss"]
+    ranks = chart_of(tmp_path, study(figure("progress", y=["alpha0_top4", "classification"]), arms=["a"]))
+    assert [panel.y for panel in ranks.panels] == ["first token among the 4 likeliest", "training loss, cross-entropy"]
     assert [list(panel.series[0].curves[0]) for panel in ranks.panels] == [
         [(1.0, 0.3), (2.0, 0.6)],
         [(1.0, 1.0), (2.0, 0.5)],
