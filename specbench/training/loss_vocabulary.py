@@ -7,6 +7,7 @@ unbiased estimate of that over all. A loss against the target's probabilities ov
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +34,27 @@ def draw(ids: Tensor, text: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return drawn, bias
 
 
-class LossVocabulary:
-    """The corpus's ids, most frequent first: as many as any phase needs, or all if others are drawn beside them."""
+def _all_ids(corpus: CorpusReader, count: int) -> Tensor:
+    """All ids of a vocabulary: those of the corpus, most frequent first, and those that it lacks. -> [count]"""
+    occurring = corpus.frequent(None)
+    absent = torch.ones(count, dtype=torch.bool).index_fill(0, occurring, False)
+    return torch.cat([occurring, absent.nonzero().flatten()])
 
-    def __init__(self, corpus: CorpusReader, settings: TrainSettings, device: torch.device):
+
+class LossVocabulary:
+    """Ids, the corpus's most frequent ones first: as many as any phase needs; all, if others are drawn beside them.
+
+    Ids that the corpus lacks are among the others, too: never in a loss, they would keep the probabilities of the weights
+    that training begins with, and be drafted in vain (a tenth of the ten likeliest ids of Medusa's heads).
+    """
+
+    def __init__(self, corpus: CorpusReader, settings: TrainSettings, drafter: Any, device: torch.device):
         self.settings = settings
         self.ids = torch.empty(0, device=device)
         counts = [count for phase in settings.phases if (count := settings.vocabulary_in(phase)) is not None]
         if counts:
-            self.ids = corpus.frequent(None if settings.others else max(counts)).to(device)
+            self.ids = corpus.frequent(max(counts)) if not settings.others else _all_ids(corpus, len(drafter.head.weight))
+            self.ids = self.ids.to(device)
 
     def confine(self, batch: Batch, phase: Phase) -> None:
         """Set the ids of a batch's loss and their bias, drawn anew for each; leave both as they are for all ids."""

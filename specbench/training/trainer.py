@@ -126,7 +126,7 @@ class Trainer:
         self.starts = self._starts()
         self.total = int(min(settings.steps or math.inf, self.starts[-1]))
         self.rates = rates(settings, self.total)
-        self.vocabulary = LossVocabulary(corpus, settings, self.accelerator.device)
+        self.vocabulary = LossVocabulary(corpus, settings, drafter, self.accelerator.device)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.resumed = (0, 0, 0.0)  # step, tokens and seconds where this process began
         self.phase = -1  # before the first
