@@ -34,7 +34,7 @@ Pick = Callable[[Tensor, int], Tensor]  # a step of `drafts`: positions [B, T] b
 class TrainedDrafter(nn.Module, Drafter):
     """An autoregressive drafter with weights of its own, trained for one target.
 
-    A method implements `build`, `reset`, `observe`, `expand` and `loss`. Its `observe` sets `logits`, or it implements
+    A subclass implements `build`, `reset`, `observe`, `expand` and `loss`. Its `observe` sets `logits`, or it implements
     `root_logits`. It sets `networks` if what it runs is not called `network`. It implements `map_checkpoint` if its authors
     publish weights, and `infer_shape` if these may have another shape than the default. docs/drafters.md has a whole one.
 
@@ -123,11 +123,11 @@ class TrainedDrafter(nn.Module, Drafter):
             self._narrow(target, self.vocabulary)
 
     def _move_own(self, target: Target) -> None:
-        """Move its own modules to the target's device and dtype. The target's stay: it may be spread out."""
+        """Move its own modules, not the target's, to its device and dtype; buffers (rotary frequencies) keep theirs."""
         shared = {*target.model.modules(), target.draft_head}
 
         def convert(x: Tensor) -> Tensor:
-            return x.to(target.device, target.dtype if x.is_floating_point() else None)
+            return x.to(target.device, target.dtype if isinstance(x, nn.Parameter) else None)
 
         def move(part: nn.Module) -> None:
             for child in part.children():
@@ -286,7 +286,7 @@ class TrainedDrafter(nn.Module, Drafter):
 
 
 def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a LlamaConfig; its stubs make numbers optional
-    """A Llama configuration of the target's shape. Attention biases follow its layers: Qwen2's config has no such key."""
+    """A Llama configuration of the target's shape. changes: of its settings; None leaves one as it is."""
     c = target.config
     rope = getattr(c, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma 3 keeps one set per layer type
@@ -303,10 +303,10 @@ def llama_config(target: Target, layers: int, **changes: Any) -> Any:  # a Llama
         "max_position_embeddings": c.max_position_embeddings,
         "rms_norm_eps": getattr(c, "rms_norm_eps", 1e-6),
         "rope_parameters": dict(rope) or None,
-        "attention_bias": getattr(first.q_proj, "bias", None) is not None,
+        "attention_bias": getattr(first.q_proj, "bias", None) is not None,  # Qwen2's config has no such key
         "pad_token_id": None,
     }
-    config = LlamaConfig(**(settings | changes))
+    config = LlamaConfig(**(settings | {name: value for name, value in changes.items() if value is not None}))
     config._attn_implementation = ATTENTION
     return config
 
@@ -345,6 +345,4 @@ def noisy(states: Tensor, noise: float, law: str, batch: Batch) -> Tensor:
     drawn = (torch.rand_like(states) * 2 - 1) * noise
     if law == "uniform":
         return states + drawn
-    begins = torch.zeros_like(batch.tokens) if batch.starts is None else batch.starts
-    lengths = torch.zeros_like(begins).scatter_add(1, begins, batch.valid.long()).gather(1, begins)  # [B, T]
-    return states + drawn * (512 / lengths[:, : states.shape[1], None].clamp(min=1)).to(states)
+    return states + drawn * (512 / batch.sequence_lengths[:, : states.shape[1], None]).to(states)

@@ -128,9 +128,9 @@ class Beagle(CrossAttention, TrainedDrafter):
         root = states.tokens.new_full((1,), bonus)
         self.logits = self._draft(root, torch.full_like(root, self.stable), None)[0]
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
         ancestors = visible[:, : visible.shape[1] - tokens.shape[0]]  # strictly: a node does not attend to itself
-        positions, mask = self.cache.level(tokens, depth, ancestors, self.stable + 1)  # true states, and the root's
+        positions, mask = self.cache.draft_inputs(tokens, depth, ancestors, self.stable + 1)  # true states, and the root's
         return self._draft(tokens, positions, mask if self.concat else None)
 
     def _draft(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:

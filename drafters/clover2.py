@@ -94,6 +94,7 @@ class Clover2(PrefixLayers, TrainedDrafter):
     batches = True
     observed = ("rows", "logits")
     phased: tuple[str, ...] = ("heads", "decay", "regression", "classification")
+    shape_options = ("layers", "intermediate_size")
     networks = ("prefix", "network")
 
     def __init__(
@@ -197,8 +198,8 @@ class Clover2(PrefixLayers, TrainedDrafter):
         self.rows, predicted = self.network(prefix[None], None)  # [1 + R, D] r of the root, then of every expanded node
         self.logits = self.target_logits(predicted[0])
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        r, predicted = self.network(self.rows[parents + 1], tokens)
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
+        r, predicted = self.network(self.rows[parent_rows + 1], tokens)
         self.rows = torch.cat([self.rows, r])
         return self.target_logits(predicted)
 

@@ -13,11 +13,12 @@ same position in earlier steps and in the target; t = 0.07. The objective of eac
 With a single step (`steps=1`; Table 5) the target's states are the only positives. `csra_weight=0` leaves the contrast out,
 at no cost. Decoding is EAGLE-2's. The LM-head router, the paper's second stage, is a drafter of its own: `drafters.router`.
 
-Deviations and choices (the paper's mathematics survives only in words): positives are averaged outside the logarithm; step
-j is compared with steps before it only, whose outputs are detached; padding and unscored positions are left out; M
-positions are drawn per step, since the matrix grows with their square; the balance is kept in every step instead of being
+Deviations and choices (the paper's mathematics survives only in words): positives are averaged outside the logarithm;
+step j is compared with steps before it only, whose outputs are detached; padding and unscored positions are left out; M
+positions are drawn a batch, since the matrix grows with their square; the balance is kept in every step instead of being
 set once by hand for each target (of the paper's values only LLaMA2-Chat 13B's, 0.05, survives; here w_csra = term of
-regression / L_csra, no gradient through it), unless `csra_weight` fixes it; all steps weigh alike (the paper does not say).
+regression / L_csra, no gradient through it), unless `csra_weight` fixes it; all steps weigh alike (the paper does not
+say).
 """
 
 from collections.abc import Callable

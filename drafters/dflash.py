@@ -65,6 +65,7 @@ class DFlash(LevelDrafter):
 
     batches = True
     phased = ("gamma", "anchors")
+    shape_options = ("layers", "features", "intermediate_size")
 
     def __init__(
         self,
@@ -86,8 +87,7 @@ class DFlash(LevelDrafter):
         self.gamma, self.anchors = gamma, anchors
 
     def build(self, target: Target) -> None:
-        own = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
-        config, width = llama_config(target, layers=self.layers, **own), target.hidden_size
+        config, width = llama_config(target, self.layers, intermediate_size=self.intermediate_size), target.hidden_size
         self.share_ends(target)
         self.taps = Taps(hidden=feature_layers(target.layers, self.features), last=False)
         self.head_dim = config.head_dim

@@ -6,7 +6,7 @@
     TopK = the same sum over the K likeliest x of p alone, not renormalised; or another loss of `drafters.losses`
 
 With `batch.vocabulary` both softmaxes run over those ids alone (in no paper: it saves most of a small machine's training
-time, and the last steps should run without it).
+time), see `specbench.training.loss_vocabulary`.
 
 The gradient follows directly from the logits, (p_hat - p) head, and so does that of a head which is trained. Both are
 computed a few rows at a time, without any array of positions x vocabulary (as in Liger-Kernel's fused cross-entropy).

@@ -136,8 +136,7 @@ class Eagle(TrainedDrafter):
                 self.fc.weight[:, :width] *= float(rms[0] / rms[1])
 
     def _config(self, target: Target) -> Any:  # a LlamaConfig
-        own = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
-        return llama_config(target, layers=self.layers, **own)
+        return llama_config(target, self.layers, intermediate_size=self.intermediate_size)
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
@@ -244,11 +243,13 @@ class Eagle(TrainedDrafter):
     def root_logits(self) -> Tensor:
         return self.target_logits(self.rows[0])
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
         read = tokens
         if self.inputs == "unshifted":
-            read, self.row_tokens = self.row_tokens[parents + 1], torch.cat([self.row_tokens, tokens])
-        predicted = self._extend(self.rows[parents + 1], read, *self.cache.level(tokens, depth, visible, self.stable))
+            read, self.row_tokens = self.row_tokens[parent_rows + 1], torch.cat([self.row_tokens, tokens])
+        predicted = self._extend(
+            self.rows[parent_rows + 1], read, *self.cache.draft_inputs(tokens, depth, visible, self.stable)
+        )
         self.rows = torch.cat([self.rows, predicted])
         return self.target_logits(predicted)
 

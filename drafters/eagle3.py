@@ -136,8 +136,8 @@ class Eagle3(Eagle):
                 self.lm_head.weight.copy_(target.head.weight if listed is None else target.head.weight[listed.ids])
 
     def _config(self, target: Target) -> Any:  # a LlamaConfig
-        own = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
-        return llama_config(target, layers=1, **({"attention_bias": False} | own | self.shape))
+        own = {"attention_bias": False, "intermediate_size": self.intermediate_size}
+        return llama_config(target, layers=1, **(own | self.shape))
 
     def _narrow(self, target: Target, count: int) -> None:
         if self.listed is not None:

@@ -10,7 +10,7 @@ decoder layer and a norm over the target's post-norm states (Hydra++'s prefix at
 
 Training (section 5 and the official README): L = sum_i CE(p(t_{t+i+2}), p_hat), the target's probabilities as labels, true
 tokens as inputs. `hard` adds the cross-entropy with the text, `regression` SmoothL1(f_{t+i+1}, h_i); `noise` is NEFTune's,
-U(-a, a) / sqrt(T D) on states and embeddings.
+U(-a, a) / sqrt(T D) on the embeddings of a sequence of T tokens.
 
 Deviations and choices: every head has the target's frozen LM head unless `head_per_level` or an official checkpoint gives
 it one of its own, which has a bias there. W starts at zero (official code), its bias too (there it is random); R starts as
@@ -20,8 +20,7 @@ one factor, as large as the target's are, which f has had already (there: with o
 are shipped in 10 MB each, there are three heads and an MLP of 640 units in the decoder layer (conf/drafter/hydra.yaml),
 instead of four and the target's 1536: 5.0 M numbers instead of 8.2 M, of which the W of four heads take 4.6 M. A draft ends
 a level earlier. The official code repeats one and the same block where `layers` > 2; here each has its own weights.
-`dropout` comes before every block, there before the LM head as well. Noise is drawn for states and embeddings apart, where
-the official code adds one array to both. A position counts as in Medusa.
+`dropout` comes before every block, there before the LM head as well. A position counts as in Medusa.
 """
 
 import re
@@ -61,6 +60,7 @@ class Hydra(PrefixLayers, Medusa):
     """
 
     phased = ("decay", "classification", "hard", "regression", "noise", "dropout")
+    shape_options = (*Medusa.shape_options, "projected", "intermediate_size")
     parallel = False
     observed = ("level", "logits")
     networks = ("prefix", "network")
@@ -95,9 +95,8 @@ class Hydra(PrefixLayers, Medusa):
 
     def build(self, target: Target) -> None:
         super().build(target)
-        own = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
         width = target.hidden_size
-        self.build_prefix(llama_config(target, layers=1, **own), 1, target.decoder.norm)
+        self.build_prefix(llama_config(target, 1, intermediate_size=self.intermediate_size), 1, target.decoder.norm)
         blocks: Any
         for level, blocks in enumerate(self.blocks):
             blocks[0] = nn.Linear((level + 2) * width, width)
@@ -173,8 +172,8 @@ class Hydra(PrefixLayers, Medusa):
     def root_logits(self) -> Tensor:
         return self.logits
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        above, first = self.level[parents - self.first], self.first + len(self.level)
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
+        above, first = self.level[parent_rows - self.first], self.first + len(self.level)
         self.level, self.first = torch.cat([above, self.embedding(tokens).to(above)], -1), first
         return self.output(self.network(self.level, depth), depth)
 
@@ -182,8 +181,8 @@ class Hydra(PrefixLayers, Medusa):
 
     def inputs(self, batch: Batch) -> Callable[[int, Tensor, Tensor], Tensor]:
         """x of chosen states, from the text's own tokens; the last one stands for tokens beyond the end."""
-        prefix = self.prefix(self._noisy(batch.states), batch.positions, batch.causal_mask(), None)
-        embedded, last = self._noisy(self.embedding(batch.tokens).to(prefix)), batch.tokens.shape[1] - 1
+        prefix = self.prefix(batch.states, batch.positions, batch.causal_mask(), None)
+        embedded, last = self._noisy(self.embedding(batch.tokens).to(prefix), batch), batch.tokens.shape[1] - 1
 
         def read(level: int, rows: Tensor, columns: Tensor) -> Tensor:
             tokens = [embedded[rows, (columns + 1 + i).clamp(max=last)] for i in range(level + 1)]
@@ -191,11 +190,12 @@ class Hydra(PrefixLayers, Medusa):
 
         return read
 
-    def _noisy(self, x: Tensor) -> Tensor:
-        """NEFTune's noise while training. [B, T, D]"""
+    def _noisy(self, embedded: Tensor, batch: Batch) -> Tensor:
+        """NEFTune's noise on embeddings while training. [B, T, D]"""
         if not self.noise or not self.training:
-            return x
-        return x + (torch.rand_like(x) * 2 - 1) * (self.noise / (x.shape[1] * x.shape[2]) ** 0.5)
+            return embedded
+        numbers = batch.sequence_lengths[..., None] * embedded.shape[-1]
+        return embedded + (torch.rand_like(embedded) * 2 - 1) * (self.noise / numbers**0.5).to(embedded)
 
     def head_loss(
         self, cross_entropy: Tensor, logits: Tensor, hidden: Tensor, states: Tensor, count: int, vocabulary: Tensor | None

@@ -8,7 +8,7 @@ from specbench.engine.policies import TreePolicy
 
 
 class LevelDrafter(TrainedDrafter):
-    """A trained drafter of `deepest` levels. A method sets `deepest` before `__init__`, and `levels` in `observe`.
+    """A trained drafter of `deepest` levels. A subclass sets them before `super().__init__`, and `levels` in `observe`.
 
     Attributes:
         levels: [K, V] logits by level, the first below the root.
@@ -33,5 +33,5 @@ class LevelDrafter(TrainedDrafter):
     def root_logits(self) -> Tensor:
         return self.levels[0]
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
         return self.levels[depth].expand(tokens.shape[0], -1)

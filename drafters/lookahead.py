@@ -11,10 +11,12 @@ depth, without a mask of its own. The target's tokens after the last block becom
 every complete column, N tokens with the new one, goes into a pool of n-grams by its first token. Guesses are the pool's at
 most G latest n-grams that begin with the root; only they may be accepted.
 
-Deviations and choices: as in the authors' code, the window starts with random tokens of the prompt, fills a level a cycle,
-and moves by one token a cycle however many were accepted. `state=prompt` fills the pool with the prompt's n-grams first
-(their POOL_FROM_PROMPT), `run` keeps it from prompt to prompt. Guesses that begin alike share nodes. With temperature the
-window continues with the likeliest tokens, and guesses are verified as deterministic candidates.
+Deviations and choices: as in the authors' code, the window starts with random tokens of the prompt, fills a level a
+cycle, and moves by one token a cycle however many were accepted. `state=prompt` and `read_answer` fill the pool with
+n-grams of the prompt and of the answer as it grows, too (their POOL_FROM_PROMPT; the paper has neither), `run` keeps it
+from prompt to prompt. Guesses that begin alike share nodes. Theirs begins to guess once the window is full, and replaces
+end tokens in it. With temperature the window continues with the likeliest tokens, and guesses are verified as
+deterministic candidates.
 """
 
 import random
@@ -115,7 +117,8 @@ class Lookahead(Retriever):
 
     Args:
         window: W, columns. level: N, tokens of an n-gram. guesses: G, n-grams of one first token at most.
-        state: what the pool holds when a generation begins. seed: of the window's first tokens.
+        state: what the pool holds when a generation begins. read_answer: does it also get the answer's n-grams?
+        seed: of the window's first tokens.
     """
 
     taps = Taps(last=False, observe_top_k=1)
@@ -129,23 +132,35 @@ class Lookahead(Retriever):
         guesses: Width = 7,
         state: State = "prompt",
         seed: Seed = 0,
+        read_answer: bool = True,
     ):
         self.window = Window(window, level, guesses)
         super().__init__(name, self.window.nodes, state)
-        self.guesses, self.seed = guesses, seed
+        self.guesses, self.seed, self.read_answer = guesses, seed, read_answer
+        self.end: list[int] = []  # of the text: what the next n-grams begin with
 
     def clear(self) -> None:
         self.pool = Pool(self.guesses)
 
     def observe(self, states: TargetStates, bonus: int) -> None:
-        """Start window and pool from the prompt; later cycles are read in `observe_tree`."""
+        """Start window and pool from the prompt; later add the n-grams of what was emitted."""
         if self.begun:
+            if self.read_answer:
+                self._read([*states.tokens.tolist()[1:], bonus])  # the root was the last bonus
             return
         self.begun = True
         prompt = states.tokens.tolist()
         self.window.begin(bonus, prompt, self.seed)
         if self.state != "none":
             self.pool.read(prompt, self.window.level)
+        self.end = prompt[1 - self.window.level :]
+        if self.read_answer:
+            self._read([bonus])
+
+    def _read(self, emitted: list[int]) -> None:
+        text = [*self.end, *emitted]
+        self.pool.read(text, self.window.level)
+        self.end = text[1 - self.window.level :]
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:
         trie, _ = self.window.trie(root, map(self.emittable, self.pool.after(root)))

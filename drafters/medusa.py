@@ -12,7 +12,7 @@ Training (Medusa, section 2.2.1): L = sum_k lambda^k CE(t_{t+k+1}, p^(k)), hard 
 
 Deviations and choices: W2 is the target's frozen LM head (official legacy trainer), since five heads of their own would
 outweigh the default target; `head_per_level` gives each head its own, initialised from the target's (paper, and so in
-conf/recipe/paper_medusa.yaml; its weights are drafted with under the same option); between the two, `head_rank=r` (ours)
+conf/recipe/paper_medusa.yaml); between the two, `head_rank=r` (ours)
 gives each the target's head and a trained correction of rank r, W2^(k) = W2 + B^(k) A^(k), with B zero at first: r = 12 on
 the default target is 6 MB for five heads. W1 and its bias start at zero (the official code leaves the bias random), so that
 training starts at the target's own prediction. A position counts if all tokens drafted from it, up to the label, are an
@@ -65,6 +65,7 @@ class Medusa(LevelDrafter):
     """
 
     phased: tuple[str, ...] = ("decay",)
+    shape_options: tuple[str, ...] = ("heads", "layers", "head_per_level", "head_rank")
     batches = True
     formats: tuple[str, ...] = ("vllm",)
     head_bias = False  # do own output layers carry one?

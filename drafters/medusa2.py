@@ -77,7 +77,7 @@ class Medusa2(Medusa):
         self.rank, self.alpha, self.adapted, self.adapter_dropout = rank, alpha, tuple(adapted), adapter_dropout
         self.weight, self.joint = weight, joint
 
-    def adapt(self, target: Target) -> Target:
+    def prepare_training(self, target: Target) -> Target:
         """The adapter's parameters become this drafter's, as `adapter.*`."""
         student: Target = adapters.attach(target, self.rank, self.alpha, list(self.adapted), self.adapter_dropout)
         object.__setattr__(self, "student", student)

@@ -239,8 +239,8 @@ class MoA(CrossAttention, TrainedDrafter):
         last = angles[0][:, -1:], angles[1][:, -1:]
         self.logits = self._draft(s[-1:], positions[-1:], last, none)[0]
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        positions, mask = self.tokens_cache.level(tokens, depth, visible, self.stable)
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
+        positions, mask = self.tokens_cache.draft_inputs(tokens, depth, visible, self.stable)
         angles = self.rotary(self.q.weight, positions[None])
         return self._draft(self._extend(tokens, angles, mask), positions, angles, visible)
 

@@ -144,7 +144,7 @@ class NGram(Drafter):
     def root_logits(self) -> Tensor:
         return self.after(self.root)[0]
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
         return self.after(tokens)
 
     def propose(self, root: int, sampler: Sampler, generator: torch.Generator | None) -> DraftTree:

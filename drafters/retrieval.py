@@ -35,7 +35,7 @@ class Remembering(Drafter):
 class Retriever(Remembering):
     """A drafter that looks up earlier text, without a network.
 
-    A method implements `clear` and `propose`; `read`, or all of `observe`, and `begin` if the start of a text matters.
+    A subclass implements `clear` and `propose`; `read`, or all of `observe`, and `begin` if the start of a text matters.
     """
 
     taps = Taps(last=False)

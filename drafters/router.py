@@ -6,7 +6,7 @@ only the likeliest groups of each node of a level are multiplied,
     q(x) = p_r(g(x) | h) softmax within g(x),    p_r = softmax(W_r h + b_r)
 
 so that a level reads a part of the head's rows. All nodes of a level use the union of their groups. Ids of other groups get
--inf before any top-k; sampling renormalises over the rest.
+-inf before any top-k, and what is left is renormalised.
 
 Training, a second stage with the drafter frozen: L = - sum over g of P_g log p_r(g), P_g the target's mass in group g.
 
@@ -69,6 +69,8 @@ class Routed(TrainedDrafter, Delegating):
 
     def build(self, target: Target) -> None:
         self.base.bind(target)
+        if getattr(self.base.target_logits, "func", None) != target.logits:  # see `share_ends`
+            raise SpecBenchError(f"drafter={self.base.name} has a head of its own; a router chooses among the target's")
         self.base.requires_grad_(False)
         self.embedding, self.head = target.embedding, target.draft_head
         self.size = -(-target.vocab_size // self.groups)  # ids a group; the last may be smaller
@@ -126,8 +128,8 @@ class Routed(TrainedDrafter, Delegating):
     def root_logits(self) -> Tensor:
         return self.base.root_logits()
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        return self.base.expand(tokens, parents, depth, visible)
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
+        return self.base.expand(tokens, parent_rows, depth, visible)
 
     # Training -----------------------------------------------------------------------------------------------------------
 

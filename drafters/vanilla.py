@@ -68,6 +68,7 @@ class Vanilla(TrainedDrafter):
 
     lm: CausalLM
     batches = True
+    shape_options = ("layers", "intermediate_size")
     observed = ("logits",)
     phased: tuple[str, ...] = ("regression", "classification")
     taps = Taps(last=False)
@@ -182,8 +183,8 @@ class Vanilla(TrainedDrafter):
         self.logits = self._extend(*unread_tokens(states, bonus, self.stable), last_only=True)[-1]
         self.stable = self.cache.length
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
-        return self._extend(tokens, *self.cache.level(tokens, depth, visible, self.stable))
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
+        return self._extend(tokens, *self.cache.draft_inputs(tokens, depth, visible, self.stable))
 
     def _extend(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, last_only: bool = False) -> Tensor:
         """Run N tokens behind the cache and keep their rows; logits [N, V]."""

@@ -1,6 +1,6 @@
 """Train a drafter for a target, from the corpus to the weights folder.
 
-python -m specbench.train drafter=eagle2
+python -m specbench.train drafter=eagle2 train.out=FOLDER
 python -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 accelerate launch --num_processes 4 -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 python -m specbench.train train.until=corpus train.pack=LICENCE       # the corpus alone, its ids also as one file

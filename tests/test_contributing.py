@@ -1,4 +1,4 @@
-"""What the pages for contributors tell to write is written, as it stands there, into a copy of the code and run."""
+"""What README and pages for contributors tell to write is written, as it stands there, into a copy of the code, and run."""
 
 import json
 import os
@@ -21,6 +21,7 @@ def files_of(page):
 
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+COPYING = files_of((ROOT / "README.md").read_text())
 FILES = files_of(PAGE)
 TRAINED = files_of((ROOT / "docs" / "drafters.md").read_text())
 
@@ -31,7 +32,7 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("specbench", "drafters", "conf"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("weights", "__pycache__"))
-    for name, text in (FILES | TRAINED).items():
+    for name, text in (FILES | COPYING | TRAINED).items():
         assert not (folder / name).exists(), name
         (folder / name).write_text(text)
     return folder
@@ -39,8 +40,11 @@ def checkout(tmp_path_factory):
 
 def test_the_page_is_short_and_has_all_files():
     assert len(PAGE.splitlines()) <= 120
-    kinds = ["conf/dataset", "conf/drafter", "conf/study", "drafters"]
-    assert sorted(name.rpartition("/")[0] for name in FILES) == kinds
+    assert sorted(name.rpartition("/")[0] for name in FILES) == ["conf/dataset", "conf/study"]
+
+
+def test_the_readme_has_a_whole_drafter():
+    assert sorted(COPYING) == ["conf/drafter/echo.yaml", "drafters/echo.py"]
 
 
 def test_the_page_on_drafters_has_a_whole_one():
@@ -60,12 +64,12 @@ def specbench(checkout, home, folder, command, *words):
     return done.stdout
 
 
-def test_its_drafter_shows_up_in_table_and_report(home, checkout, tmp_path):
-    printed = specbench(checkout, home, tmp_path, "run", "drafter=repeat", "dataset=truthfulqa")
-    (line,) = [line for line in printed.splitlines() if line.startswith("repeat ")]
+def test_the_drafter_of_the_readme_shows_up_in_table_and_report(home, checkout, tmp_path):
+    printed = specbench(checkout, home, tmp_path, "run", "drafter=echo", "dataset=truthfulqa")
+    (line,) = [line for line in printed.splitlines() if line.startswith("echo ")]
     assert line.split()[-1] == "same"
     report = call(home, "report", f"results={tmp_path / 'results'}", "format=markdown")
-    assert report.returncode == 0 and "truthfulqa" in report.stdout and "repeat" in report.stdout, report.stderr[-3000:]
+    assert report.returncode == 0 and "truthfulqa" in report.stdout and "echo" in report.stdout, report.stderr[-3000:]
 
 
 def test_a_trained_drafter_of_the_page_learns_and_stays_lossless(home, checkout, tmp_path):
@@ -80,6 +84,6 @@ def test_a_trained_drafter_of_the_page_learns_and_stays_lossless(home, checkout,
 
 
 def test_its_study_decodes_and_is_judged(home, checkout, tmp_path):
-    printed = specbench(checkout, home, tmp_path, "study", "study=repeat_lengths")
+    printed = specbench(checkout, home, tmp_path, "study", "study=echo_lengths")
     assert {line.split()[0] for line in printed.splitlines() if line.startswith(("short ", "long "))} == {"short", "long"}
     assert "A longer draft accepts more" in printed

@@ -3,7 +3,7 @@
 #
 #   tools/gpu.sh pack STAGE [--have=FILE] [--python=3.12]   with a network: lay packages into gpu-pack/STAGE/1, 2, ...
 #   sh gpu.sh take FOLDER                                   on the bare machine, for each package; the last one unpacks
-#   tools/gpu.sh STAGE [--minutes=9] [OPTION=VALUE ...]     probe, bench7b, model, train or memory; files in $OUT
+#   tools/gpu.sh STAGE [--minutes=8] [OPTION=VALUE ...]     probe, bench7b, model, train or memory; files in $OUT
 #   tools/gpu.sh STAGE --dry                                the same steps at toy size, on a CPU
 #
 # GPU_HOME: where packages are unpacked (~/gpu-day). OUT: where results go (gpu-out). PYTHON: the interpreter.

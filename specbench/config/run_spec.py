@@ -1,7 +1,7 @@
 """One run as a frozen `RunSpec`, from a composed configuration. Code that uses it imports neither Hydra nor OmegaConf.
 
-Options that follow from others are resolved here: the precision of a replay, the published checkpoint of a drafter without
-weights, the rule where acceptance is simulated, the backend of passes.
+Options that follow from others are resolved here: the precision of a replay, the shape of a network with weights, the
+published checkpoint of a drafter without weights, the rule where acceptance is simulated, the backend of passes.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from specbench.common.storage import project_path
 from specbench.common.types import MAX_NODES, Count, Duration, Name, Natural, Repetitions, Text, Threads, is_name
 from specbench.config import catalog, validation
 from specbench.config.cli import composed, folder_name, selected
+from specbench.config.trained_shape import take_shape
 from specbench.data.prompts import PromptSet
 from specbench.engine import checkpoints
 from specbench.engine.decode import RunSettings
@@ -28,7 +29,7 @@ from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import TreePolicy
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Alphas, Rule
-from specbench.records.blocks import cell_name
+from specbench.records.blocks import cell_name, link_name
 from specbench.records.metrics import BASELINE
 from specbench.records.rows import CellFailure
 from specbench.records.studies import OWN
@@ -121,7 +122,8 @@ class RunSpec(Common):
         """The folder of this cell's blocks."""
         sampling = self.sampler.temperature, self.sampler.top_p, self.sampler.top_k
         tokens, variant = self.decode.max_new_tokens, self.model.variant
-        name = cell_name(self.dataset.name, sampling, tokens, self.link.name, self.replay, self.batch, variant)
+        link = link_name(self.link.name, self.link.cut_after)
+        name = cell_name(self.dataset.name, sampling, tokens, link, self.replay, self.batch, variant)
         return self.folder / name
 
     @property
@@ -254,8 +256,11 @@ def _resolve(options: dict[str, Any]) -> None:
         use_simulated_acceptance(options)
     elif options["alpha"] is not None:
         raise SpecBenchError("alpha= assumes an acceptance, which only model.weights=random needs; leave it out")
-    elif options["checkpoint"] is None and node.get("weights") and not project_path(node["weights"]).exists():
-        options["checkpoint"] = (model.get("published") or {}).get(node["name"])
+    elif options["checkpoint"] is None and node.get("weights"):
+        if project_path(node["weights"]).exists():
+            take_shape(node)
+        else:
+            options["checkpoint"] = (model.get("published") or {}).get(node["name"])
 
 
 def _resolve_backend(options: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from specbench.common.errors import visible
 from specbench.common.storage import PROJECT
-from specbench.config import catalog
+from specbench.config import arguments, catalog
 
 WIDTH, COLUMN = 80, 28
 FLAGS = ("-h", "--help")
@@ -37,6 +37,8 @@ def help_text(command: str, words: Sequence[str] = ()) -> str:
             title = f"{key}={chosen[key]}: {catalog.file(group.folder, chosen[key]).sentence}"
             options = catalog.chosen_options(group, chosen[key], group.chosen)
             blocks.append([*textwrap.wrap(visible(title), WIDTH), *_options(options)])
+            if key == "drafter":
+                blocks.append(_further(catalog.file(group.folder, chosen[key]), options))
     example = next((key for key in ("drafter", "model") if key in groups), None)
     hint = f"Options of another file: specbench {command} --help {example}=NAME. " if example else ""
     blocks.append(textwrap.wrap(f"{hint}Hydra's own flags, such as --multirun and --cfg job: --hydra-help.", WIDTH))
@@ -85,6 +87,14 @@ def _example(command: str, comment: str = "") -> list[str]:
 def _options(options: Iterable[catalog.Option]) -> list[str]:
     lines = ((f"{o.name}={o.default}" if o.default else f"{o.name}.*", o.meaning) for o in options)
     return [line for left, right in lines for line in row(left, right)]
+
+
+def _further(file: catalog.File, options: Iterable[catalog.Option]) -> list[str]:
+    """The arguments of a drafter's class that its file leaves at their defaults."""
+    path, listed = str(file.node["_target_"]), {option.name.split(".")[1] for option in options}
+    words = ", ".join(f"++drafter.{name}={value}" for name, value in arguments.of(path).items() if name not in listed)
+    title = f"further arguments, explained in the docstring of {path}:" if words else ""
+    return [*textwrap.wrap(title, WIDTH), *textwrap.wrap(words, WIDTH, initial_indent="  ", subsequent_indent="  ")]
 
 
 def _files(groups: dict[str, catalog.Group], chosen: dict[str, str]) -> list[str]:

@@ -72,6 +72,7 @@ class Option:
 
     annotation: Any
     required: bool
+    default: Any = None
 
     @functools.cached_property
     def adapter(self) -> TypeAdapter[Any]:
@@ -92,7 +93,7 @@ def options(cls: type) -> dict[str, Option]:
             if parameter.kind is not parameter.VAR_KEYWORD:
                 required = parameter.default is parameter.empty
                 name = parameter.name.removesuffix("_")  # of an option that is a keyword of Python
-                declared.setdefault(name, Option(hints.get(parameter.name, Any), required))
+                declared.setdefault(name, Option(hints.get(parameter.name, Any), required, parameter.default))
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return declared

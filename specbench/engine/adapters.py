@@ -2,7 +2,7 @@
 
     W' = W + s B A,    s = alpha / r, or alpha / sqrt(r) where rank-stabilised;    A [r, in], B [out, r]
 
-A target with an adapter merged into its weights (`Target.adapt`) is another target, with a fingerprint of its own; it is
+A target with an adapter merged into its weights (`Target.merge_adapter`) is another target, with its own fingerprint. It is
 decoded without PEFT, at the original's speed. `attach` makes a copy of a target whose adapter is trained, by PEFT.
 
     adapter_config.json, adapter_model.safetensors    as PEFT writes and reads them

@@ -31,7 +31,7 @@ class DecodedBatch:
     """A decoded batch. Seconds are by one clock, from its start.
 
     Attributes:
-        events: of each sequence what `decode` yields; seconds in them include waiting for the others.
+        events: of each sequence what `decode` yields; seconds in them mean nothing.
         ended: when each sequence had its last token. prefilled: when all prompts had been read and the first cycle began.
         drafting, verifying: seconds of the draft passes and of the target's, after that.
     """
@@ -68,21 +68,27 @@ def decode_together(
     drafters = drafter.for_sequences(len(prompts), lockstep)
     timed = lockstep.run(
         [
-            partial(_timed_events, clock, *parts, limits, rule, sampler, generator, clock)
+            partial(_timed_events, clock, *parts, limits, rule, sampler, generator)
             for *parts, generator in zip(targets, drafters, prompts, generators, strict=True)
         ]
     )
-    events, times = [[e for e, _ in sequence] for sequence in timed], [[t for _, t in sequence] for sequence in timed]
-    prefilled = max(t[0] for t in times)
+    events, prefills, ends = (list(part) for part in zip(*timed, strict=True))
+    prefilled = max(prefills)
 
     def spent(order: int) -> float:
         return sum(end - start for kind, start, end in lockstep.spent if kind == order and start >= prefilled)
 
-    return DecodedBatch(events, [t[-1] - begin for t in times], prefilled - begin, spent(DRAFT), spent(VERIFY))
+    return DecodedBatch(events, [end - begin for end in ends], prefilled - begin, spent(DRAFT), spent(VERIFY))
 
 
-def _timed_events(clock: Clock, *arguments: Any) -> list[tuple[Prefill | Step, float]]:
-    return [(event, clock()) for event in decode(*arguments)]
+def _timed_events(clock: Clock, *arguments: Any) -> tuple[list[Prefill | Step], float, float]:
+    """What `decode` yields, when the prompt was read, and when the last token was there.
+
+    The clock of `decode` itself does not wait for a GPU: seconds of one sequence's phases mean nothing here.
+    """
+    events = decode(*arguments)
+    first, prefilled = next(events), clock()
+    return [first, *events], prefilled, clock()
 
 
 def target_rows(target: Target, taps: Taps, count: int, lockstep: Lockstep) -> list[Target]:
@@ -119,7 +125,8 @@ def forward_together(rows: Sequence[Target], trees: Sequence[DraftTree]) -> list
     calls = [row.inputs(tree) for row, tree in zip(rows, trees, strict=True)]
     found = in_one_pass(rows[0].read)(calls)
     return [
-        row.states(tree.tokens, call[1][0], *part) for row, tree, call, part in zip(rows, trees, calls, found, strict=True)
+        row.states_of_pass(tree.tokens, call[1][0], *part)
+        for row, tree, call, part in zip(rows, trees, calls, found, strict=True)
     ]
 
 

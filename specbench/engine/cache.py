@@ -24,7 +24,7 @@ BUCKET = 512  # rows of the smallest pass of fixed shapes
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer of a cache, as unforked models ask for it.
+    """One layer of a cache, as Transformers' own models ask for it.
 
     Args:
         cache: has `capacity`, `length` rows kept, `visible(n)` rows that a pass of n tokens attends to, mask permitting,
@@ -158,8 +158,8 @@ class KVCache(Cache):
         """A mask over kept and new rows [..., length + N] as one over each, for a pass that reads them apart."""
         return mask[..., : self.length], mask[..., self.length :]
 
-    def level(self, tokens: Tensor, depth: int, visible: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """Positions [F] and mask [F, before + R] of F tokens at one depth of a draft, which see these of its R rows.
+    def draft_inputs(self, tokens: Tensor, depth: int, visible: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """Positions [F] and mask [F, before + R] of F tokens at one depth of a draft, for a pass behind this cache.
 
         visible: [F, R] bool. before: rows before the draft's, the root's the last; all of the F see them.
         """
@@ -270,7 +270,8 @@ class FixedRows(Cache):
 class DraftRows(FixedRows):
     """The same for the levels of a draft, each of which writes its rows behind those of the levels above.
 
-    `at` is the number of rows before the first level's. It stands in for a `KVCache` in `append`, `keep`, `rows`, `level`.
+    `at` is the number of rows before the first level's. It stands in for a `KVCache` in `append`, `keep`, `rows` and
+    `draft_inputs`.
     """
 
     def __init__(self, cache: KVCache, capacity: int, at: Tensor):
@@ -290,8 +291,8 @@ class DraftRows(FixedRows):
         keys, values = self.cache.layer(layer)
         return keys[0, :, : self.capacity], values[0, :, : self.capacity]
 
-    def level(self, tokens: Tensor, depth: int, visible: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """As `KVCache.level`, but [F, C], and `at` rows before the draft's, whatever is asked for."""
+    def draft_inputs(self, tokens: Tensor, depth: int, visible: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """As `KVCache.draft_inputs`, but with a mask [F, C], and `at` rows before the draft's, whatever `before` says."""
         self.new = visible.shape[1]
         real = visible.new_ones(len(tokens))
         mask = self.mask(visible, real)[0, 0] if self.new else (self._columns()[0] < self.at).expand(len(tokens), -1)

@@ -57,14 +57,14 @@ class CapturedPasses:
         return tuple(x[:, :count] for x in outputs)
 
     def _prepare(self, target: Any, tree: DraftTree, width: int) -> None:
-        """Capture what this tree's pass needs, and with it all narrower ones and larger capacities.
+        """Capture what this tree's pass needs, and with it all narrower ones and other capacities.
 
         So later cycles, which are timed, do not wait for that. What is written meanwhile the tree's own pass overwrites.
         """
         cache, target = target.cache, copy.copy(target)  # whose taps do not change
         for nodes in sorted({width, *(w for w in WIDTHS if w < width)}):
             inputs = tree.tokens[:nodes], tree.depths[:nodes], tree.ancestors[:nodes, :nodes]
-            for capacity in capacities(cache, cache.length + nodes):
+            for capacity in capacities(cache, nodes):
                 function, padding = partial(_pass, target, self.at, capacity), partial(_padding, nodes, self.at.device)
                 self.graphs.get(_key(target, nodes, capacity), function, padding).prepare(*inputs)
 

@@ -31,6 +31,7 @@ class CapturedGrowth:
 
     def __init__(self, target: Any, cache: KVCache, rows: int):
         cache.step = max(cache.step, target.max_context + rows + SPARE)
+        cache.capacity = max(cache.capacity, cache.step)  # or storage would grow, and be captured anew, with longer answers
         self.target = target
         self.graphs = Graphs(target.device)
         self.at, self.root = (torch.zeros(1, dtype=torch.long, device=target.device) for _ in range(2))
@@ -51,11 +52,11 @@ class CapturedGrowth:
         self.at.fill_(cache.length)
         self.root.fill_(root)
         states = [getattr(drafter, name) for name in drafter.observed]
-        sizes = list(capacities(cache, cache.length + policy.rows))
-        if sizes[0] not in self.graphs.captured:
-            for capacity in sizes:  # the larger ones, too: later cycles, which are timed, do not wait for that
+        size = next(capacities(cache, cache.length + policy.rows))
+        if size not in self.graphs.captured:
+            for capacity in capacities(cache, policy.rows):  # all others, too: later cycles, which are timed, do not wait
                 self._graph(drafter, capacity, states).prepare(*states)
-        tokens, parents, depths, ranks, ancestors, *confidence = self._graph(drafter, sizes[0], states)(*states)
+        tokens, parents, depths, ranks, ancestors, *confidence = self._graph(drafter, size, states)(*states)
         return DraftTree(
             tokens,
             parents,

@@ -1,4 +1,4 @@
-"""Any unforked Hugging Face causal LM, run with explicit positions, 4-D masks and a cache of preallocated rows."""
+"""Any Hugging Face causal LM, used unmodified, run with explicit positions, 4-D masks and a cache of preallocated rows."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager

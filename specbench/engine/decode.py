@@ -83,7 +83,8 @@ def decode(
     """
     begin = clock()
     limits = limits.within(len(prompt), target.max_context)
-    verifier = _start(target, drafter, len(prompt) + limits.max_new_tokens + drafter.nodes, rule, sampler, generator)
+    _reset(target, drafter, capacity=len(prompt) + limits.max_new_tokens + drafter.nodes)
+    verifier = _new_verifier(target, rule, sampler, generator)
     states = target.prefill(torch.tensor(prompt, device=target.device))
     root = verifier.first(states)
     before = clock()
@@ -92,50 +93,42 @@ def decode(
     yield Prefill(root, seconds=now - begin, draft_s=now - before)
     emitted, over = 1, limits.cut([root], 0)[1]
     while not over:
-        t0 = clock()
+        t_begin = clock()
         tree = drafter.propose(root, sampler, generator)  # draft tokens below the root
-        t1 = clock()
+        t_drafted = clock()
         states = target.forward(tree)  # one pass over root and nodes, ancestors-only mask
-        t2 = clock()
-        verdict, drafted = verifier.verify(tree, states)  # the accepted path and one bonus
-        t3 = clock()
-        tokens, over = limits.cut([*verdict.tokens, verdict.bonus], emitted)
-        emitted += len(tokens)
-        kept = verdict.rows(target.device)
-        t4 = clock()
+        t_computed = clock()
+        verified = verifier.verify(tree, states)  # the accepted path and one bonus
+        t_verified = clock()
+        tokens, over = limits.cut([*verified.tokens, verified.bonus], emitted)
+        emitted, accepted = emitted + len(tokens), len(tokens) - 1
+        kept = verified.rows(target.device)
+        t_emitted = clock()
         if drafter.observes_trees:
             drafter.observe_tree(tree, states)
         seen = states.select(kept)  # before keeping: tapped keys and values are views of the rows that it moves
-        t5 = clock()
+        t_selected = clock()
         target.keep(kept)  # the root's and the path's cache rows stay, the others go
-        t6 = clock()
+        t_kept = clock()
         if not over:
-            drafter.observe(seen, verdict.bonus)  # what the next draft may condition on
-        t7 = clock()
-        accepted, whole = len(tokens) - 1, len(tokens) > len(verdict.path)
+            drafter.observe(seen, verified.bonus)  # what the next draft may condition on
+        t_observed = clock()
         yield Step(
             tokens=tokens,
             nodes=len(tree) - 1,
-            drafted=drafted if whole else accepted,
+            drafted=verified.drafted if len(tokens) > len(verified.path) else accepted,  # cut inside the path: no deeper
             accepted=accepted,
-            ranks=verdict.ranks[:accepted],
+            ranks=verified.ranks[:accepted],
             passes=tree.passes,
-            draft_s=(t1 - t0) + (t5 - t4) + (t7 - t6),
-            target_s=(t2 - t1) + (t6 - t5),
-            verify_s=t3 - t2,
-            rest_s=(t4 - t3) + (clock() - t7),
+            draft_s=(t_drafted - t_begin) + (t_selected - t_emitted) + (t_observed - t_kept),
+            target_s=(t_computed - t_drafted) + (t_kept - t_selected),
+            verify_s=t_verified - t_computed,
+            rest_s=(t_emitted - t_verified) + (clock() - t_observed),
         )
-        root = verdict.bonus
+        root = verified.bonus
 
 
-def _start(
-    target: VerificationTarget,
-    drafter: Drafter,
-    capacity: int,
-    rule: Rule,
-    sampler: Sampler,
-    generator: torch.Generator | None,
-) -> Verifier:
+def _reset(target: VerificationTarget, drafter: Drafter, capacity: int) -> None:
     """Make target and drafter ready for a sequence of at most `capacity` rows."""
     if drafter.observes_trees and target.replayed:
         raise SpecBenchError(
@@ -144,5 +137,9 @@ def _start(
         )
     target.reset(capacity, drafter.taps.observing() if drafter.observes_trees else drafter.taps)
     drafter.reset(capacity)
+
+
+def _new_verifier(target: VerificationTarget, rule: Rule, sampler: Sampler, generator: torch.Generator | None) -> Verifier:
+    """The verifier of a generation, with a seed drawn from its generator."""
     seed = None if generator is None else int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
     return target.verifier(VerifyConfig(rule, sampler, seed))

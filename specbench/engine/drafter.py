@@ -54,8 +54,9 @@ class Drafter:
         weights: folder of its weights, relative to the project; None if it has none.
         takes_checkpoint: weights in their authors' layout may be set as `checkpoint` before `bind`.
         counted: it is fitted by `count`, not by gradient steps.
-        trains_target: the target is trained with it, see `adapt`.
+        trains_target: the target is trained with it, see `prepare_training`.
         phased: options of its objective that may change between phases of a training.
+        shape_options: options on which the shapes of its weights depend; runs take them from the provenance of the weights.
         provenance: where its weights come from. contents: SHA-256 of the files read for them, by name.
         generation: arguments with which Transformers' `generate` drafts alike; empty if it cannot.
     """
@@ -81,6 +82,7 @@ class Drafter:
     draft_dtype: torch.dtype | None = None
     trains_target: bool = False
     phased: tuple[str, ...] = ()
+    shape_options: tuple[str, ...] = ()
 
     def __init__(self, name: str):
         self.name = name
@@ -139,7 +141,7 @@ class Drafter:
         """Fit to texts of token ids, [T] int64 each; returns the tables of integers that its weights file holds."""
         raise NotImplementedError(f"{type(self).__name__} counts nothing")
 
-    def adapt(self, target: Any) -> Any:
+    def prepare_training(self, target: Any) -> Any:
         """Prepare for training. Returns the target that it will draft for: this one, unless `trains_target`.
 
         Then it is a copy with an adapter (`adapters.attach`), whose parameters are the drafter's until `release_adapter`.

@@ -194,6 +194,12 @@ class Batch:
         row = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         return row if self.starts is None else row - self.starts
 
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """Of each position: tokens of its sequence, 1 at least. [B, T]"""
+        begins = torch.zeros_like(self.tokens) if self.starts is None else self.starts
+        return torch.zeros_like(begins).scatter_add(1, begins, self.valid.long()).gather(1, begins).clamp(min=1)
+
     def restrict_mask(self, mask: Tensor) -> Tensor:
         """A mask over positions of a row, confined to each one's own sequence. [T, S] or [B, T, S] -> [B or 1, T, S]
 
@@ -220,13 +226,14 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """What verification made of a tree: the accepted nodes in order, and the token that follows them."""
 
     path: list[int]  # [A] node indices, without the root
     tokens: list[int]  # [A] their ids
     ranks: list[int]  # [A] each one's rank among its siblings
-    bonus: int
+    bonus: int  # id of the token that follows the path
+    drafted: int  # depth of the tree, of nodes that may be accepted
     kept: Tensor | None = field(default=None, compare=False, repr=False)  # `rows`, where they are on the device already
 
     def rows(self, device: torch.device) -> Tensor:

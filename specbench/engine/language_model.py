@@ -24,7 +24,7 @@ class Adapted(NamedTuple):
 
 
 class LanguageModel:
-    """An unforked causal LM of Transformers, of which only embedding, final norm and LM head need be in memory.
+    """A causal LM of Transformers, used unmodified, of which only embedding, final norm and LM head need be in memory.
 
     Attributes:
         decoder: its layers and final norm; the layers may be on the meta device.

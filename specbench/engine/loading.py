@@ -148,7 +148,7 @@ class ModelSpec:
 
     def _change(self, target: Target, adapter: adapters.Adapter | None) -> None:
         if adapter is not None:
-            target.adapt(adapter)
+            target.merge_adapter(adapter)
         if self.quantised is not None:
             target.quantise(self.quantised)
 

@@ -44,7 +44,7 @@ class MarginalTree(Dynamic):
 
         Raises `SpecBenchError` for a drafter whose levels depend on those above.
         """
-        if not hasattr(drafter, "level_logits"):
+        if not (hasattr(drafter, "level_logits") and drafter.parallel):
             raise SpecBenchError(
                 "this tree needs the logits of all levels at once, as medusa or dflash has them; choose another tree="
             )

@@ -39,12 +39,12 @@ class Expandable(Protocol):
     def root_logits(self) -> Tensor:
         """Logits of the tokens that may follow the root, [V]."""
 
-    def expand(self, tokens: Tensor, parents: Tensor, depth: int, visible: Tensor) -> Tensor:
+    def expand(self, tokens: Tensor, parent_rows: Tensor, depth: int, visible: Tensor) -> Tensor:
         """Logits [F, V] of what may follow F nodes of one level.
 
         Args:
             tokens: [F] their ids.
-            parents: [F] the row of each one's parent, -1 for the root.
+            parent_rows: [F] the row of each one's parent (not its index in the tree), -1 for the root.
             depth: their level, 1 just below the root.
             visible: [F, R + F] bool over this cycle's rows, these F being the last.
         """
@@ -117,11 +117,11 @@ class Static(TreePolicy):
         q = torch.zeros(self.nodes, logits.shape[-1], device=logits.device) if sampled else None
         for depth, level in enumerate(shape.levels):
             if depth:
-                logits = drafter.expand(tokens[level.expanded], level.rows, depth, level.visible)
-            choice, distribution = self._choose(logits, level.count, sampled, sampler, generator)  # [F, count]
-            tokens[level.below] = to_target_ids(drafter, choice[level.parents, level.ranks])
+                logits = drafter.expand(tokens[level.nodes], level.parent_rows, depth, level.visible)
+            choice, distribution = self._choose(logits, level.candidates, sampled, sampler, generator)  # [F, count]
+            tokens[level.children] = to_target_ids(drafter, choice[level.parent_index, level.child_ranks])
             if q is not None and distribution is not None:
-                q[level.expanded] = distribution
+                q[level.nodes] = distribution
         if q is not None and drafter.listed is not None:
             q = drafter.listed.spread(q)
         made = self._tree(tokens, shape, passes=len(shape.levels))
@@ -135,7 +135,7 @@ class Static(TreePolicy):
         shape = self._shape(device)
         tokens = torch.full((self.nodes,), root, dtype=torch.long, device=device)
         for level in shape.levels:
-            tokens[level.below] = followers(tokens[level.expanded])[level.parents, level.ranks]
+            tokens[level.children] = followers(tokens[level.nodes])[level.parent_index, level.child_ranks]
         return self._tree(tokens, shape)
 
     def _tree(self, tokens: Tensor, shape: tree.StaticShape, passes: int = 0) -> DraftTree:

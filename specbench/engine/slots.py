@@ -129,12 +129,13 @@ class SlotsOfPass(Cache):
 
         masks: of each sequence, [1, 1, n, length + n], or None: causal.
         """
-        joined = torch.zeros(len(self.caches), 1, new, self.capacity, dtype=torch.bool)
+        device = next((mask.device for mask in masks if mask is not None), next(iter(self.slots.storage)))
+        joined = torch.zeros(len(self.caches), 1, new, self.capacity, dtype=torch.bool, device=device)
         joined[..., 0] = True
         for row, cache, count, mask in zip(joined, self.caches, self.counts, masks, strict=True):
             end = cache.length + count
-            seen = torch.ones(count, end, dtype=torch.bool).tril(cache.length) if mask is None else mask[0]
-            row[:, :count, :end] = seen
+            ones = joined.new_ones(count, end)
+            row[:, :count, :end] = ones.tril(cache.length) if mask is None else mask[0]
         return joined
 
     def split_mask(self, mask: Tensor) -> tuple[Tensor, Tensor]:

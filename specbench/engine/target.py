@@ -94,7 +94,7 @@ class Target(CausalLM):
         """Can one pass serve several sequences, see `batch`?"""
         return self.window is None and len(self.new_cache(0).stored) == 1 and not self.captures
 
-    def adapt(self, adapter: adapters.Adapter) -> None:
+    def merge_adapter(self, adapter: adapters.Adapter) -> None:
         """Become the target whose layers' weights an adapter changes.
 
         Raises `SpecBenchError` for another target's.
@@ -151,16 +151,16 @@ class Target(CausalLM):
         """Run a prompt [N] from an empty cache and keep its rows; logits of the last position only."""
         positions = torch.arange(tokens.shape[0], device=self.device)
         found = self.read(tokens[None], positions[None], None, self.cache, last_only=True)
-        states = self.states(tokens, positions, *found)
+        states = self.states_of_pass(tokens, positions, *found)
         self.cache.keep()
         return states
 
     def forward(self, tree: DraftTree) -> TargetStates:
         """One pass over root + draft nodes; every node attends to prefix, ancestors and itself. Keeps nothing yet."""
         if self.captured is not None and not self.cache.empty:
-            return self.states(tree.tokens, self.cache.length + tree.depths, *self.captured.forward(self, tree))
+            return self.states_of_pass(tree.tokens, self.cache.length + tree.depths, *self.captured.forward(self, tree))
         tokens, positions, mask, cache = self.inputs(tree)
-        return self.states(tree.tokens, positions[0], *self.read(tokens, positions, mask, cache))
+        return self.states_of_pass(tree.tokens, positions[0], *self.read(tokens, positions, mask, cache))
 
     def inputs(self, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor | None, KVCache]:
         """Arguments of `read` for a tree of N nodes behind the cache: [1, N], [1, N], [1, 1, N, S]."""
@@ -188,7 +188,9 @@ class Target(CausalLM):
         else:
             self.captured.keep(self.cache, nodes)
 
-    def states(self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor, *hidden: Tensor) -> TargetStates:
+    def states_of_pass(
+        self, tokens: Tensor, positions: Tensor, last: Tensor, logits: Tensor, *hidden: Tensor
+    ) -> TargetStates:
         """What a pass over N tokens gave, whose rows are not kept yet. last, hidden [1, N, D], logits [1, N or 1, V]"""
         start = self.cache.length
         kv = self.cache.rows_of(self.taps.kv, start, start + len(tokens))

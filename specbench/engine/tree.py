@@ -62,7 +62,7 @@ class Trie:
         """Add a sequence below the root; returns its nodes. Earlier sequences have the better ranks."""
         nodes = [0]
         for token in tokens:
-            child = self.child(nodes[-1], token)
+            child = self.child_or_new(nodes[-1], token)
             if child is None:
                 break
             nodes.append(child)
@@ -75,7 +75,7 @@ class Trie:
             nodes.append(child)
         return nodes[1:]
 
-    def child(self, parent: int, token: int) -> int | None:
+    def child_or_new(self, parent: int, token: int) -> int | None:
         """The acceptable child of a node with this token, a new one if there was none; None if the tree is full."""
         if token not in self.below[parent]:
             if len(self) == self.max_nodes:
@@ -146,15 +146,15 @@ def parents_of_rank_paths(rank_paths: list[list[int]]) -> tuple[list[int], list[
 
 @dataclass(frozen=True)
 class Level:
-    """F nodes of one level that have children, and these M children."""
+    """The F nodes of one level that have children, and these M children."""
 
-    expanded: Tensor  # [F] nodes
-    rows: Tensor  # [F] the row of each one's parent, -1 for the root
-    visible: Tensor  # [F, R + F] bool, see `Expandable.expand`
-    below: Tensor  # [M] nodes
-    parents: Tensor  # [M] index of each one's parent among the F
-    ranks: Tensor  # [M]
-    count: int  # candidates needed below a node
+    nodes: Tensor  # [F] their indices in the tree
+    parent_rows: Tensor  # [F] the row of each one's parent, -1 for the root; see `Expandable.expand`
+    visible: Tensor  # [F, R + F] bool, see there
+    children: Tensor  # [M] indices in the tree
+    parent_index: Tensor  # [M] which of the F is each child's parent
+    child_ranks: Tensor  # [M]
+    candidates: int  # needed of each node's logits: more than any child's rank
 
 
 @dataclass(frozen=True)
@@ -181,13 +181,13 @@ class StaticShape:
             below = [n for n, d in enumerate(depths) if d == depth + 1]
             levels.append(
                 Level(
-                    expanded=put(level),
-                    rows=put([rows.get(parents[n], -1) for n in level]),
+                    nodes=put(level),
+                    parent_rows=put([rows.get(parents[n], -1) for n in level]),
                     visible=ancestors[put(level)][:, put([*rows])] if depth else ancestors[:1, :0],
-                    below=put(below),
-                    parents=put([level.index(parents[n]) for n in below]),
-                    ranks=put([ranks[n] for n in below]),
-                    count=max(ranks[n] for n in below) + 1,
+                    children=put(below),
+                    parent_index=put([level.index(parents[n]) for n in below]),
+                    child_ranks=put([ranks[n] for n in below]),
+                    candidates=max(ranks[n] for n in below) + 1,
                 )
             )
         return cls(put(parents), put(depths), put(ranks), ancestors, levels)

@@ -10,6 +10,8 @@ the deepest node that is accepted with all its ancestors.
     typical       Medusa's threshold; NOT lossless
     simulated     Bernoulli draws, for targets without weights; measures no acceptance
 
+The names Algorithm D and Algorithm S are this project's own, not a paper's.
+
 Why D is lossless: y is drawn from p whatever the candidates are. Whether a draft branch contains y decides only how much
 work is saved. Draws at nodes off the path are independent of those on it.
 """
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import MAX_DEPTH, Share, Weight
-from specbench.engine.interface import DraftTree, TargetStates, Verdict
+from specbench.engine.interface import DraftTree, TargetStates, Verification
 from specbench.engine.sampling import Sampler, draw
 
 Alphas = Annotated[Sequence[Share], Field(min_length=1, max_length=MAX_DEPTH)]  # probability of acceptance by depth
@@ -86,11 +88,14 @@ class Simulated:
 
     def __init__(self, alpha: Alphas):
         self.alpha = list(alpha)
+        self._chances: dict[torch.device, Tensor] = {}  # of each depth; made once, since copying waits for a GPU
 
     def __call__(self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
         n, device = len(tree), logits.device
         depths = torch.arange(tree.max_depth + 1, device=device)
-        alpha = torch.tensor(self.alpha, device=device)[(depths - 1).clamp(0, len(self.alpha) - 1)]
+        if device not in self._chances:
+            self._chances[device] = torch.tensor(self.alpha, device=device)
+        alpha = self._chances[device][(depths - 1).clamp(0, len(self.alpha) - 1)]
         passes = torch.rand(len(depths), device=device, generator=generator) < alpha  # [1 + depth] one draw a level
         nodes = torch.arange(n, device=device)
         first = torch.full((n,), n, device=device).scatter_reduce(0, tree.parents[1:], nodes[1:], "amin")  # best child
@@ -151,42 +156,56 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 
 def verify(
     tree: DraftTree, logits: Tensor, rule: Rule, sampler: Sampler, generator: torch.Generator | None
-) -> tuple[Verdict, int]:
-    """The accepted path and the bonus, in one transfer to the host; also the drafted depth, of acceptable nodes.
+) -> Verification:
+    """The accepted path and the bonus, in one transfer to the host.
 
     logits: [N, V] of the target after every node, unprocessed. Raises `SpecBenchError` if they are NaN or infinite.
     """
-    complete = logits
-    original = None  # the remaining nodes' indices in the whole tree, where not all nodes are acceptable
-    if tree.acceptable is not None:
-        tree, logits, original = _acceptable(tree, logits)
-    accepted, bonus = rule(tree, logits, sampler, generator)
-    # A row's maximum is NaN if anything in it is; greedy rules have found it already, unless nodes were left out.
-    greedy = sampler.greedy and original is None
-    largest = logits.gather(1, bonus[:, None]) if greedy else complete.amax(-1)
-    finite = (largest - largest == 0).all()  # what `isfinite` computes, in fewer kernels
+    part, logits_of_part, original = (tree, logits, None) if tree.acceptable is None else _acceptable(tree, logits)
+    accepted, bonus = rule(part, logits_of_part, sampler, generator)
+    finite = _all_finite(logits, argmax=bonus if sampler.greedy and original is None else None)
     on_device = original is None and logits.device.type != "cpu"  # there a list of nodes is as good as a tensor
-    if len(tree) == 1:  # plain decoding: nothing to choose
-        kept = torch.zeros_like(tree.tokens) if on_device else None
+    if len(part) == 1:  # plain decoding: nothing to choose
+        kept = torch.zeros_like(part.tokens) if on_device else None
         bonus_id, is_finite = torch.stack([bonus[0], finite.long()]).tolist()
         _require_finite(is_finite)
-        return Verdict([], [], [], bonus_id, kept), 0
-    reached = ~(tree.ancestors & ~accepted).any(-1)  # [N] accepted with all ancestors
-    # Among nodes reached the deepest wins; of equals (typical acceptance, repeated siblings) the first, i.e. likeliest.
-    last = (reached * (tree.depths + 1)).argmax(0, keepdim=True)  # [1]: indexing by a scalar would synchronise
-    on_path = tree.ancestors[last][0]
-    n = len(tree)
-    ordered = torch.where(on_path, torch.arange(n, device=logits.device), n).sort().values if on_device else None
-    summary = torch.stack([on_path.long(), tree.tokens, tree.ranks])
-    scalars = torch.stack([bonus[last][0], finite.long(), tree.depths.max()])
-    table = torch.cat([summary.flatten(), scalars]).tolist()  # the one device-to-host synchronisation of verification
+        return Verification([], [], [], bonus_id, drafted=0, kept=kept)
+    last, on_path = _deepest_path(part, accepted)
+    n = len(part)
+    kept = torch.where(on_path, torch.arange(n, device=logits.device), n).sort().values if on_device else None
+    found = _to_host(part, on_path, bonus[last][0], finite, kept)
+    return found if original is None else replace(found, path=[original[node] for node in found.path])
 
-    path = [node for node in range(1, n) if table[node]]
-    ids, ranks, (bonus_id, is_finite, drafted) = table[n : 2 * n], table[2 * n : 3 * n], table[3 * n :]
+
+def _all_finite(logits: Tensor, argmax: Tensor | None) -> Tensor:
+    """Are all numbers finite? A row's maximum is NaN if anything in it is. argmax: [N] where it is known already."""
+    largest = logits.amax(-1) if argmax is None else logits.gather(1, argmax[:, None])
+    return (largest - largest == 0).all()  # what `isfinite` computes, in fewer kernels
+
+
+def _deepest_path(tree: DraftTree, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """The last node [1] of the accepted path, and which nodes are on it, root included: [N] bool.
+
+    Among nodes that are accepted with all ancestors the deepest wins; of equals (typical acceptance, repeated siblings) the
+    first, i.e. likeliest.
+    """
+    reached = ~(tree.ancestors & ~accepted).any(-1)
+    last = (reached * (tree.depths + 1)).argmax(0, keepdim=True)  # [1]: indexing by a scalar would synchronise
+    return last, tree.ancestors[last][0]
+
+
+def _to_host(tree: DraftTree, on_path: Tensor, bonus: Tensor, finite: Tensor, kept: Tensor | None) -> Verification:
+    """The result as numbers of the host. kept: [N] on the device, indices of root and path first."""
+    n = len(tree)
+    by_node = torch.stack([on_path.long(), tree.tokens, tree.ranks])
+    scalars = torch.stack([bonus, finite.long(), tree.depths.max()])
+    numbers = torch.cat([by_node.flatten(), scalars]).tolist()  # the one device-to-host synchronisation of verification
+    marks, ids, ranks = numbers[:n], numbers[n : 2 * n], numbers[2 * n : 3 * n]
+    bonus_id, is_finite, drafted = numbers[3 * n :]
     _require_finite(is_finite)
-    nodes = path if original is None else [original[node] for node in path]
-    kept = None if ordered is None else ordered[: 1 + len(path)]
-    return Verdict(nodes, [ids[node] for node in path], [ranks[node] for node in path], bonus_id, kept), drafted
+    path = [node for node in range(1, n) if marks[node]]
+    kept = None if kept is None else kept[: 1 + len(path)]
+    return Verification(path, [ids[node] for node in path], [ranks[node] for node in path], bonus_id, drafted, kept)
 
 
 def _require_finite(finite: int) -> None:
@@ -213,7 +232,7 @@ class Verifier(Protocol):
     def first(self, states: TargetStates) -> int:
         """The token that follows a prompt. Raises `SpecBenchError` for NaN or infinite logits."""
 
-    def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
+    def verify(self, tree: DraftTree, states: TargetStates) -> Verification:
         """As the function `verify`."""
 
 
@@ -229,7 +248,7 @@ class LocalVerifier:
         _require_finite(int(logits.max().isfinite()))
         return int(self.config.sampler.choose(logits, self.generator))
 
-    def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
+    def verify(self, tree: DraftTree, states: TargetStates) -> Verification:
         return verify(tree, states.logits, self.config.rule, self.config.sampler, self.generator)
 
 

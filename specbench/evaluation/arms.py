@@ -14,6 +14,7 @@ from specbench.config.run_spec import RunSpec, state_compressors
 from specbench.data.chat import Chat, Message
 from specbench.data.prompts import Question
 from specbench.engine.backends.packed_linear import Timed
+from specbench.engine.device import free_unused
 from specbench.engine.drafter import ServedEngine
 from specbench.engine.target import Target
 from specbench.engine.verify import Rule
@@ -82,6 +83,7 @@ def load(spec: RunSpec, beside: Sequence[Any] = (), reused: Reused | None = None
         target.capture()
     if spec.model.forward == "lean":
         target.optimize_for_inference()
+        free_unused()  # of matrices that were joined: later requests do not fit into what they leave in the allocator
     return target, chat
 
 
@@ -116,7 +118,7 @@ def build(
     own["drafter"].setdefault("name", drafter.name)  # the baseline's is not in its configuration
     description = own | {
         "parameters": drafter.active_parameters,
-        "bytes": _bytes(drafter, trained_only=True),
+        "bytes": _bytes(drafter, but=target.model),
         "passes": drafter.passes,
         "lossy": rule.lossy,
         "weights": _provenance(drafter.provenance),
@@ -184,10 +186,11 @@ def header(
     }
 
 
-def _bytes(model: Any, trained_only: bool = False) -> int:
-    """Bytes of a model's parameters. trained_only: without a drafter's references to the target's parameters."""
-    parameters = model.parameters() if isinstance(model, torch.nn.Module) else []
-    return sum(p.nbytes for p in parameters if p.requires_grad or not trained_only)
+def _bytes(model: Any, but: Any = None) -> int:
+    """Bytes of a model's parameters. but: another model, whose parameters are not counted again where both have them."""
+    own, other = (list(m.parameters()) if isinstance(m, torch.nn.Module) else [] for m in (model, but))
+    shared = set(map(id, other))
+    return sum(p.nbytes for p in own if id(p) not in shared)
 
 
 def require_lossless(path: Path) -> None:

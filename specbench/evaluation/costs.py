@@ -284,7 +284,7 @@ def training(target: Target, drafter: Any) -> dict[str, float]:
     Returns:
         peak: bytes above what was held before the first step. seconds: a step. tokens_per_s. parameters: trained.
     """
-    drafter.adapt(target)
+    drafter.prepare_training(target)
     parameters = [p for p in drafter.parameters() if p.requires_grad]
     if not parameters:
         raise SpecBenchError("this drafter has nothing to train")

@@ -21,6 +21,7 @@ from specbench.config.run_spec import RunSpec
 from specbench.engine.backends.packed_linear import Timed
 from specbench.engine.cache import KVCache
 from specbench.engine.decode import Limits, decode
+from specbench.engine.device import free_unused
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.evaluation import arms, costs
@@ -66,7 +67,10 @@ def memory_on_gpu(target: Target, bound: BoundDrafter, prompt: list[int], tokens
     """
     for cache in _caches(target, bound.drafter):
         cache.storage = {}  # of earlier prompts: it is allocated again, and counted
-    gc.collect()
+    for part in (target, *_parts(bound.drafter)):  # outputs of graphs, too
+        if getattr(part, "captured", None) is not None:
+            part.captured.graphs.clear()
+    free_unused()
     peak = timing.PeakMemory(target.device)
     peak.start()
     before = peak.bytes()

@@ -5,6 +5,7 @@ A stage's results are one archive, cut into files `<stage>-results.tar.gz.0`, `.
 
 import hashlib
 import io
+import itertools
 import os
 import tarfile
 from collections.abc import Iterable, Iterator
@@ -13,8 +14,8 @@ from pathlib import Path
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import write_file
 
-FILES, FILE_BYTES = 8, 16 << 20  # that come back at most
-PACKAGE_BYTES = 60_000_000  # of a package's piece, below the 64 MB that a machine takes
+FILES, FILE_BYTES = 4, 16 << 20  # that come back at most, 64 MiB
+PACKAGE_BYTES = 48 << 20  # of a package's piece: a machine takes 64 MiB, a checkout without rows and weights included
 SUMS = "SHA256SUMS"
 
 
@@ -24,10 +25,9 @@ def write(work: Path, out: Path, stage: str) -> list[str]:
     Small files go first: rows and logs before traces and weights.
     """
     files = sorted((p for p in work.rglob("*") if p.is_file() and not p.is_symlink()), key=lambda p: p.stat().st_size)
-    for count in range(len(files), -1, -1):
-        data = _archive(work, files[:count])
-        if len(data) <= FILES * FILE_BYTES:
-            break
+    sizes = itertools.accumulate(len(_archive(work, [path])) for path in files)  # an archive of all is smaller
+    count = sum(size <= FILES * FILE_BYTES for size in sizes)
+    data = _archive(work, files[:count])
     left_out = [str(p.relative_to(work)) for p in files[count:]]
     if left_out:
         print(f"{stage}: no room to bring back {', '.join(left_out)}", flush=True)

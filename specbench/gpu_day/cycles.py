@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from specbench.common.storage import write_file
-from specbench.common.timing import Clock
+from specbench.common.timing import Clock, PhaseClock
 from specbench.config import run_spec
 from specbench.config.cli import composed
 from specbench.engine.decode import Limits, decode
@@ -39,7 +40,9 @@ def trace(target: Target, arm: Arm, folder: Path, backend: str) -> dict[str, Any
     rule, sampler = arm.bound.rule, spec.sampler
     prompt = text(target, min(PROMPT, target.max_context // 4))
     coins = torch.Generator(target.device).manual_seed(0) if rule.simulated or not sampler.greedy else None
-    events = decode(target, arm.bound.drafter, prompt, Limits(target.max_context), rule, sampler, coins, clock)
+    events = decode(
+        target, arm.bound.drafter, prompt, Limits(target.max_context), rule, sampler, coins, PhaseClock(target.device)
+    )
     next(events)
     list(islice(events, WARM))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if target.device.type == "cuda" else [])]
@@ -59,7 +62,8 @@ def summary(profiler: Any, cycles: int, seconds: float) -> dict[str, Any]:
     """Numbers of a trace, per cycle. seconds: from its begin to its end, the profiler's own work included."""
     events = profiler.key_averages()
     operators = [e for e in events if e.key.startswith("aten::")]
-    busy = sum(e.self_device_time_total for e in events)
+    on_device = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    busy = sum(e.self_device_time_total for e in on_device)  # operators have their kernels' time once more
     slowest = sorted(events, key=lambda e: -(e.self_device_time_total or e.self_cpu_time_total))[:TOP]
 
     def count(names: Sequence[str]) -> float:

@@ -28,6 +28,7 @@ CORPUS = ("corpus.json", "corpus.safetensors.xz", "vocabulary.safetensors")
 # torch must be there, since it has to fit the driver; OpenVINO serves CPUs alone; the rest comes with torch.
 THERE = ("torch", "openvino", "openvino-telemetry", "triton", "setuptools", "pip", "nvidia-", "cuda-")
 OURS = "nvidia-ml-py"  # of all that is called so the one package that does not come with torch
+METADATA = "specbench.egg-info"  # of this checkout's installation
 TESTS = ("pytest", "hypothesis", "scipy")  # of the extra `dev`, what tests on a GPU import
 TAGS = ("2_17", "2014", "2_24", "2_27", "2_28", "2_31", "2_34")  # of manylinux, on x86-64
 
@@ -46,6 +47,7 @@ def pack(stage: str, folder: Path, have: str | None, python: str) -> list[Path]:
         download(closure(["specbench", *(TESTS if stage == "probe" else ())], present), wheels, python)
         gpu = PROJECT / "tools" / "gpu.sh"
         files = [*tracked(), *weights(stage), *cached(stage), *archives.tree(wheels, "gpu-wheels")]
+        files += archives.tree(PROJECT / METADATA, METADATA)  # by which the probe knows what is missing there
         folders = archives.pack(files, folder / stage)
     for package in folders:
         write_file(package / gpu.name, gpu.read_bytes())

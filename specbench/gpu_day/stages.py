@@ -25,6 +25,7 @@ FAST = ("eagle2", "eagle1", "medusa", "beagle", "moa")  # of the papers, with ne
 SHIPPED = ("eagle2", "hass", "coral", "beagle", "moa", "medusa", "vanilla")
 COPYING = ("suffix", "prompt_lookup", "token_recycling", "lookahead", "hybrid")
 DTYPES = ("float32", "float16", "bfloat16")
+TESTS = {"ids": "ids", "captured": "captured", "others": "not ids and not captured"}  # step -> by their names
 BACKENDS = ("eager", "graphs")  # the ways to run a pass that are compared
 
 
@@ -73,9 +74,10 @@ def _study(name: str, work: Path, words: Sequence[str], minutes: float, kind: st
 
 def _probe(work: Path, dry: bool) -> list[Step]:
     toy = ("--toy",) if dry else ()
+    tests = ("-q", "-x" if dry else "--maxfail=40", "-rs", "tests/test_gpu.py", "-k")
     return [
-        Step("probe", "specbench.gpu_day.probe", (str(work / "probe.jsonl"), *toy), 2.0),
-        Step("tests", "pytest", ("-q", "-x" if dry else "--maxfail=40", "-rs", "tests/test_gpu.py"), 6.5),
+        Step("probe", "specbench.gpu_day.probe", (str(work / "probe.jsonl"), *toy), 1.4),
+        *(Step(f"tests-{name}", "pytest", (*tests, chosen), 2.2) for name, chosen in TESTS.items()),
     ]
 
 
@@ -94,11 +96,11 @@ def _bench7b(work: Path, dry: bool) -> list[Step]:
     for backend in ways:
         words = ["study=bench", "cells=[0]", "datasets=[mtbench]", *_random("llama2-7b", dry), f"backend={backend}"]
         words += [f"arms=[{','.join(arms)}]", *_size(dry, 4, 256), "memory=0"]
-        steps.append(_study(f"speed-{backend}", work, words, 5.0 / len(ways), "random"))
+        steps.append(_study(f"speed-{backend}", work, words, 3.6 / len(ways), "random"))
         for drafter in ("eagle2",) if dry else ("none", "eagle2"):
             words = [str(work), *_random("llama2-7b", dry), f"drafter={drafter}", f"backend={backend}"]
             name = f"trace-{drafter}-{backend}"
-            steps.append(Step(name, "specbench.gpu_day.cycles", tuple(words), 3.0 / len(ways) / 2, "random"))
+            steps.append(Step(name, "specbench.gpu_day.cycles", tuple(words), 1.1, "random"))
     return steps
 
 
@@ -107,7 +109,7 @@ def _model(work: Path, dry: bool) -> list[Step]:
     steps = []
     for dtype in DTYPES[:2] if dry else DTYPES:
         words = ["study=bench", "cells=[0]", "datasets=[mtbench]", f"arms=[{','.join(arms)}]", *_size(dry, 20, 128)]
-        steps.append(_study(f"lossless-{dtype}", work, [*words, f"model.dtype={dtype}", "memory=0"], 2.0))
+        steps.append(_study(f"lossless-{dtype}", work, [*words, f"model.dtype={dtype}", "memory=0"], 1.8))
     engine = ["study=engine", "cells=[0]", *(["arms=[none]"] if dry else []), *_size(dry, 4, 64), "memory=0"]
     return [*steps, _study("engine", work, engine, 2.5)]
 
@@ -116,12 +118,12 @@ def _train(work: Path, dry: bool) -> list[Step]:
     drafters = ("eagle2",) if dry else SHIPPED
     settings = ["train=small"] if dry else [
         "train=gpu", "train.corpus.tokens=8000000", "train.corpus.draws=2", "train.corpus.precision=auto",
-        "train.settings.epochs=3", "train.online=true",
+        "train.settings.epochs=3", "train.corpus.states=false",
     ]  # fmt: skip
     steps = []
     for drafter in drafters:
         words = (*settings, f"drafter={drafter}", f"train.out={work / 'weights' / drafter}", "train.missing=true")
-        steps.append(Step(f"train-{drafter}", "specbench.train", words, 8.5 / len(drafters), "train", "train.minutes"))
+        steps.append(Step(f"train-{drafter}", "specbench.train", words, 8.0 / len(drafters), "train", "train.minutes"))
     return steps
 
 
@@ -130,7 +132,7 @@ def _memory(work: Path, dry: bool) -> list[Step]:
     steps = []
     for model in ("llama2-7b", "llama3-8b"):
         words = ["study=bench", "cells=[0]", "datasets=[mtbench]", f"arms=[{','.join(arms)}]", *_random(model, dry)]
-        steps.append(_study(f"memory-{model}", work, [*words, *_size(dry, 1, 64), "memory=1"], 4.25, "random"))
+        steps.append(_study(f"memory-{model}", work, [*words, *_size(dry, 1, 64), "memory=1"], 4.0, "random"))
     return steps
 
 

@@ -113,6 +113,11 @@ def cell_name(
     return "-".join(parts if variant is None else [*parts, variant])
 
 
+def link_name(link: str, cut_after: int | None) -> str:
+    """What a cell's folder calls a link that breaks after so many tokens."""
+    return link if cut_after is None else f"{link}-cut{cut_after}"
+
+
 def below(root: Path, pattern: str = NAME) -> list[Path]:
     """Blocks (or other files) under a folder, oldest first within one; `local` counts only if it is the root itself."""
     return [path for path in sorted(root.rglob(pattern)) if "local" not in path.relative_to(root).parts]

@@ -20,7 +20,7 @@ class CellOptions:
 
     Attributes:
         questions: planned. tokens: that an answer has at most. quantised: how the target's weights are rounded.
-        adapted: name of the target's adapter.
+        adapted: name of the target's adapter. cut_after: tokens after which the link breaks; None: never.
     """
 
     dataset: str
@@ -34,6 +34,7 @@ class CellOptions:
     replayed: bool
     quantised: str | None
     adapted: str | None
+    cut_after: int | None
 
     @classmethod
     def of(cls, overrides: Sequence[str]) -> "CellOptions":
@@ -41,7 +42,7 @@ class CellOptions:
             found = option(overrides, name, default)
             return None if found == "null" else found
 
-        adapter = value("model.adapter")
+        adapter, cut_after = value("model.adapter"), value("link.cut_after")
         return cls(
             dataset=option(overrides, "dataset", "mtbench"),
             questions=int(value("data.limit") or QUESTIONS),
@@ -54,10 +55,12 @@ class CellOptions:
             replayed=option(overrides, "replay", "false") == "true",
             quantised=value("model.quantised"),
             adapted=None if adapter is None else identity.adapter_name(adapter),
+            cut_after=None if cut_after is None else int(cut_after),
         )
 
     @property
     def folder(self) -> str:
         """Name of the folder of its blocks, as `RunSpec.cell_folder` has it."""
         drawn, variant = (self.temperature, self.top_p, self.top_k), identity.variant(self.adapted, self.quantised)
-        return blocks.cell_name(self.dataset, drawn, self.tokens, self.link, self.replayed, self.batch, variant)
+        link = blocks.link_name(self.link, self.cut_after)
+        return blocks.cell_name(self.dataset, drawn, self.tokens, link, self.replayed, self.batch, variant)

@@ -76,7 +76,7 @@ class Bars(_Figure):
     """Grouped bars: a panel a metric and (unless grouped by it) temperature, a group a value of `by`, a bar a series."""
 
     kind: Literal["bars"]
-    by: Literal["arm", "dataset", "temperature", "category", "batch", "quantised", "adapted"]
+    by: Literal["arm", "dataset", "temperature", "category", "batch", "quantised", "adapted", "cut_after"]
     y: Annotated[list[Metric], MinLen(1)]
 
 

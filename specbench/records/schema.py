@@ -68,10 +68,14 @@ class Data(TypedDict):
 
 @with_config(OPEN)
 class Trained(TypedDict):
-    """`provenance.json` of weights trained here. base: of the drafter that a second stage was trained on."""
+    """`provenance.json` of weights trained here. base: of the drafter that a second stage was trained on.
+
+    tokens_before: of the trainings from whose weights this one went on, which `tokens_seen` leaves out.
+    """
 
     parameters: Natural
     tokens_seen: Natural
+    tokens_before: NotRequired[Natural]
     steps: Natural
     hours: Seconds
     data: Data

@@ -29,7 +29,7 @@ ON_DEMAND = 9  # as a priority: planned only where the study is named
 
 Override = Annotated[str, StringConstraints(pattern=r"^[+~]{0,2}[\w/@.]+(=.*)?$")]  # as on the command line
 Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # of published numbers
-PLACE = ("dataset", "temperature", "batch", "quantised", "adapted")  # what names one of a study's cells, see `At`
+PLACE = ("dataset", "temperature", "batch", "quantised", "adapted", "cut_after")  # name one of a study's cells, see `At`
 # See `specbench.evaluation.measurements`.
 Measured = Literal[
     "memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "busy", "floor", "quality"
@@ -83,9 +83,10 @@ class StudyCell(TypedDict):
 
 
 class At(TypedDict, total=False):
-    """One of a study's cells; by default the first one's dataset, greedy, one sequence at a time, of the original target.
+    """One of a study's cells; by default greedy, one sequence at a time, of the original target, else as the first one.
 
     adapted: folder name of the target's adapter (`model.adapter`); by default the one that the arm drafts for, if any.
+    cut_after: tokens after which the link to the server breaks (`link.cut_after`).
 
     dataset: several: the mean over them. category: of its prompts; `over_at` then means all other categories.
     """
@@ -96,6 +97,7 @@ class At(TypedDict, total=False):
     batch: Count
     quantised: Quantised
     adapted: Name
+    cut_after: Count
 
 
 # `memory.peak` of a measurement, or one of its values over another: `target_pass.ms_8/ms_1`.
@@ -269,7 +271,8 @@ def _unmet_by_training(needs: Mapping[str, Any], header: Mapping[str, Any], arms
     for label, arm in header["arms"].items():
         name = arm.get("of", label)
         if arm["weights"].get("history") and (arms is None or name in arms):
-            seen.setdefault(name, []).append(arm["weights"]["tokens_seen"])
+            weights = arm["weights"]
+            seen.setdefault(name, []).append(weights["tokens_seen"] + weights.get("tokens_before", 0))
     means = [sum(tokens) / len(tokens) for tokens in seen.values()]
     if seen and min(map(min, seen.values())) < needs.get("trained", 0):
         missing.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")

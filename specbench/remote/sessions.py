@@ -131,13 +131,13 @@ class Sessions:
     def accept(self, session: Session, tree: DraftTree, states: TargetStates) -> dict[str, Any]:
         """Verify a tree and keep the accepted rows: the answer without its seconds."""
         assert session.verifier is not None
-        verdict, drafted = session.verifier.verify(tree, states)
-        kept = verdict.rows(self.target.device)
+        verified = session.verifier.verify(tree, states)
+        kept = verified.rows(self.target.device)
         answer = _observed_logits(states, session.target.taps)
         answer |= self._states(session, states.select(kept))  # before `keep`, which moves the tapped cache rows
         session.target.keep(kept)
-        session.root = verdict.bonus
-        return {"path": verdict.path, "drafted": drafted, "token": verdict.bonus, **answer}
+        session.root = verified.bonus
+        return {"path": verified.path, "drafted": verified.drafted, "token": verified.bonus, **answer}
 
     def _states(self, session: Session, states: TargetStates) -> dict[str, Any]:
         """The tapped states, as parts of an answer."""

@@ -1,6 +1,6 @@
 """A target on a server; this side holds only the embedding, the final norm and the LM head.
 
-A cycle is one round trip. The server verifies the tree and returns the verdict with the tapped states of the accepted nodes
+A cycle is one round trip. The server verifies the tree and returns the accepted path with the tapped states of its nodes
 only, so that the decoding loop and the drafters are the same as with a local target.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specbench.common.errors import SpecBenchError, one_line
 from specbench.common.types import MAX_NODES
-from specbench.engine.interface import DraftTree, Taps, TargetStates, Verdict
+from specbench.engine.interface import DraftTree, Taps, TargetStates, Verification
 from specbench.engine.language_model import LanguageModel
 from specbench.engine.model_files import heads_of
 from specbench.engine.pretrained import read_ends
@@ -33,11 +33,10 @@ OnDisconnect = Literal["wait", "stop", "continue"]
 
 @dataclass
 class VerifiedStates(TargetStates):
-    """States of the accepted nodes with the server's verdict. logits: of all nodes, for a drafter that observes trees."""
+    """States of the accepted nodes, and the path. logits: of all nodes, for a drafter that observes trees."""
 
     token: int = 0
-    verdict: Verdict | None = None
-    drafted: int = 0
+    verified: Verification | None = None
 
     def select(self, nodes: Tensor) -> TargetStates:
         assert len(nodes) == len(self.tokens)
@@ -45,15 +44,15 @@ class VerifiedStates(TargetStates):
 
 
 class RemoteVerifier:
-    """Reads the verdict that the server sent with the states."""
+    """Reads what the server accepted, which it sent with the states."""
 
     def first(self, states: TargetStates) -> int:
         assert isinstance(states, VerifiedStates)
         return states.token
 
-    def verify(self, tree: DraftTree, states: TargetStates) -> tuple[Verdict, int]:
-        assert isinstance(states, VerifiedStates) and states.verdict is not None
-        return states.verdict, states.drafted
+    def verify(self, tree: DraftTree, states: TargetStates) -> Verification:
+        assert isinstance(states, VerifiedStates) and states.verified is not None
+        return states.verified
 
 
 class RemoteTarget(LanguageModel):
@@ -179,8 +178,8 @@ class RemoteTarget(LanguageModel):
         kept = [tokens[node] for node in (0, *path)]
         self.token_ids, self.emitted = self.token_ids + kept, self.emitted + len(kept)
         states = self._received(answer, torch.tensor(kept, device=self.device), start)
-        states.verdict = Verdict(path, kept[1:], [ranks[node] for node in path], self._token(answer))
-        states.drafted = answer["drafted"]
+        token, drafted = self._token(answer), answer["drafted"]
+        states.verified = Verification(path, kept[1:], [ranks[node] for node in path], token, drafted)
         if "logits" in answer:
             states.logits = self._logits(answer, len(tokens))
         return states
@@ -203,7 +202,7 @@ class RemoteTarget(LanguageModel):
         ids = [*start, verifier.first(self.prefill(torch.tensor(start, device=self.device)))]
         while len(ids) < len(start) + count:
             tree = root_only(ids[-1], self.device)
-            ids.append(verifier.verify(tree, self.forward(tree))[0].bonus)
+            ids.append(verifier.verify(tree, self.forward(tree)).bonus)
         return torch.tensor([ids], device=self.device)
 
     # Messages -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,14 @@ from specbench.records.statistics import Interval, interval
 from specbench.reporting import analysis
 from specbench.reporting.analysis import FEW, STRETCH, Rated
 from specbench.reporting.cells import Entry
+from specbench.reporting.names import tree_name
 from specbench.reporting.tables import ABSENT, number, shown
 
 MAX_POSITIONS = 8  # columns of a table, or ticks of a figure
+POSITIONS = (
+    "Cycles by the position in the answer where they begin. Those that begin within the drafter's deepest draft of an "
+    "answer's end, which may have cut them, are left out: drafters of long copies, as suffix and hybrid, end early."
+)
 
 DRIFT = ("perplexity of its answers [95%]", "KL, nats a token [95%]")
 
@@ -86,7 +91,7 @@ def conventions(group: Sequence[Entry]) -> Table:
 
 
 def fitted(group: Sequence[Entry]) -> Table:
-    """Fitted trees: tau and speed-up expected from held-out answers and measured costs, beside the measured values."""
+    """Fitted trees of one shape: tau and speed-up expected by held-out answers and measured costs, beside what came out."""
     columns = (
         "drafter", "tree", "tau expected", "tau [95%]",
         "speed-up expected", "speed-up [95%]", "measured / expected", "runner-up",
@@ -94,7 +99,8 @@ def fitted(group: Sequence[Entry]) -> Table:
     lines = []
     for e in drafters(group):
         fit, up = e.arm.get("fitted"), e.summary.speed_up
-        if fit is None or up is None or e.replayed or "trained" in e.arm["drafter"]:  # a hybrid also drafts copies
+        other = "trained" in e.arm["drafter"] or tree_name(e) == "rate"  # drafts copies too; has a tree for every cycle
+        if fit is None or up is None or e.replayed or other:
             continue
         choice, second = fit["choice"], fit.get("runner_up")
         taus = number("{:.2f}", choice["tau"]), shown(e.summary.tau_interval)

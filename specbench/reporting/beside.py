@@ -1,17 +1,17 @@
 """Which measured value stands beside a published number, see `specbench.reporting.published`."""
 
-import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
 
 from specbench.records.metrics import RATES
 from specbench.records.statistics import interval
-from specbench.records.studies import Shown, cell_needs, cell_options
+from specbench.records.studies import Quantised, Shown, cell_needs, cell_options
+from specbench.reporting import tables
 from specbench.reporting.cells import Entry
-from specbench.reporting.evidence import TIMED, Evidence, rate
+from specbench.reporting.evidence import SPEEDS, TIMED, Evidence, rate
 
 # Metrics of the papers' tables -> metrics of `evidence.rate`; others are not measured here.
 MEASURED = {name: name for name in ("tau", "speed_up", "tokens_per_s", "alpha", "target_calls")}
@@ -62,6 +62,7 @@ class Beside:
         self.part, self.evidence = part, evidence
         self.targets = {e.model for e in evidence.entries}
         self.arms = assigned(part, shows, self.targets)
+        self.used: list[tuple[Entry, bool]] = []  # by `find`, each with whether it gave seconds
 
     @property
     def shown(self) -> pd.DataFrame:
@@ -70,8 +71,9 @@ class Beside:
 
     @property
     def where(self) -> str:
-        """The study's targets and machines."""
-        return "; ".join(dict.fromkeys(f"{e.model} on {e.machine}, {e.dtype}" for e in self.evidence.entries))
+        """Targets and machines of the values that `find` found, and what they rest on."""
+        machines = dict.fromkeys(f"{e.model} on {e.machine}, {e.precision}" for e, _ in self.used)
+        return "; ".join([*machines, *tables.basis(self.used)])
 
     def find(self, cell: Any) -> tuple[float | None, str]:
         """The measured value of a published cell, and what was measured."""
@@ -102,9 +104,7 @@ class Beside:
         return (float(np.mean(values)), f"mean of {', '.join(datasets)}") if len(found) > 1 else found[0]
 
     def _value(self, arm: str, cell: Any, dataset: str) -> tuple[float | None, str]:
-        at: dict[str, Any] = {"dataset": dataset} if dataset else {}
-        at |= {"temperature": float(cell.temperature)} if cell.temperature else {}
-        at |= {"batch": batch_of(cell), "quantised": quantised_of(cell)}
+        at = place_of(cell) | ({"dataset": dataset} if dataset else {})
         metric = MEASURED.get(cell.metric)
         if metric is None and cell.metric != MEMORY:
             return None, ""
@@ -112,20 +112,19 @@ class Beside:
         value = None if e is None else _memory(e) if metric is None else _measured(e, metric)
         if e is None or value is None:
             return None, ""
+        self.used.append((e, metric in SPEEDS))
         trained = f", {e.seeds} seed{'s' if e.seeds > 1 else ''}" if "of" in e.arm else ""
         source = f"{arm}{trained}: {e.dataset}, {e.summary.prompts} generations{', replayed' if e.replayed else ''}"
         return value * SCALES.get(cell.unit, 1.0), source
 
 
-def batch_of(cell: Any) -> int:
-    """The batch size of a published cell."""
-    return next((int(part[6:]) for part in cell.variant.split("; ") if part.startswith("batch=")), 1)
-
-
-def quantised_of(cell: Any) -> str | None:
-    """How the weights of a published cell's target were rounded."""
-    found = re.search(r"precision=(int[48])\b", cell.variant)
-    return None if found is None else found[1]
+def place_of(cell: Any) -> dict[str, Any]:
+    """What names the cell of a study in which a published number belongs, besides its data set; see `studies.At`."""
+    options = dict(part.split("=", 1) for part in cell.variant.split("; ") if part)
+    place: dict[str, Any] = {"temperature": float(cell.temperature or 0), "batch": int(options.get("batch", 1))}
+    place["quantised"] = precision if (precision := options.get("precision")) in get_args(Quantised) else None
+    cut = options.get("disconnect_after", options.get("stop_after"))
+    return place | ({} if cut is None else {"cut_after": None if cut == "inf" else int(cut)})
 
 
 def _memory(e: Entry) -> float | None:

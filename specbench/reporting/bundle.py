@@ -4,7 +4,7 @@ import base64
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from specbench.reporting import (
     claims,
     declared,
     document,
-    energy,
     fastest,
     figures,
     freshness,
@@ -33,12 +32,11 @@ from specbench.reporting import (
     overview,
     published,
     sections,
-    tables,
     text,
     trainings,
 )
 from specbench.reporting.cells import Entry
-from specbench.reporting.document import Section, Table, TableCell
+from specbench.reporting.document import Section, Table
 from specbench.reporting.evidence import Evidence
 from specbench.reporting.groups import groups
 from specbench.reporting.overview import Overview, where
@@ -47,8 +45,8 @@ BENCH = "bench"  # the study of the main result
 MAX_TRACES = 2  # of a drafter on the page
 
 CONVENTIONS = (
-    "tau counts the bonus, not the prefill, and is pooled over cycles; in brackets its mean over generations. Speed-ups "
-    "are ratios of pooled decode speeds on the same prompts; intervals are 95%, from resampling questions in pairs."
+    "tau counts the bonus, not the prefill, and is pooled over cycles. Speed-ups are ratios of pooled decode speeds on the "
+    "same prompts; intervals are 95%, from resampling questions in pairs."
 )
 Setup = tuple[str, str, str]  # target, precision, machine
 Heads = Sequence[Sequence[str]]  # lines of headings
@@ -60,7 +58,7 @@ class Sources:
 
     Attributes:
         results: folder of rows, into which the report is written. published: the papers' numbers. studies: their folder.
-        weights: trained drafters, for learning curves. chosen: names of studies; None for all.
+        weights: trained drafters, for what more training would bring. chosen: names of studies; None for all.
     """
 
     results: Path
@@ -93,7 +91,11 @@ class Report:
         by_setup = _by_setup(main)
         self.main = names.labelled({id(e): e for group in by_setup.values() for e in group}.values())
         main_ids = set(map(id, main))
-        self.rest = names.labelled(e for e in self.entries if id(e) not in main_ids)
+        rest: dict[str, list[Entry]] = {}  # by study: labels set apart what stands in one table
+        for e in self.entries:
+            if id(e) not in main_ids:
+                rest.setdefault(e.study or e.collection, []).append(e)
+        self.rest = [e for own in rest.values() for e in names.labelled(own)]
         self.view, *self.others = [Overview(group) for group in by_setup.values()] or [Overview([])]
         timed = self.view.timed(self.view.first)
         self.answer = fastest.sentence(timed)
@@ -138,14 +140,13 @@ class Report:
         root = self.sources.results
         drawn = figures.draw_all(self.view, self.entries, self.weights, root / "figures")
         drawn |= figures.draw_declared(self.figures, root / "figures")
-        files = {}
-        for name, table in self._tables().items():
-            files[f"tables/{name}.md"] = document.table(table) + "\n"
-            files |= _texts(name, [list(table.columns)], [list(map(_text, line)) for line in table.lines])
         parts = sections.sections(self)
-        files |= document.files([block for part in parts for block in part.blocks], drawn)
+        blocks = [block for part in parts for block in part.blocks]
+        files = document.files(blocks, drawn)
+        for name, table in (document.tables(blocks) | self._data()).items():
+            files |= _texts(name, [list(table.columns)], [list(map(document.plain, line)) for line in table.lines])
         for paper in self.papers if any(paper.measured for paper in self.papers) else ():
-            files |= _texts(paper.slug, paper.heads, paper.lines(), paper.csv_heads)
+            files |= _texts(f"tables/{paper.slug}", paper.heads, paper.lines(), paper.csv_heads)
             files[f"tables/{paper.slug}.md"] = document.whole(paper.title, sections.paper_file(paper), drawn)
         files["README.md"] = self.markdown(parts, drawn)
         files["report.html"] = self.html(parts, drawn)
@@ -154,15 +155,14 @@ class Report:
         freshness.record(root, self.digest)
         return root / "report.html"
 
-    def _tables(self) -> dict[str, Table]:
-        """The measured tables by file name."""
-        made: dict[str, Table] = {}
-        for i, group in enumerate(groups(self.main), 1):
-            made |= {f"{name}-{i}" if i > 1 else name: table for name, table in _group_tables(group).items()}
-        made |= {"acceptance": overview.acceptance(self.view), "speed-ups": overview.speeds(self.view)}
-        made |= {name: Table(*table) for name, (_, table) in self.insights.items()}
-        made["training"] = Table(trainings.COST, self.training)
-        made["claims"] = Table(claims.COLUMNS, list(map(claims.cells, self.verdicts)))
+    def _data(self) -> dict[str, Table]:
+        """By path without suffix: speeds of the main result, all pairs of its drafters, all verdicts on claims."""
+        timed = self.view.timed(self.view.first)
+        made = {"tables/claims": Table(claims.COLUMNS, list(map(claims.cells, self.verdicts)))}
+        made["tables/versus"] = Table(overview.VERSUS, overview.versus(timed))
+        if timed:
+            speeds = overview.numbers(timed)
+            made["tables/decoding"] = replace(speeds, columns=[heading.strip("=/ ") for heading in speeds.columns])
         return {name: table for name, table in made.items() if table.lines}
 
     def markdown(self, parts: Sequence[Section], drawn: Mapping[str, str]) -> str:
@@ -280,27 +280,12 @@ def _load_studies(folder: Path, names: Sequence[str] | None, problems: list[str]
     return {name: study for name, study in studies.load(folder, problems).items() if not names or name in names}
 
 
-def _group_tables(group: Sequence[Entry]) -> dict[str, Table]:
-    """The tables of comparable entries, by file name."""
-    return {
-        "decoding": Table(list(tables.COLUMNS), [tables.cells(e) for e in group]),
-        "versus": Table(overview.VERSUS, overview.versus(overview.ranking(group))),
-        "alphas": Table(tables.ALPHAS, [tables.alphas(e) for e in group]),
-        "memory": Table(tables.MEMORY, tables.memory_lines(group)),
-        "energy": Table(energy.COLUMNS, energy.lines(group)),
-    }
-
-
 def _small_intervals(value: str) -> Markup:
     """A text whose intervals are set smaller and can move to the next line."""
     return Markup(re.sub(r" (\[[-+\d., ]+\])(?=$|[\s,])", r" <small>\1</small>", str(text.html(value))))
 
 
-def _text(cell: str | TableCell) -> str:
-    return cell if isinstance(cell, str) else cell.text
-
-
 def _texts(name: str, heads: Heads, lines: Sequence[Sequence[str]], csv_heads: Heads = ()) -> dict[str, str]:
-    """A table as CSV and as LaTeX, by file name."""
+    """A table as CSV and as LaTeX. name: path without suffix."""
     csv = text.csv_table([*(csv_heads or heads), *lines])
-    return {f"tables/{name}.csv": csv, f"tables/{name}.tex": text.latex_table(heads, lines)}
+    return {f"{name}.csv": csv, f"{name}.tex": text.latex_table(heads, lines)}

@@ -82,16 +82,22 @@ class Entry:
         return f"{hardware['device']}{vectors}, {hardware['cores']} cores, torch {self.header['versions']['torch']}"
 
     @property
-    def dtype(self) -> str:
+    def precision(self) -> str:
+        """In which the target computes, and how its passes are run."""
         compiled = {"compile": " compiled", "graphs": " with graphs"}.get(self.header["config"].get("backend", ""), "")
         quantised = f" with {self.quantised} weights" if self.quantised else ""
-        drafts = next((f", drafters in {d}" for arm in self.header["arms"].values() if (d := arm.get("draft_dtype"))), "")
-        return self.header["target"]["dtype"] + quantised + compiled + drafts
+        return self.header["target"]["dtype"] + quantised + compiled
 
     @property
     def quantised(self) -> str | None:
         """How the weights of the target's layers were rounded."""
         return self.header["target"].get("quantised")
+
+    @property
+    def cut_after(self) -> int | None:
+        """Tokens after which the link to the server broke."""
+        link: Mapping[str, Any] = self.header["config"].get("link") or {}
+        return link.get("cut_after")
 
     @property
     def adapted(self) -> str | None:
@@ -107,6 +113,11 @@ class Entry:
     def lossy(self) -> bool:
         """Verified by a rule that changes the target's distribution?"""
         return self.arm["lossy"]
+
+    @property
+    def outdated(self) -> bool:
+        """Are its speeds those of an engine that has become faster or slower since?"""
+        return not self.replayed and self.header.get("timing") != identity.TIMING
 
     @property
     def served(self) -> bool:
@@ -129,6 +140,11 @@ class Entry:
         """Digests of its questions."""
         return frozenset(row.text or row.question for row in self.rows)
 
+    def shares_questions(self, other: "Entry") -> bool:
+        """Are there questions of one name and text in both, as of a data set under two system prompts?"""
+        mine, theirs = ({(row.question, row.text) for row in e.rows if row.text} for e in (self, other))
+        return not mine.isdisjoint(theirs)
+
     def with_rows(self, rows: Sequence[Row], baseline: Sequence[Row]) -> "Entry":
         """A copy with other rows."""
         summary = summarise(self.header, self.arm, self.name, rows, baseline, self.measured)
@@ -142,19 +158,25 @@ class Entry:
             "study": self.study,
             "target": (target.get("fingerprint"), self.model),
             "machine": "" if self.replayed else identity.machine_key(self.header),
-            "dtype": self.dtype,
+            "dtype": self.precision,
             "length": config.get("decode"),
             "dataset": self.dataset,
             "prompts": {row.question: row.text for row in self.rows},
             "temperature": config["sampler"],
             "replay": self.replayed,
             "batch": self.batch,
+            "cut_after": self.cut_after,
             "tree": self.arm["drafter"].get("growth"),
         }
 
     @property
     def totals(self) -> Totals:
         return self.summary.totals
+
+    def among(self, category: str, others: bool = False) -> Totals:
+        """Sums over the questions of one category, or of all others."""
+        chosen = {row.question for row in self.rows if (row.category == category) != others}
+        return self.totals.among([question for question in self.totals.questions if question in chosen])
 
     @property
     def caption(self) -> str:
@@ -166,7 +188,7 @@ class Entry:
         machine = "replayed" if self.replayed else self.machine
         batch = f", batch of {self.batch}" if self.batch > 1 else ""
         adapted = f" adapted by {self.adapted}" if self.adapted else ""
-        return f"{where}{self.model}{adapted}, {self.dataset}, {mode}{tokens}{batch}, {self.dtype}, {machine}"
+        return f"{where}{self.model}{adapted}, {self.dataset}, {mode}{tokens}{batch}, {self.precision}, {machine}"
 
 
 @dataclass(frozen=True)

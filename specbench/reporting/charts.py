@@ -1,5 +1,6 @@
 """Charts: panels of series as plain data, and their drawing. Who makes them: `specbench.reporting.study_series`."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,16 +132,16 @@ OPEN: dict[str, Any] = {"linestyle": "", "marker": "o", "markerfacecolor": "none
 def _lines(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> None:
     for number, (label, guide) in enumerate((panel.guides or {}).items()):
         _guide(axes, label, guide, number)
-    for s in panel.series:
+    for s, aside in zip(panel.series, _asides(panel), strict=True):
         look = looks[s.label]
         for curve in s.curves:
             small = 2.5 if len(curve) > 1 else 4
             axes.plot([x for x, _ in curve], [y for _, y in curve], linewidth=1.1, markersize=small, **look)
         if s.points:
-            xs, values = [x for x, _ in s.points], [value for _, value in s.points]
+            xs, values = [aside(x) for x, _ in s.points], [value for _, value in s.points]
             line = look if s.joined else look | {"linestyle": ""}
             axes.errorbar(xs, [v.value for v in values], yerr=_errors(values), capsize=2, linewidth=1.2, **line)
-        _printed(axes, s.printed, look)
+        _printed(axes, [(aside(x), y) for x, y in s.printed], look)
     if panel.top is not None:
         axes.set_ylim(top=panel.top)
     else:
@@ -153,6 +154,16 @@ def _lines(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> Non
     elif xs and not any(s.curves for s in panel.series) and all(float(x).is_integer() for x in xs) and xs[-1] < 100:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _grid(axes)
+
+
+def _asides(panel: Panel) -> list[Callable[[float], float]]:
+    """For each series a slight shift along x where several have intervals at one x, so that none covers another."""
+    at = Counter(x for s in panel.series for x, _ in s.points)
+    if max(at.values(), default=0) < 2:
+        return [lambda x: x for _ in panel.series]
+    span = math.log2(max(at) / min(at)) if panel.log else max(at) - min(at)
+    steps = [0.012 * (span or 1.0) * (number - (len(panel.series) - 1) / 2) for number in range(len(panel.series))]
+    return [lambda x, step=step: x * 2**step if panel.log else x + step for step in steps]  # type: ignore[misc]
 
 
 def _limit(axes: Axes, panel: Panel) -> None:

@@ -31,10 +31,12 @@ def describe(test: Mapping[str, Any], effect: Interval | None, reason: str, plac
     reason: why there is no effect. place: completes `at` and `over_at` by the study's defaults.
     """
     name = f"{words(test.get('metric') or test['measured'])} of {test['of']}{_where(test.get('at'))}"
-    if test.get("over", test["of"]) != test["of"]:
-        name += f" over {test['over']}"
+    named = f" {test['over']}" if test.get("over", test["of"]) != test["of"] else ""
+    apart = ""
     if "over_at" in test:
-        name += f" over{_where(test['over_at']) or _other(test.get('at', {}), place(test['over_at']))}"
+        apart = _where(test["over_at"]) or f" at{_other(test.get('at', {}), place(test['over_at']))}"
+    if named or apart:
+        name += f" over{named}{apart if named else apart.removeprefix(' at')}"
     if test.get("over_metric"):
         name += f" over {words(test['over_metric'])}"
     if effect is None:
@@ -79,6 +81,7 @@ def _where(at: Mapping[str, Any] | None) -> str:
         f"a batch of {at['batch']}" if "batch" in at else "",
         at.get("quantised", ""),
         f"the target adapted by {at['adapted']}" if "adapted" in at else "",
+        f"a break after {at['cut_after']} tokens" if "cut_after" in at else "",
     ]
     return "".join(f" at {part}" for part in parts if part)
 
@@ -96,6 +99,8 @@ def _other(at: Mapping[str, Any], over: Mapping[str, Any]) -> str:
         apart.append(over["quantised"] or "the original")
     if "adapted" in at:
         apart.append(over["adapted"] or "the original")
+    if "cut_after" in at:
+        apart.append(f"a break after {over['cut_after']} tokens" if over["cut_after"] else "an unbroken link")
     return f" {' '.join(apart)}"
 
 

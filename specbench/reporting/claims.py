@@ -93,8 +93,9 @@ class Comparison:
 
     @property
     def size(self) -> str:
-        """`24 of 80`; where that is enough, what makes it doubtful."""
-        return f"{self.done} of {self.planned}" if self.done < self.planned else self.doubt
+        """`24 of 80, with an earlier engine`: what is missing, and what makes it doubtful."""
+        counted = f"{self.done} of {self.planned}" if self.done < self.planned else ""
+        return ", ".join(filter(None, (counted, self.doubt)))
 
 
 def compare(test: Mapping[str, Any], known: Evidence) -> Comparison:
@@ -138,7 +139,7 @@ def _compare_at(
     if problem := known.incomparable(ours, theirs, timed):
         return None, Comparison(reason=problem)
     split = category is not None and "over_at" in test  # one category against all others
-    paired = ours.dataset == theirs.dataset and not split
+    paired = not split and (ours.dataset == theirs.dataset or ours.shares_questions(theirs))
     mine, yours = _part(ours, category), _part(theirs, category, others=split)
     rates = rate(ours, metric), rate(theirs, second)
     effect = estimate_contrast(rates[0], mine, yours, not is_difference(test), rates[1], paired, seed)
@@ -169,10 +170,7 @@ def _least(sizes: Iterable[Comparison]) -> Comparison:
 
 def _part(e: Entry, category: str | None, others: bool = False) -> Totals:
     """Sums over the questions of one category, or of all others; over all questions without a category."""
-    if category is None:
-        return e.totals
-    chosen = {row.question for row in e.rows if (row.category == category) != others}
-    return e.totals.among([question for question in e.totals.questions if question in chosen])
+    return e.totals if category is None else e.among(category, others)
 
 
 def _compare_measured(test: Mapping[str, Any], known: Evidence) -> Comparison:

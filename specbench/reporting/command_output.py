@@ -13,8 +13,9 @@ from specbench.config.cli import sweeping
 from specbench.records import blocks
 from specbench.records.rows import by_error
 from specbench.records.studies import Study
-from specbench.reporting import cells, claims, console, outcome, tables, trainings
-from specbench.reporting.groups import Asked, measured
+from specbench.reporting import cells, claims, console, document, names, outcome, overview, tables, text, trainings
+from specbench.reporting.cells import Entry
+from specbench.reporting.groups import Asked, groups, measured
 
 if TYPE_CHECKING:  # imports torch
     from specbench.config.run_spec import RunSpec
@@ -58,8 +59,8 @@ def show_report(report: Report, table: bool) -> None:
     """Print what a report leaves out, what failed and the count of verdicts. table: also the main result."""
     for problem in report.problems:
         print(f"LEFT OUT {visible(problem)}")
-    for error, names in by_error(report.failures).items():
-        print(visible(f"FAILED {', '.join(names)}: {error}"))
+    for error, arms in by_error(report.failures).items():
+        print(visible(f"FAILED {', '.join(arms)}: {error}"))
     if table:
         console.show(report.view.timed(report.view.first) or report.main)
     if any(any(v.effects) for v in report.verdicts):  # a study was run
@@ -70,7 +71,16 @@ def rows_markdown(results: Path) -> str:
     """All rows under a results folder as Markdown tables."""
     found = cells.find(results)
     training = tables.markdown_table(trainings.COST, trainings.cost_lines(found.entries))
-    return f"{tables.markdown(found.entries, found.problems)}\n{training}\n"
+    return f"{entries_markdown(found.entries, found.problems)}\n{training}\n"
+
+
+def entries_markdown(entries: Sequence[Entry], problems: Sequence[str] = ()) -> str:
+    """The console's tables as Markdown, below the problems with files."""
+    parts = list(map(tables.markdown_problem, problems))
+    for group in groups(names.labelled(entries)):
+        lines = [console.caption(group, machine=True), *tables.notes(group)]
+        parts += [text.markdown(lines[0]), document.table(overview.numbers(group)), *map(text.markdown, lines[1:])]
+    return "\n\n".join(parts) + "\n"
 
 
 def weights_markdown(folder: Path) -> str:

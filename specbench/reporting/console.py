@@ -124,7 +124,8 @@ def caption(group: Sequence[Entry], machine: bool = False) -> str:
     parts.append("greedy" if e.temperature == 0 else f"T={e.temperature:g}")
     sampling = {name: config["sampler"].get(name, 0) for name in ("top_p", "top_k")}
     parts += [f"{name}={value:g}" for name, value in sampling.items() if value not in (0, 1)]
-    parts += [e.dtype] * (e.dtype != "float32") + [f"batch of {e.batch}"] * (e.batch > 1)
+    drafts = dict.fromkeys(f"drafters in {dtype}" for x in group if (dtype := x.arm.get("draft_dtype")))
+    parts += [e.precision] * (e.precision != "float32") + [*drafts] + [f"batch of {e.batch}"] * (e.batch > 1)
     link = (config.get("link") or {}).get("name", "local")
     parts += [f"link {link}"] * (link != "local")
     if e.replayed:
@@ -256,7 +257,8 @@ def advice(group: Sequence[Entry]) -> list[str]:
     if drafters and names.PAPER in trees and not trees & {"fitted", "rate", "fitted static"}:
         return ["Next: tree=fitted or tree=rate, which fit the tree to this machine."]
     if drafters and min(len(e.totals.questions) for e in drafters) < fastest.QUESTIONS:
-        return [f"Next: data.limit={fastest.QUESTIONS} (LIMIT={fastest.QUESTIONS} for make bench) decides."]
+        again = f"; all {fastest.QUESTIONS} have to be measured" if any(e.outdated for e in drafters) else ""
+        return [f"Next: data.limit={fastest.QUESTIONS} (LIMIT={fastest.QUESTIONS} for make bench) decides{again}."]
     return []
 
 

@@ -1,7 +1,7 @@
 """The figures that studies declare (`specbench/records/figures.py`), as charts; or, where rows are missing, what to do."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -9,8 +9,8 @@ import pandas as pd
 from specbench.records import figures
 from specbench.records.metrics import BASELINE, METRICS
 from specbench.records.studies import unmet
+from specbench.reporting import tables
 from specbench.reporting.charts import Chart, Panel
-from specbench.reporting.document import Table
 from specbench.reporting.evidence import Evidence
 from specbench.reporting.study_rows import Rows
 from specbench.reporting.study_series import KINDS
@@ -21,7 +21,7 @@ class StudyFigure:
     """A figure that a study declares.
 
     Attributes:
-        name: of its files. chart: None if its rows are missing. missing: what to do then. tables: beside it.
+        name: of its files. chart: None if its rows are missing. missing: what to do then.
     """
 
     name: str
@@ -30,7 +30,6 @@ class StudyFigure:
     source: str
     chart: Chart | None
     missing: str = ""
-    tables: Sequence[Table] = ()
 
     @property
     def caption(self) -> str:
@@ -53,17 +52,25 @@ def _made(
     rows = Rows(evidence, numbers)
     made: Chart = KINDS[figure["kind"]](figure, figures.series(figure, evidence.study["arms"]), rows)
     panels = [panel for panel in made.panels if any(map(bool, panel.series))]
-    notes = [*made.notes]
+    notes = [*_basis(rows), *made.notes]
     if any(s.printed for panel in panels for s in panel.series):
         notes.append("open or in brackets: as printed")
     elif rows.another_target:
         notes.append("its source prints numbers of another target")
     if absent := _absent(figure, rows, made.panels):
-        notes.append(f"not measured yet: {', '.join(absent)}")
-    chart = Chart(panels, notes) if panels else None
+        notes.append(f"not measured yet: {'; '.join(absent)}")
+    chart = replace(made, panels=panels, notes=notes) if panels else None
     missing = "" if chart else _missing(study, figure, rows, cuda)
     name, source = f"{study}-{number + 1}-{figure['kind']}", "; ".join(figure["source"])
-    return StudyFigure(name, study, figure["title"], source, chart, missing, made.tables)
+    return StudyFigure(name, study, figure["title"], source, chart, missing)
+
+
+def _basis(rows: Rows) -> list[str]:
+    """Of which target, and what else the values rest on."""
+    entries = [e for e, _ in rows.used]
+    models = ", ".join(dict.fromkeys(e.model for e in entries))
+    notes = [", ".join([models, *tables.basis(rows.used)])] if entries else []
+    return [*notes, tables.NO_INTERVAL] if tables.too_few(entries) else notes
 
 
 def _absent(figure: Mapping[str, Any], rows: Rows, panels: Sequence[Panel]) -> list[str]:

@@ -121,6 +121,18 @@ def files(blocks: Iterable[Block], drawn: Mapping[str, str]) -> dict[str, str]:
     return texts
 
 
+def tables(blocks: Iterable[Block]) -> dict[str, Table]:
+    """The table of each file in `tables/` that holds a single one, by the file's path without suffix."""
+    made: dict[str, Table] = {}
+    for block in blocks:
+        if isinstance(block, Details) and block.file.startswith("tables/"):
+            own = [part for part in block.blocks if isinstance(part, Table)]
+            made |= {block.file.removesuffix(".md"): own[0]} if len(own) == 1 else {}
+        if isinstance(block, Details | SideBySide):
+            made |= tables(block.blocks)
+    return made
+
+
 def whole(title: str, blocks: Iterable[Block], drawn: Mapping[str, str], up: str = "../") -> str:
     """A file with a title. up: relative path to the report's folder."""
     return _text([f"# {text.markdown(title)}", "", *_blocks(blocks, drawn, up)])
@@ -141,7 +153,8 @@ def _blocks(blocks: Iterable[Block], drawn: Mapping[str, str], up: str = "") -> 
             lines += ["", f"*{text.markdown(block.caption)}*"] if block.caption else []
             lines += ["", table(block), ""]
         elif isinstance(block, Figures):
-            lines += [f"\n![{drawn[name]}]({up}figures/{name}.png)\n" for name in block.names if name in drawn]
+            captions = {name: text.markdown(drawn[name]) for name in block.names if name in drawn}
+            lines += [f"\n![]({up}figures/{name}.png)\n\n*{caption}*\n" for name, caption in captions.items()]
         elif isinstance(block, Tally):
             lines += [f"{text.markdown(block.lead)}: {', '.join(map(_cell, block.counts))}.", ""]
         elif isinstance(block, SideBySide):
@@ -163,9 +176,13 @@ def table(block: Table) -> str:
 
 def _cell(cell: str | TableCell) -> str:
     """Good and bad cells are bold."""
+    shown = text.markdown(plain(cell))
+    return f"**{shown}**" if shown and isinstance(cell, TableCell) and cell.tone in ("good", "bad") else shown
+
+
+def plain(cell: str | TableCell) -> str:
+    """A cell's text, with the published value beside it."""
     if isinstance(cell, str):
-        return text.markdown(cell)
-    shown = text.markdown("; ".join(cell.parts) or cell.text)
-    if cell.beside is not None:
-        return f"{shown} / {text.markdown(cell.beside)}"
-    return f"**{shown}**" if shown and cell.tone in ("good", "bad") else shown
+        return cell
+    shown = "; ".join(cell.parts) or cell.text
+    return shown if cell.beside is None else f"{shown} / {cell.beside}"

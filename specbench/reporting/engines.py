@@ -49,7 +49,7 @@ def _line(e: Entry, values: Sequence[Mapping[str, float]]) -> list[str]:
 
 def _transformers(e: Entry, decoding: str) -> list[str]:
     versions: Mapping[str, Any] = e.header["versions"]
-    return [f"Transformers {versions.get('transformers', '')}".strip(), e.dtype, f"its own {decoding}"]
+    return [f"Transformers {versions.get('transformers', '')}".strip(), e.precision, f"its own {decoding}"]
 
 
 def _peer(served: Mapping[str, Any]) -> list[str]:
@@ -67,8 +67,8 @@ def _floor_lines(group: Sequence[Entry]) -> Iterator[list[str]]:
 
 
 def floor(group: Sequence[Entry]) -> dict[str, float] | None:
-    """Medians of the baseline's `floor`, see `specbench.evaluation.costs`; None if it was not measured."""
-    return _medians(group, "floor", FLOOR)
+    """Medians of the baseline's `floor`, see `specbench.evaluation.costs`; None if no quiet machine measured it."""
+    return None if any(e.busy for e in group) else _medians(group, "floor", FLOOR)
 
 
 def quality(group: Sequence[Entry]) -> dict[str, float] | None:

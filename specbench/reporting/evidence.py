@@ -83,9 +83,10 @@ class Evidence:
         self.entries = [e for e in entries if e.name == BASELINE or e.name in study["arms"]]
 
     def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What names one of the study's cells, see `At`; by default the first one's data set."""
-        dataset = cell_options(self.study)[0].dataset
-        return {"dataset": dataset, "temperature": 0, "batch": 1, "quantised": None, "adapted": None} | dict(at or {})
+        """What names one of the study's cells, see `At`."""
+        first = cell_options(self.study)[0]
+        usual = {"temperature": 0, "batch": 1, "quantised": None, "adapted": None}
+        return {"dataset": first.dataset, "cut_after": first.cut_after} | usual | dict(at or {})
 
     def find(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> Entry | None:
         """An arm's entry in one of the study's cells; without seconds the replayed one, which has more questions."""
@@ -110,12 +111,11 @@ class Evidence:
     def _of_cell(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> list[Entry]:
         """An arm's entries in one cell, of all kinds of machine."""
         at = self.place({"adapted": self._adapter(arm)} | dict(at or {}))
+        place = {name: at[name] for name in PLACE}
         return [
             e
             for e in self.entries
-            if e.name == arm and e.dataset == at["dataset"] and e.temperature == at["temperature"]
-            and e.batch == at["batch"] and e.quantised == at["quantised"] and e.adapted == at["adapted"]
-            and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
+            if e.name == arm and e.place == place and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
         ]  # fmt: skip
 
     def _adapter(self, arm: str) -> str | None:

@@ -23,7 +23,7 @@ from specbench.reporting import analysis_figures, charts, names, study_figures, 
 from specbench.reporting.cells import Entry
 from specbench.reporting.console import cost
 from specbench.reporting.declared import StudyFigure
-from specbench.reporting.overview import Overview, chosen, families, ranking
+from specbench.reporting.overview import Overview, chosen, families, ranking, where
 from specbench.reporting.study_figures import MAX_ARMS, error_bars, left_out, new_axes, save
 from specbench.reporting.tables import known_depths
 from specbench.reporting.text import mathtext
@@ -190,10 +190,11 @@ def draw_all(
     """Write every figure that has data as PNG and SVG; returns their titles by name.
 
     Args:
-        view: the main result. everything: all entries; those of the view's target are drawn.
+        view: the main result. everything: all entries; those of the view's target and machine are drawn.
     """
     timed, accepting = _fastest(view.timed(view.first)), chosen(view)
-    everything = [e for e in everything if not view.entries or e.model == view.entries[0].model]
+    alike = {where(e) for e in view.entries if not e.replayed}
+    everything = [e for e in everything if where(e) in alike]
     part = left_out(sum(e.name != BASELINE for e in view.timed(view.first)))
     made = {
         "speed_up": (

@@ -22,8 +22,9 @@ from specbench.reporting.tables import ABSENT, number
 PAPERS = 60e6 * 20  # tokens of ShareGPT, times passes over them
 FEWEST = 5  # points that a fit needs: two parameters and something to spare
 NOTE = (
-    f"Held-out answers. Expected: after {PAPERS / 1e9:.1f} billion tokens, the papers' 20 passes over 60 million, by two "
-    "curves through all points of a training: one bounded by the draft's length, and a straight line over log tokens. "
+    "Held-out answers, of the weights that are here now; they may be newer than those that were decoded. "
+    f"Expected: after {PAPERS / 1e9:.1f} billion tokens, the papers' 20 passes over 60 million, by two curves "
+    "through all points of a training: one bounded by the draft's length, and a straight line over log tokens. "
     "This is rather too high, since all points but the last were measured before the learning rate had fallen. "
     "Published: T = 0, all tables of the sources, targets of 7 billion parameters and more."
 )

@@ -117,6 +117,8 @@ def _options(e: Entry) -> Iterator[tuple[str, str]]:
     if e.lossy:
         verify: Any = e.arm.get("verify") or {}
         yield "rule", str(verify.get("_target_", "lossy")).rpartition(".")[2].lower()
+    if served := e.arm.get("served"):  # a null option means the engine's own choice
+        yield "precision", f"precision={served.get('precision')}"
     yield from _flat(_growth(drafter), "tree.")
     yield from _flat({key: v for key, v in drafter.items() if key not in ("growth", "name", "weights", "searched")})
     if checkpoint := e.arm.get("checkpoint"):

@@ -47,7 +47,7 @@ class Setting:
 
 def where(e: Entry) -> tuple[str, str, str]:
     """Target, precision and machine, in which ranked drafters must agree."""
-    return e.model, e.dtype, e.machine
+    return e.model, e.precision, e.machine
 
 
 class Overview:
@@ -252,4 +252,5 @@ def times(group: Sequence[Entry]) -> Table:
             speed_ups = [measured, s.expected, s.expected_by_parameters, wide]
         rates = [number("{:.2f}", value) for value in (s.tau, *speed_ups)]
         lines.append([e.title, number("{:.0f}", s.nodes), *phases, number("{:.1f}", cycle), *rates])
-    return Table(columns, lines)
+    kept = [i for i in range(len(columns)) if any(line[i] != ABSENT for line in lines)]
+    return Table([columns[i] for i in kept], [[line[i] for i in kept] for line in lines])

@@ -97,10 +97,11 @@ def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     times = (
         "A cycle is one draft, one pass of the target over it, one verification. Expected (times): tau * T_AR / "
         "(T_draft + T_tree); only time that belongs to no phase makes the measured speed-up another. Expected "
-        "(parameters): CORAL's estimate, by the parameters that passes multiply. The last column is no expectation: it "
-        "is what tau and this drafting would make if a pass over a tree cost no more than one over a token."
+        "(parameters), where it is known: CORAL's estimate, by the parameters that passes multiply. The last column is no "
+        "expectation: it is what tau and this drafting would make if a pass over a tree cost no more than one over a token."
     )
-    parts: list[Block] = [Paragraph(times, "note"), overview.times(timed), Figures(("target_pass",))]
+    cautions = [Paragraph(note, "note") for note in tables.notes(timed)]
+    parts: list[Block] = [Paragraph(times, "note"), *cautions, overview.times(timed), Figures(("target_pass",))]
     folds = [Details("Where a cycle's time goes", parts, "tables/times.md")]
     if memory := tables.memory_lines(timed):
         caption = "Peak memory while decoding, MiB; on a CPU of a process for each drafter, on a GPU as torch allocated it"
@@ -111,9 +112,10 @@ def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     folds += _insights(report, analysis_tables.TIMED)
     if report.training:
         trained = Table(trainings.COST, report.training)
-        folds.append(Details("What training cost", [trained, Figures(("learning_curves",))], "tables/trained.md"))
+        folds.append(Details("What training cost", [trained], "tables/trained.md"))
     if report.learning:
-        parts = [Paragraph(learning.NOTE, "note"), Table(learning.COLUMNS, report.learning)]
+        curves = Figures(("learning_curves",))
+        parts = [Paragraph(learning.NOTE, "note"), Table(learning.COLUMNS, report.learning), curves]
         folds.append(Details("What more training would bring", parts, "tables/learning.md"))
     return [Paragraph(formula, "note"), Figures(("cost",)), *folds]
 
@@ -138,10 +140,13 @@ def _accepted(report: "Report", accepting: Sequence[Entry]) -> list[Block]:
 
 
 def _insights(report: "Report", names: Container[str]) -> list[Details]:
-    """Tables of `analysis_tables` with their figures."""
-    figures = {"positions": [Figures(("positions",))], "calibration": [Figures(("reliability",))]}
+    """Tables of `analysis_tables` with notes and figures."""
+    first: dict[str, list[Block]] = {
+        "positions": [Paragraph(analysis_tables.POSITIONS, "note"), Figures(("positions",))],
+        "calibration": [Figures(("reliability",))],
+    }
     return [
-        Details(title, [*figures.get(name, []), Table(*table)], f"tables/{name}.md")
+        Details(title, [*first.get(name, []), Table(*table)], f"tables/{name}.md")
         for name, (title, table) in report.insights.items()
         if name in names
     ]
@@ -172,10 +177,10 @@ def _rankings(report: "Report") -> list[Block]:
 
 def _runs(report: "Report", timed: Sequence[Entry]) -> list[Block]:
     """The main result's other groups: plain runs open, those of a study folded."""
-    shown = {(e.cell, e.key, len(e.rows)) for e in timed}
+    shown = {(e.cell, e.key, e.questions) for e in timed}
     blocks: list[Block] = []
     for number, group in enumerate(groups(report.main)):
-        if shown & {(e.cell, e.key, len(e.rows)) for e in group}:
+        if shown & {(e.cell, e.key, e.questions) for e in group}:
             continue
         newest, _ = console.current(group)
         answer = fastest.sentence(newest) if not newest[0].replayed else ""
@@ -196,7 +201,7 @@ def _beside(group: Sequence[Entry]) -> list[Block]:
         "Other engines, the same prompts in turn": engines.table(group),
     }
     made: list[Block] = [Table(columns, lines, title) for title, (columns, lines) in beside.items() if lines]
-    return [*made, *(Paragraph(note, "note") for note in tables.notes(group))]
+    return [*made, *(Paragraph(note, "note") for note in [*trainings.tokens_seen(group), *tables.notes(group)])]
 
 
 def _studies(report: "Report") -> list[Block]:
@@ -259,9 +264,10 @@ def _ledger(report: "Report") -> list[Block]:
     for kind in () if report.no_studies else UNDECIDED:
         if own := [v for v in live if v.verdict == kind]:
             table = Table(LEDGER, list(map(_claim, own)), look="words")
-            blocks.append(Details(f"{len(own)} claims {kind}", [table], f"claims-{text.slug(kind)}.md"))
+            part = ", of studies that were run in part" if kind == claims.NOT_RUN else ""
+            blocks.append(Details(f"{len(own)} claims {kind}{part}", [table], f"claims-{text.slug(kind)}.md"))
     if idle := len(report.verdicts) - len(decided if report.no_studies else live):
-        note = f"{idle} claims of papers and goals of this project are about what was not run here."
+        note = f"{idle} claims and goals belong to studies of which nothing was run here."
         blocks.append(Paragraph(note, "note"))
     return blocks
 
@@ -292,18 +298,17 @@ def _figures(report: "Report") -> list[Block]:
     """The figures that studies declare, and a table of those that wait for rows."""
     if report.no_studies:
         return []
-    drawn = [figure for figure in report.figures if figure.chart is not None]
+    drawn = [(figure.name, figure.chart) for figure in report.figures if figure.chart is not None]
     blocks: list[Block] = []
     if drawn:
         shown: list[Block] = []
-        for figure in drawn:
-            shown += [Figures((figure.name,)), *figure.tables]
+        for name, chart in drawn:
+            shown += [Figures((name,)), *chart.tables]
         blocks.append(Details(f"{len(drawn)} figures of the papers, from their studies' rows", shown, "figures.md"))
     if missing := [figure for figure in report.figures if figure.chart is None]:
         lines = [[figure.source, figure.title, figure.missing] for figure in missing]
         table = Table(("figure", "what it shows", "what it waits for"), lines, look="words")
-        beside: list[Block] = [table for figure in missing for table in figure.tables]
-        blocks.append(Details(f"{len(missing)} figures without rows", [table, *beside], "figures-missing.md"))
+        blocks.append(Details(f"{len(missing)} figures without rows", [table], "figures-missing.md"))
     return blocks
 
 

@@ -25,11 +25,6 @@ MAX_ARMS = 40  # in a figure, the first ones
 LEVELS = {"first": "first level, observing included", "level": "one level more"}  # of drafting
 
 
-def _styles(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Colour, marker, line and label of every series."""
-    return [styles.line(n) | {"label": mathtext(n)} for n in names]
-
-
 def new_axes(width: float = 6.4, height: float = 3.8, **options: Any) -> tuple[Figure, Any]:
     """A figure, its size in inches, with its axes."""
     return plt.subplots(figsize=(width, height), layout="constrained", **options)
@@ -95,10 +90,12 @@ def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     known = {name for points in histories.values() for h in points for name in h}
     shown = {name: label for name, label in CURVES.items() if name in known}
     figure, panels = new_axes(4.0 * len(shown), 3.4, ncols=len(shown))
-    for points, style in zip(histories.values(), _styles(histories), strict=True):
+    looks = styles.distinct(histories)
+    for name, points in histories.items():
+        style = looks[name] | {"label": mathtext(name)}
         tokens = [h["tokens"] / 1e6 for h in points]
-        for axes, name in zip(panels, shown, strict=True):
-            values = [np.ravel(h.get(name, math.nan))[0] for h in points]  # of a list the first: 0-alpha
+        for axes, curve in zip(panels, shown, strict=True):
+            values = [np.ravel(h.get(curve, math.nan))[0] for h in points]  # of a list the first: 0-alpha
             axes.plot(tokens, values, markersize=3.5, linewidth=1.1, **style)
             style = style | {"label": None}  # one entry in the legend
     for axes, label in zip(panels, shown.values(), strict=True):
@@ -143,8 +140,9 @@ def cost_of_cycles(passes: Mapping[int, Mapping[str, float]], parts: Mapping[str
 
 
 def draw(entries: Sequence[Entry], weights: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Figure | None, str]]:
-    """Name -> figure and title. entries: of one target. weights: drafter -> provenance."""
+    """Name -> figure and title. entries: of one target and machine. weights: drafter -> provenance."""
+    machine = f" on {entries[0].machine}" if entries else ""
     return {
-        "target_pass": (tree_cost(entries), "Cost of a target pass by tree size"),
+        "target_pass": (tree_cost(entries), f"Cost of a target pass by tree size{machine}"),
         "learning_curves": (learning_curves(weights), f"Learning curves on held-out answers{left_out(len(weights))}"),
     }

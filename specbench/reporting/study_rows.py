@@ -7,10 +7,9 @@ import pandas as pd
 
 from specbench.records.statistics import Interval, interval
 from specbench.records.studies import PLACE, cell_options
-from specbench.records.totals import Totals
 from specbench.reporting import beside, published
 from specbench.reporting.cells import Entry
-from specbench.reporting.evidence import TIMED, Evidence, rate
+from specbench.reporting.evidence import OF_ENGINE, SPEEDS, TIMED, Evidence, rate
 
 
 class Rows:
@@ -18,21 +17,25 @@ class Rows:
 
     Attributes:
         another_target: was a printed number left out because it is of another target?
+        used: entries that were found, each with whether seconds of it were asked for.
     """
 
     def __init__(self, evidence: Evidence, numbers: pd.DataFrame):
         self.evidence, self.study, self.numbers = evidence, evidence.study, numbers
         self.another_target = False
+        self.used: list[tuple[Entry, bool]] = []
         targets = {e.model for e in evidence.entries}
         self._printed: dict[tuple[Any, ...], list[tuple[bool, float]]] = {}
         for cell, arm in published.placed(numbers, evidence):
             metric = beside.MEASURED.get(cell.metric, cell.metric)
-            place = cell.dataset, float(cell.temperature or 0), beside.batch_of(cell), beside.quantised_of(cell)
-            key = arm, metric, (*place, None)  # no source names an adapter
+            place = evidence.place({"dataset": cell.dataset} | beside.place_of(cell))
+            key = arm, metric, tuple(place[name] for name in PLACE)
             self._printed.setdefault(key, []).append((cell.target in targets, cell.number))
 
     def find(self, arm: str, at: Mapping[str, Any], metric: str = "tau") -> Entry | None:
-        return self.evidence.find(arm, at, timed=metric in TIMED)
+        e = self.evidence.find(arm, at, timed=metric in TIMED)
+        self.used += [] if e is None else [(e, metric in SPEEDS)]
+        return e
 
     def printed(self, arm: str, metric: str, at: Mapping[str, Any]) -> list[float]:
         """What a source printed of this very target."""
@@ -53,6 +56,7 @@ class Rows:
     def measured(self, arm: str, quantity: str) -> list[Mapping[str, float]]:
         """Repetitions of a measurement."""
         e = self.evidence.measured(arm, quantity)
+        self.used += [] if e is None else [(e, quantity in OF_ENGINE)]
         return [] if e is None else list(e.measured[quantity])
 
 
@@ -60,12 +64,7 @@ def value(e: Entry | None, metric: str, category: str | None = None) -> Interval
     """A metric of an entry with its interval. category: of its prompts alone."""
     if e is None:
         return None
-    return interval(rate(e, metric), e.totals if category is None else _of_category(e, category))
-
-
-def _of_category(e: Entry, category: str) -> Totals:
-    chosen = {row.question for row in e.rows if row.category == category}
-    return e.totals.among([question for question in e.totals.questions if question in chosen])
+    return interval(rate(e, metric), e.totals if category is None else e.among(category))
 
 
 def option_of(e: Entry, name: str) -> float | None:

@@ -50,6 +50,7 @@ OPTION_LABELS = {
     "parameters": "parameters that a draft pass multiplies",
     "drafter.steps": "simulated steps in training",
     "drafter.topk": "K of the Top-K loss",
+    "drafter.topk_weight": "weight of the Top-K loss",
     "drafter.active": "active groups",
     "drafter.groups": "groups",
 }
@@ -79,11 +80,17 @@ def _progress(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
         step = "" if metric in HISTORY_LABELS else f"step {int(metric[5:]) + 1}"
         name = HISTORY_LABELS.get(metric, "accepted, given the step before")
         panels.append(Panel(label, name, series, step, share=metric.startswith("alpha")))
-    longest = max((len(curve) for panel in panels for s in panel.series for curve in s.curves), default=0)
     notes = [
         "lines and small marks: held-out answers, or losses of training; with intervals: decoding with the trained drafter"
     ]
-    return Chart(panels, notes if longest > 1 else [*notes, "these rows hold no more than the end of each training"])
+    short = [panel.title or panel.y for panel in panels if _longest(panel) == 1]
+    notes += [f"known at the end of each training alone: {'; '.join(short)}"] if short else []
+    return Chart(panels, notes)
+
+
+def _longest(panel: Panel) -> int:
+    """Points of the longest curve."""
+    return max((len(curve) for s in panel.series for curve in s.curves), default=0)
 
 
 def _histories(e: Entry, x: str, metric: str) -> Iterator[list[tuple[float, float]]]:
@@ -143,7 +150,8 @@ def _stack(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
     rates["everything else"] = lambda s: 1000 * (s["seconds"] - sum(s[phase] for phase in PHASES)) / s[per]
     rates["whole"] = part("seconds")
     label = f"milliseconds a {'cycle' if per == 'cycles' else 'token'}"
-    return Chart([_stacked(label, {t: {n: interval(r, e.totals) for n, r in rates.items()} for t, e in found.items()})])
+    stacks = {t: {n: interval(r, e.totals) for n, r in rates.items()} for t, e in found.items()}
+    return Chart([_stacked(label, stacks, groups)])
 
 
 def _drafting(groups: Groups, rows: Rows) -> Chart:
@@ -156,15 +164,16 @@ def _drafting(groups: Groups, rows: Rows) -> Chart:
             parts = {name: middle["ms"] * middle[part] for part, name in DRAFTING.items()}
             stacks[title] = {name: Interval(ms, ms, ms) for name, ms in parts.items()}
             stacks[title]["whole"] = repeated([values["ms"] for values in repetitions])
-    return Chart([_stacked("milliseconds of drafting a cycle", stacks)])
+    return Chart([_stacked("milliseconds of drafting a cycle", stacks, groups)])
 
 
-def _stacked(label: str, stacks: Mapping[str, Mapping[str, Interval | None]]) -> Panel:
+def _stacked(label: str, stacks: Mapping[str, Mapping[str, Interval | None]], groups: Groups) -> Panel:
     """stacks: bar -> part -> value; the last part is the whole."""
     whole = {title: {n: v for n, v in parts.items() if v} for title, parts in stacks.items() if all(parts.values())}
     names = dict.fromkeys(name for parts in whole.values() for name in parts)
     series = [Series(name, [(i, parts[name]) for i, parts in enumerate(whole.values())]) for name in names]
-    return Panel(label, "", series, shape="stack", ticks=list(whole))
+    absent = [arm for title, arms in groups.items() for arm in arms if title not in whole]
+    return Panel(label, "", series, shape="stack", ticks=list(whole), absent=absent)
 
 
 def _bars(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
@@ -172,9 +181,7 @@ def _bars(figure: Mapping[str, Any], groups: Groups, rows: Rows) -> Chart:
     temperatures = [None] if by == "temperature" else rows.values("temperature")
     panels = [_bar_panel(by, metric, {} if t is None else {"temperature": t}, groups, rows)
               for metric in figure["y"] for t in temperatures]  # fmt: skip
-    several = sum(any(map(bool, panel.series)) for panel in panels) > len(figure["y"])
-    titled = [t for _ in figure["y"] for t in temperatures]
-    titles = [f"T={t:g}" if several and t is not None else "" for t in titled]
+    titles = [f"T={t:g}" if len(temperatures) > 1 else "" for _ in figure["y"] for t in temperatures]
     return Chart([replace(panel, title=title) for panel, title in zip(panels, titles, strict=True)])
 
 
@@ -207,6 +214,7 @@ def _bar_panel(by: str, metric: str, at: Mapping[str, Any], groups: Groups, rows
         "batch": "sequences at once",
         "quantised": "weights",
         "adapted": "adapter of the target",
+        "cut_after": "tokens until the link breaks",
     }
     label = labels.get(by, "")
     absent = [tick_label(by, tick) for tick in ticks if tick not in kept]
@@ -217,6 +225,8 @@ def tick_label(by: str, tick: Any) -> str:
     """The name of a group of bars."""
     if by in ("quantised", "adapted"):
         return tick or "original"
+    if tick is None:
+        return "never"
     return f"T={tick:g}" if by == "temperature" else str(tick)
 
 

@@ -2,19 +2,23 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from specbench.records.metrics import BASELINE, PHASES, RATES, equal_answers, speed
 from specbench.records.rows import Row
-from specbench.records.statistics import Interval, interval
+from specbench.records.statistics import MIN_QUESTIONS, Interval, interval
 from specbench.reporting import document, text
 from specbench.reporting.analysis import FEWEST
 from specbench.reporting.cells import Entry
-from specbench.reporting.groups import groups
 
 ABSENT = "-"
+NO_INTERVAL = f"no interval: fewer than {MIN_QUESTIONS} questions"
+OUTDATED = (
+    "These speeds are of an earlier version of this engine, which has become faster or slower since. They no longer count: "
+    "claims about them stay preliminary, and a run measures them again. Acceptance and answers remain valid."
+)
 STEPS = 6  # draft steps with a column of their own
 ALPHAS = ("drafter", "tau [95%]", *(f"step {i + 1} [95%]" for i in range(STEPS)))
 MEMORY = ("drafter", "target's weights", "drafter's weights", "KV caches", "everything else", "peak", "processes")
@@ -69,30 +73,7 @@ def peak(e: Entry) -> str:
     return f"{e.summary.peak_bytes / 2**20:,.0f} MiB" if e.summary.peak_bytes else ABSENT
 
 
-def _expected(e: Entry) -> str:
-    by_times, by_parameters = (number("{:.2f}", v) for v in (e.summary.expected, e.summary.expected_by_parameters))
-    return ABSENT if by_times == by_parameters == ABSENT else f"{by_times} ({by_parameters})"
-
-
 # Tables ---------------------------------------------------------------------------------------------------------------
-
-COLUMNS: dict[str, Callable[[Entry], str]] = {
-    "drafter": title,
-    "tok/s": lambda e: number("{:.1f}", e.summary.speed),
-    "speed-up [95%]": lambda e: shown(e.summary.speed_up),
-    "tau [95%] (macro)": lambda e: number(f"{shown(e.summary.tau_interval)} ({{:.2f}})", e.summary.tau_macro),
-    "alpha per step": alphas_by_step,
-    "nodes": lambda e: number("{:.1f}", e.summary.nodes),
-    "draft/target/verify/rest": lambda e: split(e, "{:.0f}%/{:.0f}%/{:.0f}%/{:.0f}%"),
-    "expected (by params)": _expected,
-    "peak": peak,
-    "lossless": lambda e: e.summary.lossless,
-}
-
-
-def cells(e: Entry) -> list[str]:
-    """One line of the decoding table, in the order of `COLUMNS`."""
-    return [column(e) for column in COLUMNS.values()]
 
 
 def alphas(e: Entry) -> list[str]:
@@ -113,9 +94,11 @@ def memory_lines(group: Sequence[Entry]) -> list[list[str]]:
         if not processes or "bytes" not in e.arm or "bytes" not in e.header["target"]:
             continue
         middle = sorted(processes, key=lambda values: values["peak"])[len(processes) // 2]
-        target, drafter = e.header["target"]["bytes"], 0 if e.name == BASELINE else e.arm["bytes"]
+        target, drafter = e.header["target"]["bytes"], 0.0 if e.name == BASELINE else float(e.arm["bytes"])
+        if drafter < e.weights.get("base", {}).get("parameters", 0):  # older rows do not count a frozen drafter below it
+            drafter = math.nan
         parts = (target, drafter, middle["kv"], middle["peak"] - target - drafter - middle["kv"], middle["peak"])
-        lines.append([e.title, *(f"{part / 2**20:,.0f}" for part in parts), str(len(processes))])
+        lines.append([e.title, *(number("{:,.0f}", part / 2**20) for part in parts), str(len(processes))])
     return lines
 
 
@@ -123,25 +106,45 @@ def memory_lines(group: Sequence[Entry]) -> list[list[str]]:
 
 
 def notes(group: Sequence[Entry]) -> list[str]:
-    """Notes below a table: the machine was busy, rows are another engine's.
+    """Notes below a table: speeds of an earlier engine or a busy machine, no intervals, rows of another engine.
 
     Of notes on several blocks that differ only in their numbers, the last in order is given.
     """
     busy = {re.sub(r"[\d.]+", "", note): note for note in sorted(e.busy for e in group if e.busy)}
-    served = (_served_note(e.arm, e.rows, e.baseline) for e in group if e.served)
-    return list(dict.fromkeys((*busy.values(), *served)))
+    served = (_served_note(e) for e in group if e.served)
+    outdated = [OUTDATED] if any(e.outdated for e in group) else []
+    few = [f"{NO_INTERVAL.capitalize()}."] if too_few(e for e in group if e.name != BASELINE) else []
+    return list(dict.fromkeys((*outdated, *busy.values(), *few, *served)))
 
 
-def _served_note(arm: Mapping[str, Any], rows: Sequence[Row], baseline: Sequence[Row]) -> str:
-    """On another engine's rows: its name, its speed, how many answers equal the baseline's. arm: of the header."""
-    drafter, engine = arm["drafter"], arm.get("served") or {}
+def basis(used: Sequence[tuple[Entry, bool]]) -> list[str]:
+    """What values rest on: questions, tokens of an answer, doubts. used: entries, each with whether speeds are of it."""
+    entries, timed = [e for e, _ in used], [e for e, speeds in used if speeds]
+    notes = []
+    caps: list[int] = [(e.header["config"].get("decode") or {}).get("max_new_tokens") or 0 for e in entries]
+    for unit, numbers in (("question", [len(e.totals.questions) for e in entries]), ("token", caps)):
+        if counts := sorted({*numbers} - {0}):
+            count = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
+            notes.append(f"{count} {unit}{'s' * (counts[-1] > 1)}{' at most' * (unit == 'token')}")
+    notes += ["some speeds are of a busy machine"] if any(e.busy for e in timed) else []
+    return [*notes, "some speeds are of an earlier engine and no longer count"] if any(e.outdated for e in timed) else notes
+
+
+def too_few(entries: Iterable[Entry]) -> bool:
+    """Has any of these entries too few questions for an interval?"""
+    return any(0 < len(e.totals.questions) < MIN_QUESTIONS for e in entries)
+
+
+def _served_note(e: Entry) -> str:
+    """On another engine's rows: its name, its speed, how many answers equal the baseline's."""
+    drafter, engine, rows, baseline = e.arm["drafter"], e.arm.get("served") or {}, e.rows, e.baseline
     turns = {(row.text or row.question, row.turn) for row in rows}
     base = [row for row in baseline if (row.text or row.question, row.turn) in turns]
     different = [(row.served.at, row.question) for row in rows if row.served and row.served.at is not None]
     where = ", the earliest difference at token {} of question {}".format(*min(different)) if different else ""
     counted = "; tokens counted anew from its text" if any(row.served and row.served.counted for row in rows) else ""
     return (
-        f"{drafter['name']}: answers of {engine.get('id')} {_where(drafter, engine)} and compared with no drafter here. "
+        f"{e.title}: answers of {engine.get('id')} {_where(drafter, engine)} and compared with no drafter here. "
         f"First token after {_pace(rows)}; plain decoding here: {_pace(base)}. {equal_answers(rows)}{where}{counted}."
     )
 
@@ -163,16 +166,6 @@ def _pace(rows: Sequence[Row]) -> str:
 
 
 # Markdown -------------------------------------------------------------------------------------------------------------
-
-
-def markdown(entries: list[Entry], problems: Sequence[str] = ()) -> str:
-    """The decoding tables as Markdown, below the problems with files."""
-    parts = list(map(markdown_problem, problems))
-    for group in groups(entries):
-        heading = text.markdown(f"{group[-1].caption}, {group[0].summary.prompts} generations")
-        parts.append(f"{heading}\n\n{markdown_table(list(COLUMNS), map(cells, group))}")
-        parts += map(text.markdown, notes(group))
-    return "\n\n".join(parts) + "\n"
 
 
 def markdown_problem(problem: str) -> str:

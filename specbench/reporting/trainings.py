@@ -14,14 +14,15 @@ from specbench.records.schema import PROVENANCE, Provenance
 from specbench.records.statistics import interval
 from specbench.records.totals import Totals
 from specbench.reporting.cells import Entry
+from specbench.reporting.names import SEPARATOR
 from specbench.reporting.tables import ABSENT, number
 
 COST = (
-    "drafter", "trained parameters", "multiplied a draft pass", "different tokens", "tokens seen", "steps", "hours",
-    "held-out chain tau", "trained on",
+    "drafter", "trained parameters", "parameters used per draft pass", "distinct training tokens", "tokens seen", "steps",
+    "hours", "held-out chain tau", "trained on",
 )  # fmt: skip
 HELD_OUT = (
-    "drafter", "trained parameters", "different tokens", "tokens seen", "steps", "hours",
+    "drafter", "trained parameters", "distinct training tokens", "tokens seen", "steps", "hours",
     "held-out chain tau [95%]", "0-alpha … 4-alpha", "held-out tau, its own tree", "trained on",
 )  # fmt: skip
 
@@ -38,25 +39,46 @@ def _amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{stages[0]['data']['unique_tokens']:,}", f"{tokens:,}", f"{steps:,}", f"{hours:.2f}"]
 
 
-def cost_lines(entries: list[Entry]) -> list[list[str]]:
-    """What the weights of entries cost, in the order of `COST`: one line for all drafters with the same weights.
-
-    Weights trained on top of another drafter's are counted together with these.
-    """
+def trained(entries: Sequence[Entry]) -> dict[str, Entry]:
+    """An entry for each of the weights trained here, by the names of all drafters that use them."""
     by_weights: dict[str, list[Entry]] = {}
     for e in entries:
         if e.weights.get("history"):
             by_weights.setdefault(json.dumps(e.weights, sort_keys=True), []).append(e)
     several = len({e.model for e in entries}) > 1
+    named: dict[str, Entry] = {}
+    for first, *others in by_weights.values():
+        name = ", ".join(dict.fromkeys(e.title.partition(SEPARATOR)[0] for e in (first, *others)))
+        name += f" ({first.model})" if several else ""
+        while name in named:  # the same drafter, trained again
+            name += f", {first.weights['tokens_seen']:,} tokens"
+        named[name] = first
+    return named
+
+
+def tokens_seen(group: Sequence[Entry]) -> list[str]:
+    """How many tokens the drafters were trained on: one drafter has several trainings, which studies chose among."""
+    by_tokens: dict[int, list[str]] = {}
+    for e in group:
+        if seen := e.weights.get("tokens_seen"):
+            by_tokens.setdefault(seen, []).append(e.title)
+    parts = [f"{', '.join(titles)} on {seen / 1e6:.1f} million" for seen, titles in by_tokens.items()]
+    return [f"Tokens seen in training: {'; '.join(parts)}."] if parts else []
+
+
+def cost_lines(entries: Sequence[Entry]) -> list[list[str]]:
+    """What the weights of entries cost, in the order of `COST`: one line for all drafters with the same weights.
+
+    Weights trained on top of another drafter's are counted together with these.
+    """
     lines = []
-    for group in by_weights.values():
-        first, stages = group[0], [group[0].weights]
+    for name, first in trained(entries).items():
+        stages, machine = [first.weights], first.weights["machine"]
         while stages[-1].get("base", {}).get("history"):
             stages.append(stages[-1]["base"])
-        names, machine = ", ".join(dict.fromkeys(e.summary.drafter for e in group)), first.weights["machine"]
         lines.append(
             [
-                f"{names} ({first.model})" if several else names,
+                name,
                 f"{sum(stage['parameters'] for stage in stages):,}",
                 f"{first.parameters:,}",
                 *_amounts(stages),

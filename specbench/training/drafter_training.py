@@ -37,7 +37,7 @@ class TrainedWeights:
     drafter: Any
     answers: list[HeldOutAnswer]
     provenance: dict[str, Any]
-    target: Target  # that it drafts for, see `Drafter.adapt`
+    target: Target  # that it drafts for, see `Drafter.prepare_training`
     tables: dict[str, Tensor] | None = None  # of a drafter that counts
     adapter: Adapter | None = None  # of the target
 
@@ -90,7 +90,7 @@ def train(workspace: Workspace, budget: Budget) -> TrainedWeights:
     drafter.bind(target)
     if drafter.counted:
         return _count(workspace, drafter)
-    adapted = drafter.adapt(target)
+    adapted = drafter.prepare_training(target)
     online = job.online or not job.corpus.states or not _stored(drafter.taps, workspace)
     processes.print(plan(job, workspace.shards, drafter, online), flush=True)
     if job.build:
@@ -100,36 +100,51 @@ def train(workspace: Workspace, budget: Budget) -> TrainedWeights:
     if adapted is not target:
         answers = [replace(answer, states=None) for answer in answers]  # they are the original's
     validation = Validation(adapted, drafter, answers, settings.validation_trees)
-    shaped_by = {
-        "drafter": {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]},
-        "target": target.fingerprint(),
-        "start": None if job.start is None else hashing.of_file(project_path(job.start) / WEIGHTS),
-    }
-    trainer = Trainer(drafter, corpus, settings, validation.measure, job.progress_folder, shaped_by)
+    trainer = Trainer(drafter, corpus, settings, validation.measure, job.progress_folder, _shaped_by(workspace))
     processes.print(
         f"{job.drafter['name']}: {trainer.size:,} trainable parameters, {corpus.tokens:,} tokens a pass, "
         f"{trainer.total} steps, checkpoints in {job.progress_folder}",
         file=sys.stderr,
     )
-    history = trainer.run(budget)
+    trainer.run(budget)
     drafter.eval()
     if validation.chains is None:  # a finished run validates nothing
         validation.measure()
     assert validation.chains is not None
-    measured_by = {
+    measured = _measured(trainer, job.start) | {"calibration": validation.calibration}
+    data = {"unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)}
+    adapter = drafter.release_adapter()
+    provenance = _provenance(workspace, data, measured, validation.chains, adapter)
+    return TrainedWeights(drafter, answers, provenance, adapted, adapter=adapter)
+
+
+def _shaped_by(workspace: Workspace) -> dict[str, Any]:
+    """What determines the weights besides settings and corpus, see `Trainer`."""
+    job = workspace.job
+    return {
+        "drafter": {k: v for k, v in job.drafter.items() if k not in NON_IDENTITY_OPTIONS["drafter"]},
+        "target": workspace.target.fingerprint(),
+        "start": None if job.start is None else hashing.of_file(project_path(job.start) / WEIGHTS),
+    }
+
+
+def _measured(trainer: Trainer, start: str | None) -> dict[str, Any]:
+    """Size, length and course of a training, for its provenance. start: the folder of weights that it began with."""
+    return {
         "parameters": trainer.size,
         "tokens_seen": trainer.tokens,
+        "tokens_before": 0 if start is None else _all_tokens(weights.matching(project_path(start))),
         "steps": trainer.step,
         "precision": trainer.accelerator.mixed_precision,
         "processes": trainer.processes,
         "hours": round(trainer.seconds / 3600, 3),
-        "history": history,
-        "calibration": validation.calibration,
+        "history": trainer.history,
     }
-    data = {"unique_tokens": trainer.corpus.tokens, "shards": len(trainer.corpus.shards)}
-    adapter = drafter.release_adapter()
-    provenance = _provenance(workspace, data, measured_by, validation.chains, adapter)
-    return TrainedWeights(drafter, answers, provenance, adapted, adapter=adapter)
+
+
+def _all_tokens(provenance: Mapping[str, Any]) -> int:
+    """Training tokens of weights, those of the trainings that theirs went on from included."""
+    return int(provenance.get("tokens_seen", 0) + provenance.get("tokens_before", 0))
 
 
 def _stored(taps: Taps, workspace: Workspace) -> bool:

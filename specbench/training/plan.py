@@ -33,8 +33,9 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool) -> str:
     """
     settings, text, target = job.settings, shards.text, shards.text.target
     check(drafter, settings)
-    missing, (tokens, unread) = text.missing() if job.build else 0, shards.tokens()
-    unread = unread + missing if job.build else 0
+    missing = text.missing() if job.build else 0
+    tokens, without_shard = shards.tokens()
+    stored_anew = without_shard + missing if job.build else 0
     weights = sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
     row_tokens = job.row_tokens or text.settings.text_tokens
     training_tokens = settings.epochs * (tokens + missing)
@@ -45,7 +46,7 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool) -> str:
     memory = 3 * weights + LOGIT_COPIES * logits  # gradients, two moments, the loss over the vocabulary
     if missing:  # their answers are written before, and their cache is freed
         memory = max(memory, _answer_cache(text))
-    disk = unread * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
+    disk = stored_anew * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
     _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
     seconds = training_tokens * _training_seconds(drafter, target, settings, job.batch, online)
     return (
@@ -72,7 +73,8 @@ def _require(disk: int, folder: Path, memory: int, device: torch.device) -> None
     if disk > (free := _free_disk(folder)):
         raise SpecBenchError(
             f"this training needs up to {disk / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB "
-            "free; lower train.corpus.tokens or set SPECBENCH_CACHE to a larger disk"
+            "free; lower train.corpus.tokens, compute the target's states in the loop instead of storing them "
+            "(train.corpus.states=false), or set SPECBENCH_CACHE to a larger disk"
         )
     if memory > (free := environment.free_memory(device)):
         raise SpecBenchError(

@@ -229,27 +229,27 @@ class Trainer:
             batch.progress = self.step / self.total
             with self.accelerator.autocast():
                 metrics = self.objective(batch)
-            metrics, tokens = self._over_processes(metrics, batch, sum(b - a for row in share for _, a, b in row))
-            self.accelerator.backward(metrics["loss"] / self.settings.accumulate)
+            own_tokens = sum(b - a for row in share for _, a, b in row)
+            loss, metrics, tokens = self._over_processes(metrics, batch, own_tokens)
+            self.accelerator.backward(loss / self.settings.accumulate)
             total += tokens
         return metrics, total
 
-    def _over_processes(self, metrics: dict[str, Tensor], batch: Batch, tokens: int) -> tuple[dict[str, Tensor], int]:
-        """Metrics and token count of the whole batch, from those of this process's share of it.
+    def _over_processes(
+        self, metrics: dict[str, Tensor], batch: Batch, tokens: int
+    ) -> tuple[Tensor, dict[str, Tensor], int]:
+        """This process's part of the loss, and metrics and token count of the whole batch, from those of its share.
 
-        Gradients are averaged over processes, so a share counts by its scored positions over their average. What is
-        returned as `loss` has the gradient of this share and, like the other metrics, the value of the whole batch.
+        Gradients are averaged over processes, so a share counts by its scored positions over their average.
         """
         if self.processes == 1:
-            return metrics, tokens
+            return metrics["loss"], metrics, tokens
         scored = batch.scored.sum()
         totals: Tensor = self.accelerator.reduce(torch.stack([scored, torch.full_like(scored, tokens)]), "sum")
         share = scored / totals[0] * self.processes
         names = list(metrics)
         values: Tensor = self.accelerator.reduce(torch.stack([metrics[n].detach().float() for n in names]) * share, "mean")
-        whole = dict(zip(names, values.unbind(), strict=True))
-        loss = metrics["loss"] * share
-        return whole | {"loss": loss + (whole["loss"] - loss.detach())}, int(totals[1])
+        return metrics["loss"] * share, dict(zip(names, values.unbind(), strict=True)), int(totals[1])
 
     def _agreed(self, due: bool) -> bool:
         """The first process's clock decides for all."""

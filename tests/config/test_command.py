@@ -10,12 +10,13 @@ import yaml
 from conftest import DRAFTERS, ROOT, composed
 from doors import call, run
 from huggingface_hub import constants
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 import specbench
 from specbench.common import storage
 from specbench.common.errors import SpecBenchError
-from specbench.config import catalog, commands, listing, usage
+from specbench.config import arguments, catalog, commands, listing, usage, validation
 
 HEAVY = ("torch", "transformers", "hydra", "omegaconf", "datasets", "matplotlib", "pandas")
 ALONE = {"study": ["study=bench"], "train": ["~recipe"]}  # what a configuration needs, or that which is a preset
@@ -121,6 +122,18 @@ def test_help_shows_the_options_that_there_are_with_the_defaults_that_hold(name)
         if option in found and found[option].default not in ("", "…") and not isinstance(value, (dict, list)):
             default = yaml.safe_load(found[option].default)
             assert default == value or str(value) == found[option].default, option
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_arguments_of_a_class_are_read_without_importing_it(drafter):
+    path = catalog.file("drafter", drafter).node["_target_"]
+    declared = {name: o.default for name, o in validation.options(get_class(path)).items() if not o.required}
+    found = arguments.of(path)
+    assert set(found) == set(declared)
+    simple = {name: default for name, default in declared.items() if not isinstance(default, tuple)}
+    assert {name: yaml.safe_load(found[name]) for name in simple} == simple
+    config, shown = composed("run", f"drafter={drafter}").drafter, usage.help_text("run", [f"drafter={drafter}"])
+    assert set(re.findall(r"\+\+drafter\.(\w+)=", shown)) == set(found) - set(config)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

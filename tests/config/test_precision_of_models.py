@@ -10,7 +10,7 @@ from specbench.records.metrics import RATES, sum_rows
 from specbench.records.rows import Row
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FLOAT16 = {"llama2-7b", "llama2-13b", "vicuna-7b"}
+FLOAT16 = {"llama2-7b", "llama2-13b", "llama2-70b", "vicuna-7b", "vicuna-13b", "vicuna-33b"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "model").glob("*.yaml")), ids=lambda path: path.stem)

@@ -32,7 +32,7 @@ settings.load_profile("here")
 class Levels:
     """A drafter whose levels have given logits."""
 
-    listed = None
+    listed, parallel = None, True
 
     def __init__(self, logits):
         self.logits = logits
@@ -80,8 +80,9 @@ def test_the_tree_has_no_more_levels_than_the_drafter_and_medusa_takes_it():
     assert made.growth.depth == 5 and made.nodes == 20
     tokens, steps = generate(target, made)
     assert tokens == plain(target, PROMPT, 40) and {s.passes for s in steps} == {1}
-    with pytest.raises(SpecBenchError, match="all levels at once"):
-        generate(target, make("eagle2", target, "tree=ddtree"))
+    for other in ("eagle2", "hydra"):
+        with pytest.raises(SpecBenchError, match="all levels at once"):
+            generate(target, make(other, target, "tree=ddtree"))
 
 
 # The network -------------------------------------------------------------------------------------------------------------

@@ -102,9 +102,9 @@ class Recorder:
         self.seen[()] = self.drafter.root_logits()
         return self.seen[()]
 
-    def expand(self, tokens, parents, depth, visible):
-        logits = self.drafter.expand(tokens, parents, depth, visible)
-        for token, parent, row in zip(tokens.tolist(), parents.tolist(), logits, strict=True):
+    def expand(self, tokens, parent_rows, depth, visible):
+        logits = self.drafter.expand(tokens, parent_rows, depth, visible)
+        for token, parent, row in zip(tokens.tolist(), parent_rows.tolist(), logits, strict=True):
             self.prefixes.append((*(self.prefixes[parent] if parent >= 0 else ()), token))
             self.seen[self.prefixes[-1]] = row
         return logits
@@ -243,3 +243,15 @@ def test_shipped_weights_say_where_they_come_from():
         # small to clone; the papers' widths give MoA 5.8 M and DFlash 5.2 M parameters on this target
         most = 12_000_000 if folder.name in ("moa", "dflash") else 10_000_000
         assert (folder / "model.safetensors").stat().st_size <= most
+
+
+@pytest.mark.parametrize("drafter", ["eagle2", "beagle", "clover2", "moa"])
+def test_rotary_frequencies_keep_their_precision(drafter):
+    """Rounded to bfloat16 they turn positions hundreds of tokens apart by other angles than the target's."""
+    target = tiny()
+    target.model.bfloat16()
+    made = make(drafter, target)
+    own = {id(x) for x in target.model.buffers()}
+    found = [x.dtype for name, x in made.named_buffers() if name.endswith("inv_freq") and id(x) not in own]
+    assert found and {*found} == {torch.float32}
+    assert {p.dtype for p in made.parameters()} == {torch.bfloat16}

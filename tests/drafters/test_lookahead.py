@@ -45,13 +45,15 @@ class Told:
         known.append(tokens[1:])
 
 
+@pytest.mark.parametrize("read_answer", [True, False])
 @pytest.mark.parametrize("state", ["none", "prompt", "run"])
 @pytest.mark.parametrize(("window", "level", "guesses"), SIZES)
-def test_window_and_pool_are_the_algorithms(window, level, guesses, state):
+def test_window_and_pool_are_the_algorithms(window, level, guesses, state, read_answer):
     """After every cycle; and the guesses offered are the pool's, merged."""
     target = tiny()
     target.stop_ids = ()  # a guess would end before one
-    made = make("lookahead", target, *sizes(window, level, guesses), f"drafter.state={state}")
+    options = f"drafter.state={state}", f"drafter.read_answer={read_answer}"
+    made = make("lookahead", target, *sizes(window, level, guesses), *options)
     made.persist(True)
     log = []
     review = made.observe_tree
@@ -75,9 +77,12 @@ def test_window_and_pool_are_the_algorithms(window, level, guesses, state):
         if state != "none":
             for end in range(level, len(prompt) + 1):
                 told.keep(prompt[end - level : end])
-        at = 1
+        at, read = 1, len(prompt)
         for (offered, levels, kept), step in zip(log, steps, strict=True):
             text = [*prompt, *tokens[:at]]
+            for end in range(max(level, read + 1), len(text) + 1) if read_answer else ():
+                told.keep(text[end - level : end])
+            read = len(text)
             guesses_now = told.pool.get(text[-1], [])
             assert offered == {tuple(g[:n]) for g in guesses_now for n in range(1, level)}
             told.cycle(text)

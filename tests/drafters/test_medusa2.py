@@ -19,7 +19,7 @@ from specbench.records.rows import Row
 def prepared(*overrides, target=None):
     target = target or tiny()
     made = make("medusa2", target, "++drafter.rank=4", "++drafter.adapter_dropout=0.0", *overrides)
-    return made, made.adapt(target), target
+    return made, made.prepare_training(target), target
 
 
 def test_the_loss_is_the_papers():
@@ -80,7 +80,7 @@ def test_the_adapter_leaves_the_drafter_once_it_is_trained():
         expected = student.run(torch.arange(9)[None], torch.arange(9)[None], None, None)
     adapter = made.release_adapter()
     assert not any(name.startswith("adapter.") for name in trained(made)) and made.release_adapter() is None
-    target.adapt(adapter)
+    target.merge_adapter(adapter)
     with torch.no_grad():
         found = target.run(torch.arange(9)[None], torch.arange(9)[None], None, None)
     assert (found - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))

@@ -60,10 +60,10 @@ def cycles(target: Target, drafter: Any, prompt: dict[str, Any], monkeypatch: py
         return states
 
     def judge(*arguments):
-        verdict, drafted = verify(*arguments)
+        verified = verify(*arguments)
         found[-1] = {name: value.tolist() for name, value in found[-1].items()}
-        found[-1] |= {"accepted": verdict.path, "bonus": verdict.bonus}
-        return verdict, drafted
+        found[-1] |= {"accepted": verified.path, "bonus": verified.bonus}
+        return verified
 
     monkeypatch.setattr(target, "forward", forward)
     monkeypatch.setattr(judging, "verify", judge)

@@ -8,6 +8,7 @@ from drafting import batch_of
 
 from drafters.medusa import Medusa
 from drafters.router import Routed
+from specbench.common.errors import SpecBenchError
 from specbench.engine.policies import Dynamic
 
 
@@ -24,6 +25,11 @@ def test_with_all_groups_it_is_a_distribution(groups):
     _, made, states = routed(groups, groups)
     total = made.routed(states).exp().sum(-1)
     torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def test_a_drafter_with_a_head_of_its_own_is_refused():
+    with pytest.raises(SpecBenchError, match="eagle3 has a head of its own; a router chooses among the target's"):
+        make("eagle2_router", tiny(), "drafter.base._target_=drafters.eagle3.Eagle3", "drafter.base.name=eagle3")
 
 
 @pytest.mark.parametrize("groups", [4, 16])

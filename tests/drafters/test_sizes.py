@@ -1,8 +1,10 @@
 """Sizes of the drafters whose weights are shipped for the default target, without a tensor of them."""
 
+import json
+
 import pytest
 import torch
-from conftest import ROOT, SHIPPED, TRAINED, configuration
+from conftest import ROOT, SHIPPED, TRAINED, composed, configuration, settled
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
@@ -29,10 +31,15 @@ def built(drafter, *overrides):
     """As configured for the default target, on the meta device."""
     config = configuration(drafter, *overrides)
     OmegaConf.resolve(config.drafter)
-    part = config.drafter
+    return on_meta(config.drafter)
+
+
+def on_meta(options):
+    """The network of a drafter's resolved options. They lose their weights."""
+    part = options
     while part:
-        part.weights, part = None, part.get("base")
-    made = instantiate(config.drafter)
+        part["weights"], part = None, part.get("base")
+    made = instantiate(options)
     with torch.device("meta"):
         made.build(Shape(TARGET, torch.float32))
     return made
@@ -59,3 +66,22 @@ def test_other_targets_keep_the_authors_widths(drafter):
     made = built(drafter, "model.name=other")
     assert made.intermediate_size is None and size(drafter, "model.name=other") > 12e6
     assert getattr(made, "heads", 4) == {"clover2": 5}.get(drafter, 4)
+
+
+@pytest.mark.parametrize("drafter", ["medusa", "medusa2", "hydra", "clover2", "dflash"])
+def test_weights_of_a_papers_recipe_are_decoded_with_its_network(drafter, tmp_path):
+    options = composed("train", f"drafter={drafter}", "train=paper").drafter
+    OmegaConf.resolve(options)
+    options = OmegaConf.to_container(options)
+    (tmp_path / "provenance.json").write_text(json.dumps({"drafter": options}))
+    found = settled(drafter, f"drafter.weights={tmp_path}").drafter
+    shapes = [{name: tensor.shape for name, tensor in trained(on_meta(o)).items()} for o in (options, dict(found))]
+    assert shapes[0] == shapes[1] != {name: tensor.shape for name, tensor in trained(built(drafter)).items()}
+    (tmp_path / "provenance.json").write_text("{")
+    damaged = settled(drafter, f"drafter.weights={tmp_path}").drafter
+    assert damaged == OmegaConf.to_container(configuration(drafter, f"drafter.weights={tmp_path}"), resolve=True)["drafter"]
+
+
+@pytest.mark.parametrize("drafter", SHIPPED)
+def test_shipped_weights_change_no_option(drafter):
+    assert settled(drafter).drafter == OmegaConf.to_container(configuration(drafter), resolve=True)["drafter"]

@@ -61,7 +61,7 @@ def test_merged_weights_compute_what_the_adapter_does(architecture):
     expected = logits(copy)
     assert (expected - before).abs().max() > 1e-2, "it is another target"
     assert torch.equal(logits(target), before), "the original is left alone"
-    target.adapt(adapters.of(copy.model, 2.0))
+    target.merge_adapter(adapters.of(copy.model, 2.0))
     assert (logits(target) - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
 
 
@@ -74,7 +74,7 @@ def test_the_scale_is_pefts():
         options = {"r": 4, "lora_alpha": 8, "target_modules": MODULES, "use_rslora": stabilised, "init_lora_weights": False}
         inject_adapter_in_model(LoraConfig(**options), reference.model)
         expected = logits(reference)
-        target.adapt(adapters.of(reference.model, 8 / (2 if stabilised else 4)))
+        target.merge_adapter(adapters.of(reference.model, 8 / (2 if stabilised else 4)))
         assert (logits(target) - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
 
 
@@ -85,7 +85,7 @@ def test_a_file_of_pefts_own_is_read(tmp_path):
     config = LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, init_lora_weights=False, task_type="CAUSAL_LM")
     tuned = get_peft_model(tiny(spread=0.1).model, config)
     tuned.save_pretrained(tmp_path)
-    target.adapt(adapters.read(tmp_path))
+    target.merge_adapter(adapters.read(tmp_path))
     with torch.no_grad():
         expected = tuned(TEXT).logits
     assert (logits(target) - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
@@ -98,7 +98,7 @@ def test_pefts_own_loader_reads_what_is_written(tmp_path):
     folder = saved(target, tmp_path / "a")
     with torch.no_grad():
         theirs = PeftModel.from_pretrained(tiny(spread=0.1).model, folder)(TEXT).logits
-    target.adapt(adapters.read(folder))
+    target.merge_adapter(adapters.read(folder))
     assert (logits(target) - theirs).abs().max() < 1e-5 * max(1.0, float(theirs.abs().max()))
 
 
@@ -120,7 +120,7 @@ def test_it_has_a_fingerprint_of_its_own_that_follows_from_both(tmp_path):
     prints = []
     for folder in (*folders, folders[0]):
         target = tiny()
-        target.adapt(adapters.read(folder))
+        target.merge_adapter(adapters.read(folder))
         prints.append(target.fingerprint())
     assert prints[0] == prints[2] == adapters.read(folders[0]).fingerprint(tiny().fingerprint())
     assert len({*prints, tiny().fingerprint()}) == 3
@@ -143,14 +143,14 @@ def test_its_rows_lie_in_cells_of_their_own():
 def test_another_targets_adapter_is_refused(tmp_path):
     folder = saved(tiny(), tmp_path / "a")
     with pytest.raises(SpecBenchError, match=r"model\.adapter=.*was made for target tiny"):
-        tiny(seed=1).adapt(adapters.read(folder))
+        tiny(seed=1).merge_adapter(adapters.read(folder))
     (folder / PROVENANCE).unlink()  # nothing says whose it is, but its layers do
     with pytest.raises(SpecBenchError, match=r"made for another target: this one has no model\.layers\.2"):
-        tiny(num_hidden_layers=2).adapt(adapters.read(folder))
+        tiny(num_hidden_layers=2).merge_adapter(adapters.read(folder))
     target = tiny(intermediate_size=64)
     before = logits(target)
     with pytest.raises(SpecBenchError, match=r"down_proj is \[32, 64\], not \[32, 48\]"):
-        target.adapt(adapters.read(folder))
+        target.merge_adapter(adapters.read(folder))
     assert torch.equal(logits(target), before), "nothing was changed"
 
 

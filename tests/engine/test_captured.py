@@ -159,6 +159,18 @@ def test_trees_are_captured_once_for_all_capacities_and_prompts():
         assert not made.captured.serves(made, Sampler())
 
 
+@pytest.mark.parametrize("drafter", ["eagle2", "beagle", "vanilla"])
+def test_after_a_long_prompt_shorter_and_longer_texts_capture_nothing(drafter):
+    """As a run's warm-up has it. A drafter's own storage would grow with longer answers, and its graphs be made anew."""
+    target = capturing()
+    made = whole(drafter, target)
+    ids(target, made, prompts=[[7, 5, 9] * 20])
+    captured = [dict(graphs.captured) for graphs in (target.captured.graphs, made.captured.graphs)]
+    for prompt in ([3, 4, 5], [8, 6] * 50):
+        ids(target, made, prompts=[prompt])
+    assert captured == [dict(graphs.captured) for graphs in (target.captured.graphs, made.captured.graphs)]
+
+
 def random_tree(nodes, seed):
     draw = torch.Generator().manual_seed(seed)
     parents = torch.tensor([-1, *(int(torch.randint(n, (), generator=draw)) for n in range(1, nodes))])
@@ -309,7 +321,7 @@ def test_a_target_over_several_devices_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("drafter", "widths"), [("none", {1}), ("eagle2", set(WIDTHS)), ("vanilla", {1, 2, 4, 8})])
-def test_narrower_passes_and_larger_capacities_are_captured_with_the_first(drafter, widths):
+def test_narrower_passes_and_other_capacities_are_captured_with_the_first(drafter, widths):
     """The warm-up's first cycle captures what later ones use."""
     target = capturing()
     events = decode(target, make(drafter, target), [3, 4, 5], Limits(24), Lossless(), Sampler())

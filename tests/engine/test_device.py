@@ -179,7 +179,7 @@ def test_a_cycle_waits_for_the_device_once(drafter, sampler):
     cycles = cycles_of(target, made, sampler, waits)
     assert cycles == CYCLES
     levels = made.growth.depth if hasattr(made, "router") else 0
-    copying = {"prompt_lookup": 2, "suffix": 2, "rest": 2, "hybrid": 2, "lookahead": 5, "ouroboros": 3 + 3 * 2 + 1}
+    copying = {"prompt_lookup": 2, "suffix": 2, "rest": 2, "hybrid": 2, "lookahead": 6, "ouroboros": 3 + 3 * 2 + 1}
     more = copying.get(drafter, getattr(made, "most", levels))
     assert waits.found.total() == (1 + more) * cycles, f"in {cycles} cycles\n{waits}"
 

@@ -249,7 +249,7 @@ def test_claims_take_each_quantised_target_by_itself(tmp_path):
     study["cells"] = [["dataset=a", "data.limit=24"], ["dataset=a", "data.limit=24", "model.quantised=int8"]]
     study["cells"].append({"run": ["dataset=a", "data.limit=80"], "needs": {"device": "cuda"}})
     entries = cells.collect(below(tmp_path), tmp_path)
-    assert {e.dtype for e in entries} == {"float32", "float32 with int8 weights"}
+    assert {e.precision for e in entries} == {"float32", "float32 with int8 weights"}
     test = {"metric": "tokens_per_s", "of": "none", "at": {"quantised": "int8"}, "over_at": {}, "is": "more"}
     found = compare(test, Evidence(study, entries))
     assert found.effect.value == pytest.approx(2, rel=0.1) and (found.done, found.planned) == (24, 24)

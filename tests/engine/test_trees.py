@@ -75,7 +75,7 @@ class Flat:
     def root_logits(self):
         return torch.full((6,), self.value)
 
-    def expand(self, tokens, parents, depth, visible):
+    def expand(self, tokens, parent_rows, depth, visible):
         return torch.full((len(tokens), 6), self.value)
 
 
@@ -85,7 +85,7 @@ class Certain(Flat):
     def root_logits(self):
         return torch.tensor([200.0, 0, 0, 0, 0, 0])
 
-    def expand(self, tokens, parents, depth, visible):
+    def expand(self, tokens, parent_rows, depth, visible):
         return self.root_logits().expand(len(tokens), -1)
 
 

@@ -49,9 +49,11 @@ class Tables:
         self.rows = []
         return self.q(())
 
-    def expand(self, tokens, parents, depth, visible):
+    def expand(self, tokens, parent_rows, depth, visible):
         assert visible.shape == (len(tokens), len(self.rows) + len(tokens))
-        prefixes = [(self.rows[p] if p >= 0 else ()) + (t,) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
+        prefixes = [
+            (self.rows[p] if p >= 0 else ()) + (t,) for t, p in zip(tokens.tolist(), parent_rows.tolist(), strict=True)
+        ]
         start = len(self.rows)
         self.rows += prefixes
         for i, prefix in enumerate(prefixes):  # `visible` must show exactly the ancestors and self
@@ -84,8 +86,8 @@ def emitted(world, growth, sampler, runs, seed, length=3):
     out = np.empty((runs, length), dtype=int)
     for run in range(runs):
         tree = growth.grow(world, 0, sampler, generator)
-        verdict, _ = verify(tree, world.target_logits(tree), Lossless(), sampler, generator)
-        ids = [*verdict.tokens, verdict.bonus][:length]
+        verified = verify(tree, world.target_logits(tree), Lossless(), sampler, generator)
+        ids = [*verified.tokens, verified.bonus][:length]
         while len(ids) < length:
             ids.append(int(draw(sampler.probabilities(world.p(tuple(ids))), generator)))
         out[run] = ids
@@ -231,8 +233,8 @@ def test_first_level_acceptance_is_the_overlap():
         hits = 0
         for _ in range(runs):
             tree = growth.grow(world, 0, SAMPLED, generator)
-            verdict, _ = verify(tree, world.target_logits(tree), Lossless(), SAMPLED, generator)
-            hits += len(verdict.path) > 0
+            verified = verify(tree, world.target_logits(tree), Lossless(), SAMPLED, generator)
+            hits += len(verified.path) > 0
         assert abs(hits / runs - expected) < 4 * (expected * (1 - expected) / runs) ** 0.5
 
 
@@ -284,8 +286,8 @@ def test_children_that_q_cannot_draw_are_no_candidates():
     growth = GROWTHS["static-sampled"]
     for _ in range(50):
         tree = growth.grow(world, 0, sampler, generator)
-        verdict, _ = verify(tree, world.target_logits(tree), Lossless(), sampler, generator)
-        assert [*verdict.tokens, verdict.bonus][0] == int(world.p(()).argmax())
+        verified = verify(tree, world.target_logits(tree), Lossless(), sampler, generator)
+        assert [*verified.tokens, verified.bonus][0] == int(world.p(()).argmax())
 
 
 def test_probabilities_match_transformers_processors():
@@ -339,7 +341,7 @@ def marked_trees(draw):
 @pytest.mark.parametrize("drawn", [False, True], ids=["deterministic", "drawn"])
 @given(marked=marked_trees(), seed=st.integers(0, 9))
 def test_nodes_that_are_not_acceptable_are_not_there_for_any_rule(rule, sampler, drawn, marked, seed):
-    """The verdict is that on a tree built without them, down to the random numbers; what is below them goes as well."""
+    """The result is that on a tree built without them, down to the random numbers; what is below them goes as well."""
     parents, tokens, marks = marked
     n, random = len(parents), torch.Generator().manual_seed(seed)
     logits, q = torch.randn(n, V, generator=random), torch.rand(n, V, generator=random).softmax(-1)
@@ -356,15 +358,15 @@ def test_nodes_that_are_not_acceptable_are_not_there_for_any_rule(rule, sampler,
         built.q = q[nodes] if drawn else None
         return built
 
-    def verdict(built, logits):
+    def verified(built, logits):
         again = Simulated(rule.alpha) if isinstance(rule, Simulated) else rule
         return verify(built, logits, again, sampler, torch.Generator().manual_seed(seed))
 
-    expected, depth = verdict(tree(stays), logits[stays])
+    expected = verified(tree(stays), logits[stays])
     whole = tree(list(range(n)))
     whole.acceptable = torch.tensor(marks)
-    found, drafted = verdict(whole, logits)
-    assert found.path == [stays[i] for i in expected.path] and drafted == depth
+    found = verified(whole, logits)
+    assert found.path == [stays[i] for i in expected.path] and found.drafted == expected.drafted
     assert (found.tokens, found.ranks, found.bonus) == (expected.tokens, expected.ranks, expected.bonus)
 
 
@@ -372,7 +374,7 @@ def test_what_is_not_acceptable_must_still_be_finite():
     tree = trees.build(*(torch.tensor(x) for x in ([1, 2], [-1, 0], [0, 1], [0, 0])), max_depth=1, width=1)
     tree.acceptable = torch.tensor([True, False])
     logits = torch.zeros(2, V)
-    assert verify(tree, logits, Lossless(), Sampler(), None)[1] == 0, "a depth that nobody could accept was counted"
+    assert verify(tree, logits, Lossless(), Sampler(), None).drafted == 0, "a depth that nobody could accept was counted"
     logits[1, 0] = torch.nan
     with pytest.raises(SpecBenchError, match="NaN"):
         verify(tree, logits, Lossless(), Sampler(), None)

@@ -28,7 +28,7 @@ from specbench.evaluation.runner import BoundDrafter
 from specbench.records import metrics, studies
 from specbench.records.blocks import below, read_block
 from specbench.records.rows import Measurement, Row
-from specbench.reporting import cells, console, tables
+from specbench.reporting import cells, command_output, console
 from specbench.reporting.bundle import Report, Sources
 from specbench.tuning import target_cost
 
@@ -456,7 +456,7 @@ def test_a_busy_machine_is_named_under_the_table_of_its_cell(tmp_path, capsys, m
     report = Report(Sources(tmp_path))
     report.write()
     page, readme = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
-    for text in (capsys.readouterr().out, tables.markdown(entries)):
+    for text in (capsys.readouterr().out, command_output.entries_markdown(entries)):
         assert text.count("The machine was busy") == 1
         assert text.index("calm") < text.index("disturbed") < text.index("The machine was busy")
     tables_beside = "".join(path.read_text() for path in (tmp_path / "tables").glob("*.md"))

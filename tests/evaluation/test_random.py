@@ -50,13 +50,13 @@ def test_the_coin_gives_the_assumed_acceptance():
     reached, taken = [0, 0, 0], [0, 0, 0]
     for seed in range(3000):
         tree = random_tree(seed % 40)
-        verdict, _ = verify(tree, torch.randn(len(tree), target.vocab_size), rule, sampler, None)
+        verified = verify(tree, torch.randn(len(tree), target.vocab_size), rule, sampler, None)
         depth = 0
-        for node in verdict.path:
+        for node in verified.path:
             siblings = [n for n in range(1, len(tree)) if tree.parents[n] == tree.parents[node]]
             assert node == min(siblings)  # the best of them
             depth += 1
-        below = verdict.path[-1] if verdict.path else 0
+        below = verified.path[-1] if verified.path else 0
         could = bool((tree.parents == below).any())
         for level in range(3):
             if depth > level or (depth == level and could):

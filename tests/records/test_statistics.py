@@ -38,13 +38,25 @@ def test_ninety_five_percent_intervals_cover_the_truth_that_often(questions):
 
 
 def test_a_speed_up_of_few_questions_stays_above_zero():
-    """Where one question of four takes ten times the seconds of the others."""
-    sums = {"tokens": np.full(4, 64.0), "seconds": np.array([1.0, 1.1, 0.9, 30.0])}
-    totals = Totals(tuple("abcd"), sums | {"base_tokens": np.full(4, 64.0), "base_seconds": np.full(4, 2.0)})
+    """Where one question of eight takes thirty times the seconds of the others."""
+    sums = {"tokens": np.full(8, 64.0), "seconds": np.array([1.0, 1.1, 0.9, 1.2, 0.8, 1.0, 1.0, 30.0])}
+    totals = Totals(tuple("abcdefgh"), sums | {"base_tokens": np.full(8, 64.0), "base_seconds": np.full(8, 2.0)})
     found = interval(RATES["speed_up"], totals)
     assert 0 < found.low < found.value < found.high
     assert found.value / found.low == pytest.approx(found.high / found.value)
-    assert found.value == pytest.approx(8 / 33)
+    assert found.value == pytest.approx(16 / 37)
+
+
+def test_fewer_than_eight_questions_make_no_interval_not_even_of_seeds():
+    """Of seven, so many samples hold three different questions or fewer that the interval reaches everywhere."""
+    rng = np.random.default_rng(0)
+    for questions, wide in ((8, True), (7, False)):
+        seeds = [totals_of(rng, questions, np.ones(questions), pace) for pace in (0.0, 0.5)]
+        both = Totals(seeds[0].questions, {n: sum(s.sums[n] for s in seeds) for n in seeds[0].sums})
+        estimated = estimate(RATES["speed_up"], both)
+        for found in (estimated, with_seeds(estimated, [(RATES["speed_up"], seeds)])):
+            bounds = found.interval()
+            assert (bounds.low < bounds.value < bounds.high) == wide
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.1, 0.5])

@@ -365,6 +365,7 @@ def test_a_category_of_few_questions_decides_nothing(known):
         ("speed_up", {"timing": 1}, {}, "with an earlier engine"),
         ("tau", {"others": 0.9}, {}, ""),
         ("speed_up", {"others": 0.9}, {}, "on a busy machine"),
+        ("speed_up", {"timing": 1, "limit": 30}, {}, "24 of 30, with an earlier engine"),
     ],
 )
 def test_rows_other_than_planned_decide_nothing_whatever_their_number(metric, change, more, size, tmp_path):
@@ -373,7 +374,7 @@ def test_rows_other_than_planned_decide_nothing_whatever_their_number(metric, ch
     said["config"] = {**said["config"], "decode": {"max_new_tokens": change.get("length", 64)}}
     timing = {"timing": change["timing"]} if "timing" in change else {}
     write(tmp_path, {**said, **timing}, "none", *ARMS, change=lambda r: replace(r, others=change.get("others")))
-    study = {**STUDY, "cells": [["dataset=a", "data.limit=24", "decode.max_new_tokens=64"]], **more}
+    study = {**STUDY, "cells": [["dataset=a", f"data.limit={change.get('limit', 24)}", "decode.max_new_tokens=64"]], **more}
     claim = {**CLAIM, "tests": [{"metric": metric, "of": "good", "over": "poor", "is": "more"}]}
     (found,) = judge_study("s", {**study, "claims": [claim]}, gathered(tmp_path, **study).entries)
     assert (found.verdict, found.size) == (PRELIMINARY if size else REPRODUCED, size), found.summary
@@ -456,7 +457,7 @@ def test_readers_are_told_effects_in_words(known):
         "memory: peak of good over poor: 0.90 [": {**memory, "over": "poor", "is": "less"},
         "tau of good at coding over all others: +0.00 [": {**tau, "at": {"category": "coding"}, "over_at": {}},
         "tau of good at T=1 over greedy: no rows of good": {**tau, "at": {"temperature": 1}, "over_at": {}},
-        "tau of good over at b: no rows of good": {**tau, "over_at": {"dataset": "b"}},
+        "tau of good over b: no rows of good": {**tau, "over_at": {"dataset": "b"}},
         "tau of good at b over a: no rows of good": {**tau, "at": {"dataset": "b"}, "over_at": {}},
     }
     study = {**STUDY, "claims": [{**CLAIM, "tests": [test]} for test in expected_by_test.values()]}

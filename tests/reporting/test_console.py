@@ -213,6 +213,15 @@ def test_of_lines_that_differ_in_numbers_alone_the_worst_is_shown(tmp_path):
     assert tables.notes(group) == []
 
 
+def test_speeds_of_an_earlier_engine_are_noted_and_have_to_be_measured_again(tmp_path):
+    group = group_of(tmp_path, speeds={"a": 2.0}, questions=8)
+    old = [replace(e, header={**e.header, "timing": 1}) for e in group]
+    assert tables.notes(old) == [tables.OUTDATED]
+    assert tables.notes([replace(e, header={**e.header, "replay": True}) for e in old]) == []
+    advised = [console.advice([e for e in some if e.name == "a"])[0] for some in (group, old)]
+    assert advised[0].endswith("decides.") and advised[1].endswith("decides; all 20 have to be measured.")
+
+
 def test_simulated_and_lossy_rows_are_never_ranked(tmp_path):
     header = settings("honest", "lossy", dataset="mtbench")
     header["arms"]["lossy"]["lossy"] = True

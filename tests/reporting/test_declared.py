@@ -278,7 +278,8 @@ def test_steps_and_grids_take_the_options_of_the_rows(tmp_path):
     tau, peak = found.panels
     assert values(tau.series[0]) == {s: pooled(entry(tmp_path, f"g4s{s}"), "tau") for s in (1, 2, 3)}
     assert list(values(tau.series[0])) == [1.0, 2.0, 3.0] and values(peak.series[0]) == {2.0: 3.0}
-    assert list(drawn_axes(found)[0].containers[1].lines[0].get_xdata()) == [1.0, 2.0]
+    four, eight = (list(bars.lines[0].get_xdata()) for bars in drawn_axes(found)[0].containers)
+    assert eight == pytest.approx([1.0, 2.0], abs=0.05) and four[0] < 1.0 < eight[0], "no interval covers another"
     heat = figure("heatmap", x="drafter.steps", y="drafter.groups", value=["tau"], arms={"a": list(options)})
     (grid,) = chart_of(tmp_path, study(heat, arms=options)).panels
     assert [s.label for s in grid.series] == ["4", "8"] and list(grid.ticks) == ["1", "2", "3"]
@@ -333,7 +334,7 @@ def test_chains_stand_beside_the_theory_of_their_own_acceptance_and_cost(tmp_pat
         assert values(operations.series[0])[alpha] == pytest.approx((0.25 * gamma + gamma + 1) / tau.value)
     measured, theory = (next(iter(values(s).values())) for s in best.series)
     assert measured in (3, 5) and abs(theory - measured) <= 2 and "c=0.1" in best.series[1].label
-    assert [len(table.lines) for table in one.tables] == [6, 4]
+    assert [len(table.lines) for table in one.chart.tables] == [6, 4]
     assert len(drawn_axes(one.chart)) == 4
 
 
@@ -393,7 +394,9 @@ def test_what_a_drawn_figure_lacks_stands_in_its_caption(tmp_path):
     bench(tmp_path / "s", {"a": 2.0}, study="s", replay=True, cell="replay-1")
     (one,) = made(tmp_path, study(figure("bars", by="arm", y=["tau", "speed_up"])))
     assert len(one.chart.panels) == 1
-    assert one.caption == "X, Figure 1. t; not measured yet: b, speed-up over plain decoding"
+    assert one.caption.startswith("X, Figure 1. t; m, ") and one.caption.endswith(
+        " questions; not measured yet: b; speed-up over plain decoding"
+    )
 
 
 def test_a_report_shows_what_is_drawn_and_lists_what_is_not(tmp_path, monkeypatch):
@@ -405,7 +408,6 @@ def test_a_report_shows_what_is_drawn_and_lists_what_is_not(tmp_path, monkeypatc
     drawn, missing = ((tmp_path / "r" / name).read_text() for name in ("figures.md", "figures-missing.md"))
     assert "](figures/hass-2-bars.png)" in drawn and (tmp_path / "r" / "figures" / "hass-2-bars.svg").exists()
     assert "| Leviathan, Figure 3; Leviathan, Table 2 | Chains by acceptance and length | run study leviathan |" in missing
-    assert "| 0.8 | 5 | 1.63 | 1.63 | 3.69 | 3.69 |" in missing, "predictions need no rows"
     assert "figures-missing.md" in (tmp_path / "r" / "README.md").read_text()
     found.no_studies = True
     assert sections._figures(found) == []

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specbench.records.rows import GpuUse
-from specbench.reporting import cells, energy
+from specbench.reporting import cells, document, energy, sections
 from specbench.reporting.bundle import Report, Sources
 
 RATIO = "ratio to plain [95%]"
@@ -50,7 +50,7 @@ def test_energy_is_pooled_over_tokens_and_compared_with_plain_decoding(entries):
 
 def test_the_ratio_of_energies_has_an_interval_over_questions(tmp_path):
     block = fixtures.block(tmp_path, fixtures.settings("eagle2"))
-    uses = [GpuUse(joules, 1980, [], 0) for joules in (10.0, 14.0, 9.0, 20.0, 11.0, 16.0)]
+    uses = [GpuUse(joules, 1980, [], 0) for joules in (10.0, 14.0, 9.0, 20.0, 11.0, 16.0, 12.0, 15.0)]
     rows = {name: rows_of(name, uses) for name in ("none", "eagle2")}
     for row in (*rows["none"], *rows["eagle2"]):
         block.write(row)
@@ -68,10 +68,15 @@ def test_what_the_driver_does_not_say_is_no_zero(entries):
 
 def test_the_report_has_the_table_where_rows_hold_it_and_not_elsewhere(entries, tmp_path_factory):
     folder, _, _ = entries
-    assert "J a token" in Report(Sources(folder))._tables()["energy"].columns
+    assert "J a token" in found_tables(folder)["tables/energies"].columns
     other = tmp_path_factory.mktemp("cpu")
     block = fixtures.block(other, fixtures.settings("eagle2"))
     for row in (*rows_of("none", [None, None]), *rows_of("eagle2", [None, None])):
         block.write(row)
     assert energy.lines(cells.collect([block.path])) == []
-    assert "energy" not in Report(Sources(other))._tables()
+    assert "tables/times" in found_tables(other) and "tables/energies" not in found_tables(other)
+
+
+def found_tables(folder):
+    """The tables of a report's linked pages."""
+    return document.tables([part for section in sections.sections(Report(Sources(folder))) for part in section.blocks])

@@ -1,5 +1,6 @@
 """Files of others: whatever is wrong with one ends in one line that names it, and the report goes on with the rest."""
 
+import csv
 import json
 import random
 import shutil
@@ -25,7 +26,7 @@ from specbench.records.blocks import below, read_block
 from specbench.records.metrics import BASELINE
 from specbench.records.rows import CellFailure, Failure, Measurement
 from specbench.records.schema import Provenance, Trace
-from specbench.reporting import bundle, cells, foreign_results, published, tables, trainings
+from specbench.reporting import cells, command_output, figures, foreign_results, overview, published, tables, trainings
 from specbench.reporting.bundle import Report, Sources
 from specbench.reporting.groups import groups
 
@@ -223,9 +224,10 @@ def test_any_value_in_any_field_is_shown_or_refused(tmp_path, place, value):
     assert not (entries and problems)
     assert all(len(p.splitlines()) == 1 and p.startswith(str(path)) for p in problems)
     for group in groups(entries):
-        assert bundle._group_tables(group)["decoding"].lines
+        assert overview.numbers(group).lines and tables.memory_lines(group) is not None
+        overview.versus(group), overview.times(group), [tables.alphas(e) for e in group]
     trainings.cost_lines(entries)
-    tables.markdown(entries, problems)
+    command_output.entries_markdown(entries, problems)
 
 
 def damages(seed: int, whole: bytes):
@@ -290,7 +292,7 @@ def spoil_everything(folder: Path) -> list[Path]:
 @pytest.fixture
 def no_figures(monkeypatch):
     """Drawing takes most of a report's time."""
-    monkeypatch.setattr(bundle.figures, "draw_all", lambda *_: {})
+    monkeypatch.setattr(figures, "draw_all", lambda *_: {})
 
 
 def door(capsys, *overrides: str) -> str:
@@ -326,7 +328,8 @@ def test_a_folder_with_nothing_readable_is_one_line(tmp_path):
 def test_studies_whose_claims_are_judged_can_be_chosen_at_the_door(tmp_path, capsys, no_figures):
     fill(tmp_path, ("eagle2",), questions=2, dataset="mtbench")
     door(capsys, f"results={tmp_path}", "studies=[beagle_table1]")
-    sources = set((tmp_path / "tables" / "claims.md").read_text().split(" | "))
+    with (tmp_path / "tables" / "claims.csv").open() as file:
+        sources = [line["source"] for line in csv.DictReader(file)]
     assert any(s.startswith("Beagle, ") for s in sources) and not any(s.startswith("HASS") for s in sources)
 
 

@@ -158,7 +158,7 @@ def test_alphas_of_steps_that_hardly_occurred_are_hidden(tmp_path):
         cell.write(row)
     (entry,) = cells.find(tmp_path).entries
     assert len(entry.summary.alphas) == 3 and tables.known_depths(entry) == 2
-    assert tables.COLUMNS["alpha per step"](entry) == "1.00 0.75"
+    assert tables.alphas_by_step(entry) == "1.00 0.75"
     assert tables.alphas(entry)[2:] == ["1.00", "0.75", "-", "-", "-", "-"]
     figure = figures.step_alphas([entry])
     assert figure is not None and list(figure.axes[0].lines[0].get_xdata()) == [1, 2]
@@ -278,7 +278,7 @@ def test_the_ledger_parts_papers_claims_from_goals_and_folds_what_was_not_judged
     assert (goals.caption, len(goals.lines)) == ("This project's goals", 1)
     assert papers.lines[0][2:] == ["y (z)", document.TableCell("", parts=("one", "two"))]
     assert (needy.title, len(needy.blocks[0].lines)) == ("3 claims not testable here", 3)
-    assert unrun.title == "1 claims not run" and not unrun.open
+    assert unrun.title == "1 claims not run, of studies that were run in part" and not unrun.open
     blocks = ledger(tmp_path, kinds)
     page = document.markdown([document.Section("c", "C", "C", blocks)], {})
     assert "3 judged: **2 reproduced**, **1 not reproduced**." in page and "](claims.md)" in page and "| x |" not in page

@@ -140,7 +140,8 @@ def test_a_measured_number_stands_beside_the_row_that_the_study_names(tmp_path, 
     assert row["T=1"] == value(measured, "b", "tau", temperature=1.0), "the key with more parts counts"
     assert row["GSM8K"] == value(measured, "a", "tau", dataset="gsm8k")
     assert row["size"] is row["HumanEval"] is None and table.cells["HASS"]["tau"].measured is None
-    assert table.targets == "published: llama3-8b on A100; measured here: m on toaster, 1 cores, torch 2, float32"
+    where = "m on toaster, 1 cores, torch 2, float32; 12 to 24 questions"
+    assert table.targets == f"published: llama3-8b on A100; measured here: {where}"
     assert table.cells["EAGLE"]["tau"].source == "a: mtbench, 24 generations, replayed"
     heads, lines = list(zip(*table.heads[:2], strict=True)), {line[0]: line for line in table.lines()}
     assert lines["EAGLE"][heads.index(("M", "measured"))] == "2.00"

@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from hydra.utils import instantiate
 
 from specbench.common.errors import SpecBenchError
 from specbench.config import validation
+from specbench.engine.interface import Batch
 from specbench.training.corpus_reader import CorpusReader
-from specbench.training.loss_vocabulary import draw
+from specbench.training.loss_vocabulary import LossVocabulary, draw
 from specbench.training.overwriting import made_by
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
@@ -69,6 +71,22 @@ def test_the_bias_of_drawn_ids_makes_their_sum_an_estimate_of_that_over_all():
         assert not bias[:2].any() and torch.allclose(bias[2:].exp(), torch.tensor(38 / 10))
         sums.append((logits[drawn] + bias).exp().sum())
     assert torch.stack(sums).mean() == pytest.approx(float(logits.exp().sum()), rel=0.02)
+
+
+def test_ids_that_the_corpus_lacks_are_drawn_beside_the_frequent_ones():
+    corpus = SimpleNamespace(frequent=lambda count: torch.tensor([4, 1, 6])[:count])
+    drafter = SimpleNamespace(head=torch.nn.Linear(2, 8))
+    settings = TrainSettings(vocabulary=2, others=1)
+    made = LossVocabulary(corpus, settings, drafter, torch.device("cpu"))
+    assert made.ids.tolist() == [4, 1, 6, 0, 2, 3, 5, 7]
+    assert LossVocabulary(corpus, TrainSettings(vocabulary=2), drafter, torch.device("cpu")).ids.tolist() == [4, 1]
+    batch, drawn = Batch(torch.zeros(1, 2, dtype=torch.long), None, *[torch.ones(1, 2, dtype=torch.bool)] * 2), set()
+    batch.tokens[:] = 4
+    for _ in range(100):
+        made.confine(batch, settings.phases[0])
+        assert batch.vocabulary[:2].tolist() == [4, 1]
+        drawn |= {*batch.vocabulary[2:].tolist()}
+    assert drawn == {0, 2, 3, 5, 6, 7}
 
 
 def test_the_mass_of_a_phase_is_its_share_of_all_learning_rates():
@@ -518,5 +536,5 @@ def test_every_drafter_can_follow_its_recipe(scale, drafter):
     made = instantiate(config.drafter, weights=None)
     target = tiny()
     made.bind(target)
-    made.adapt(target)
+    made.prepare_training(target)
     check(made, instantiate(config.train.settings))

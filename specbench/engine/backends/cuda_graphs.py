@@ -104,10 +104,8 @@ class Graphs:
 
     def __init__(self, device: torch.device):
         self.device = device
-        on_cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if on_cuda else None
-        self.pool = torch.cuda.graph_pool_handle() if on_cuda else None
-        self.captured: dict[Hashable, Captured] = {}
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.clear()
 
     def get(self, key: Hashable, function: Function, inputs: Callable[[], Sequence[Tensor]]) -> Captured:
         """The function captured under a key; made of these if there is none. inputs: see `Captured`."""
@@ -116,5 +114,9 @@ class Graphs:
         return self.captured[key]
 
     def clear(self) -> None:
-        """Forget all functions: memory that they read or write is gone."""
-        self.captured.clear()
+        """Forget all functions: memory that they read or write is gone.
+
+        What they computed may still be alive in the pool, which must not be recorded into again while no graph uses it.
+        """
+        self.captured: dict[Hashable, Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.stream is not None else None
