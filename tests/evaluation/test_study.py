@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 from conftest import settled
@@ -70,9 +71,10 @@ def test_first_rows_come_before_costs_are_timed(home, tmp_path):
 def test_arms_decode_the_same_prompts_beside_one_baseline_and_are_judged(home, tmp_path):
     output = study(home, TWO, "two", f"results={tmp_path}")
     output = " ".join(output.split())
-    assert (
-        " of 20: trees accept more" in output and "not testable here: a GPU is fast" in output and "needs a GPU" in output
-    )
+    assert re.search(r"preliminary, \d of 20(, [a-z ]+)?: trees accept more", output), (
+        output
+    )  # on a busy machine it says so
+    assert "not testable here: a GPU is fast" in output and "needs a GPU" in output
     folder = tmp_path / "two" / "tiny"
     (decoded,), (replayed,) = (blocks.below(folder / f"mtbench-greedy-12{mode}") for mode in ("", "-replayed"))
     header, rows = read_rows(decoded)
