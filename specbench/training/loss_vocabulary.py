@@ -45,7 +45,7 @@ class LossVocabulary:
     """Ids, the corpus's most frequent ones first: as many as any phase needs; all, if others are drawn beside them.
 
     Ids that the corpus lacks are among the others, too: never in a loss, they would keep the probabilities of the weights
-    that training begins with, and be drafted in vain (a tenth of the ten likeliest ids of Medusa's heads).
+    that training begins with, and be drafted in vain.
     """
 
     def __init__(self, corpus: CorpusReader, settings: TrainSettings, drafter: Any, device: torch.device):
