@@ -322,6 +322,8 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     fresh.to(torch.bfloat16)
     fresh.load_state_dict(loaded.state_dict())
     fresh.generation_config = loaded.generation_config
+    # Of several processes Transformers lets the first one alone write weights; here whichever comes first converts.
+    fresh.should_save_on_this_rank = lambda is_main_process: is_main_process
     fresh.save_pretrained(folder)
     tokenizer.init_kwargs["local_files_only"] = False  # of this process's environment; it is written, but does not count
     tokenizer.save_pretrained(folder)

@@ -16,6 +16,7 @@ from conftest import configuration, make, tiny
 from corpora import trainer
 from hydra.utils import instantiate
 from safetensors.torch import load_file, save_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import modeling_gguf_pytorch_utils as gguf_reader
 
 from drafters.vanilla import Vanilla
@@ -374,6 +375,17 @@ def test_a_converted_model_does_not_depend_on_the_environment(offline, model, tm
     loading._convert_gguf(tmp_path / "small.gguf", tmp_path / "made")
     assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())["local_files_only"] is False
     load(tmp_path / "made")
+
+
+def test_any_of_several_processes_converts_a_model_whole(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "read_gguf", lambda _: (pretrained.read_model(model, torch.float32), read_tokenizer(model)))
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        loading._convert_gguf(tmp_path / "small.gguf", tmp_path / "made")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (tmp_path / "made" / "config.json").is_file()
+    assert (tmp_path / "made" / "model.safetensors").is_file()
 
 
 def test_a_damaged_gguf_is_named(tmp_path):
