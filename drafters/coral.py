@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.distillation import mean
 from drafters.hass import Hass
 from specbench.common.types import Name, Positive, Text, Tokens, Weight
 from specbench.engine.interface import Batch
@@ -93,4 +94,4 @@ def csra(current: Tensor, views: list[Tensor], temperature: float) -> Tensor:
     itself = torch.eye(m, similarity.shape[1], dtype=torch.bool, device=similarity.device)
     log_share = similarity.masked_fill(itself, -torch.inf).log_softmax(-1)
     row = torch.arange(m, device=similarity.device)
-    return -torch.stack([log_share[row, row + m * v] for v in range(1, len(views) + 1)]).mean()
+    return -mean(torch.stack([log_share[row, row + m * v] for v in range(1, len(views) + 1)]))

@@ -87,6 +87,11 @@ class TopIds:
 NO_TOP_IDS = TopIds()
 
 
+def mean(values: Tensor) -> Tensor:
+    """The mean; 0 of nothing, since a batch, or a process's share of it, may have no scored position."""
+    return values.mean() if values.numel() else values.sum()
+
+
 class DistillationLoss:
     """The target's states and probabilities at the scored positions of a batch, and at padding that has no weight.
 

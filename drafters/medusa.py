@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.base import Pick, likeliest
-from drafters.distillation import chosen_places
+from drafters.distillation import chosen_places, mean
 from drafters.levels import LevelDrafter
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Ids, Layers, Name, OptionalUnits, Text, Weight
@@ -254,7 +254,7 @@ class Medusa(LevelDrafter):
             if level < 2:
                 logged[f"head_{level + 1}"] = cross_entropy.detach()
             if level == 0:
-                logged["agreement"] = (logits.argmax(-1) == labels)[:count].float().mean()
+                logged["agreement"] = mean((logits.argmax(-1) == labels)[:count].float())
         return logged | {"loss": total}
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from drafters.base import Pick, TrainedDrafter, likeliest_at, llama_config
-from drafters.distillation import DistillationLoss
+from drafters.distillation import DistillationLoss, mean
 from drafters.layers import CrossAttention, unread_tokens
 from drafters.lsa import LayerSelfAttention
 from drafters.moa_checkpoint import PARTS, attention_shape, map_tensors
@@ -280,7 +280,7 @@ class MoA(CrossAttention, TrainedDrafter):
             metrics = teacher.loss(final, regression, self.classification)
             if self.tli:
                 entering = batch.hidden[self.layers - self.tli - 1][batch.scored]
-                pre = F.smooth_l1_loss(before[batch.scored].float(), entering.float())
+                pre = mean(F.smooth_l1_loss(before[batch.scored].float(), entering.float(), reduction="none"))
                 metrics |= {"loss": metrics["loss"] + regression * pre, "before_tail": pre.detach()}
             logged.append(metrics)
         return {name: torch.stack([metrics[name] for metrics in logged]).mean() for name in logged[0]}

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.base import Pick, TrainedDrafter, likeliest_at
+from drafters.distillation import mean
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Ids, Name, Text
 from specbench.engine.drafter import Delegating, Outline
@@ -141,11 +142,11 @@ class Routed(TrainedDrafter, Delegating):
             p = self.whole_head(batch.states[drafted]).float().softmax(-1)
             mass = torch.stack([part.sum(-1) for part in p.split(self.size, dim=-1)], -1)  # [M, N]
         share = self.router(states).float().log_softmax(-1)  # [M, N]
-        cross_entropy = -(mass * share).sum(-1).mean()
+        cross_entropy = -mean((mass * share).sum(-1))
         with torch.no_grad():
             chosen = share.topk(min(self.active, self.groups), dim=-1).indices
-            agreement = (self.routed_separately(states[:MEASURED]).argmax(-1) == p[:MEASURED].argmax(-1)).float().mean()
-        return {"loss": cross_entropy, "mass": mass.gather(-1, chosen).sum(-1).mean(), "agreement": agreement}
+            agreement = mean((self.routed_separately(states[:MEASURED]).argmax(-1) == p[:MEASURED].argmax(-1)).float())
+        return {"loss": cross_entropy, "mass": mean(mass.gather(-1, chosen).sum(-1)), "agreement": agreement}
 
     def drafts(self, batch: Batch, steps: int) -> Iterator[Pick]:
         for states in self.base.draft_states(batch, steps):

@@ -22,6 +22,11 @@ CGROUPS = Path("/sys/fs/cgroup")
 V2_FILES, V1_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
+def launched_processes() -> int:
+    """How many processes `accelerate launch` or `torchrun` started together with this one."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def free_memory(device: "torch.device", everywhere: bool = False) -> int:
     """Free bytes of a device; `everywhere`: of all GPUs that torch sees.
 

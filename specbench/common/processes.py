@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
 
+INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 PR_SET_PDEATHSIG = 1  # option of Linux' prctl: the signal that a process receives when its parent ends
 
 
@@ -32,3 +33,13 @@ def dying_with_parent(nice: int = 0) -> Callable[[], None]:
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return prepare
+
+
+def was_interrupted(returncode: int) -> bool:
+    """Whether a child ended because somebody asked it to: Ctrl-C or SIGTERM, and not by want of memory, for instance."""
+    return returncode in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
+
+
+def signal_of(returncode: int) -> str | None:
+    """The name of the signal that ended a child; None if it ended by itself."""
+    return signal.Signals(-returncode).name if returncode < 0 else None

@@ -22,7 +22,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specbench.common import storage
+from specbench.common import environment, storage
 from specbench.common.errors import Reported, SpecBenchError, format_exception, one_line, warn
 from specbench.config import catalog, usage, validation
 
@@ -46,7 +46,7 @@ def handle_errors(job: Callable[..., None]) -> Callable[..., bool]:
             return False
         except Exception as error:
             code = _report(_missing_choice(error) or format_exception(error))
-            if not sweeping():
+            if not sweeping() or environment.launched_processes() > 1:  # which must not go on with different jobs
                 sys.exit(code)
             return False
         return True

@@ -20,7 +20,7 @@ from specbench.engine.loading import ModelSpec
 from specbench.engine.policies import TreePolicy
 from specbench.records.schema import SKIP, WEIGHTS
 from specbench.training.corpus import CorpusSettings
-from specbench.training.job import WITH_DRAFTER, Stage, TrainJob
+from specbench.training.job import IN_ONE_PROCESS, WITH_DRAFTER, Stage, TrainJob
 from specbench.training.overwriting import made_by, refuse_overwriting
 from specbench.training.recipe import TrainSettings
 
@@ -102,6 +102,8 @@ def _require_trainable(recipe: Mapping[str, Any], drafter: Mapping[str, Any], dr
             "a target spread over processes runs in all of them at once and writes no corpus; write it before, in one "
             "process (model.device_map=auto), then train with train.build=false"
         )
+    if recipe["shard_target"] and recipe["until"] != "weights":
+        raise SpecBenchError(f"train.until={recipe['until']}: {IN_ONE_PROCESS}")
     if recipe["until"] not in WITH_DRAFTER:
         return
     if drafter.get("vocabulary") is not None:

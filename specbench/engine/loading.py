@@ -279,7 +279,8 @@ class Room:
         options += ["model.dtype=bfloat16"] * (self.dtype.itemsize > 2)
         options.append(f"model.max_context below {self.spec.max_context}")
         if self.device.type == "cuda" and self.spec.device_map is None:
-            options.append("model.device_map=auto over several GPUs")
+            several = environment.launched_processes() > 1
+            options.append("train.shard_target=true" if several else "model.device_map=auto over several GPUs")
         return (
             f"{self.spec.name} needs about {estimate.needed / 1e9:.1f} GB in {str(self.dtype).removeprefix('torch.')} "
             f"({estimate}) and {self.device} has {free / 1e9:.1f} GB free; choose {', '.join(options)}, or a larger machine"

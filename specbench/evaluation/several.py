@@ -6,7 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from specbench.common.budget import Budget
-from specbench.common.errors import SpecBenchError
+from specbench.common.errors import SpecBenchError, warn
+from specbench.common.processes import signal_of, was_interrupted
+
+SIGNALLED = 128  # added to a signal's number, as shells do
 
 
 def run_named(typed: Sequence[str], one: Callable[[], None]) -> None:
@@ -45,7 +48,9 @@ def run(names: Sequence[str], rest: Sequence[str], minutes: float | None) -> int
             continue
         share = [] if left is None else [f"minutes={max(left / 60 / (len(names) - index), 0.01):.2f}"]
         done = subprocess.run([sys.executable, "-m", "specbench.study", f"study={name}", *share, *rest]).returncode
-        if done < 0 or done == 130:
+        if was_interrupted(done):
             raise KeyboardInterrupt
-        code = code or done
+        if ending := signal_of(done):
+            warn(f"{name}: its process was ended by {ending}")
+        code = code or (done if done >= 0 else SIGNALLED - done)
     return code

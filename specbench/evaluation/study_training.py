@@ -12,7 +12,7 @@ from pathlib import Path
 from specbench.common import hashing, storage
 from specbench.common.budget import Budget
 from specbench.common.errors import warn
-from specbench.common.processes import dying_with_parent
+from specbench.common.processes import dying_with_parent, signal_of, was_interrupted
 from specbench.common.storage import cache_root
 from specbench.records import studies
 from specbench.records.blocks import locked
@@ -154,6 +154,8 @@ def _train(name: str, overrides: Sequence[str], folder: Path, budget: Budget) ->
         except KeyboardInterrupt:
             process.wait()
             raise
-    if code < 0 or code == 130:
+    if was_interrupted(code):
         raise KeyboardInterrupt
+    if ending := signal_of(code):
+        warn(f"{name}: this training was ended by {ending}")
     return code == 0

@@ -1,7 +1,6 @@
 """Works through a plan, one process a cell, each for a slice of time: timed work alone, other work side by side."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from specbench.common import timing
 from specbench.common.budget import Budget
 from specbench.common.errors import warn
-from specbench.common.processes import dying_with_parent
+from specbench.common.processes import dying_with_parent, signal_of
 from specbench.evaluation.plan import Scope, Task, all_tasks
 
 MIN_SLICE_S = 30.0
@@ -53,8 +52,7 @@ def work(tasks: Sequence[Task], settings: Settings, budget: Budget) -> list[Task
             ended = running.pop(process)
             if process.returncode:
                 failed.append(ended)
-                if process.returncode < 0:
-                    ending = signal.Signals(-process.returncode).name
+                if ending := signal_of(process.returncode):
                     warn(f"{ended.study}, cell {ended.cell}: its process was ended by {ending}")
             elif (task := _again(ended, settings)) is not None:
                 queue.insert(0, task)

@@ -39,6 +39,12 @@ def _amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{stages[0]['data']['unique_tokens']:,}", f"{tokens:,}", f"{steps:,}", f"{hours:.2f}"]
 
 
+def _processes(provenance: Mapping[str, Any]) -> str:
+    """Of several processes each has a GPU, or a share of the cores, of its own."""
+    count = provenance.get("processes", 1)
+    return f", {count} processes" if count > 1 else ""
+
+
 def trained(entries: Sequence[Entry]) -> dict[str, Entry]:
     """An entry for each of the weights trained here, by the names of all drafters that use them."""
     by_weights: dict[str, list[Entry]] = {}
@@ -83,7 +89,7 @@ def cost_lines(entries: Sequence[Entry]) -> list[list[str]]:
                 f"{first.parameters:,}",
                 *_amounts(stages),
                 number("{:.2f}", first.weights["history"][-1].get("chain_tau", math.nan)),
-                f"{machine['device']}, {machine['cores']} cores",
+                f"{machine['device']}, {machine['cores']} cores{_processes(first.weights)}",
             ]
         )
     return lines
@@ -99,7 +105,7 @@ def held_out_lines(folder: Path, problems: list[str] | None = None) -> list[list
             tau += _tau_bounds(last["answers"])
         alphas = " ".join(number("{:.2f}", a) for a in last.get("n_alpha", [])) or ABSENT
         tree = number("{:.2f}", provenance["history"][-1].get("tree_tau", math.nan))
-        parameters, device = f"{provenance['parameters']:,}", provenance["machine"]["device"]
+        parameters, device = f"{provenance['parameters']:,}", provenance["machine"]["device"] + _processes(provenance)
         lines.append([name, parameters, *_amounts([provenance]), tau, alphas, tree, device])
     return lines
 

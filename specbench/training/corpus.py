@@ -209,19 +209,24 @@ class CorpusText:
                 with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
                     temporary.write_bytes(b"".join(map(corpus_file.to_line, texts)))
 
-    def write(self, process: int = 0, processes: int = 1) -> None:
-        """Write what is missing, after `prepare`. Of several processes each writes its own dialogues into its own file."""
+    def write(self, process: int = 0, processes: int = 1, held_out: bool = False) -> None:
+        """Write what is missing, after `prepare`. Of several processes each writes its own dialogues into its own file.
+
+        held_out: only the validation dialogues.
+        """
         if self.settings.source == "text":
             return
         written = self.written()
         own = [i for i in range(process, self._dialogues, processes) if i not in written]
-        held_out = [i for i in own if i < self.settings.validation]
+        validation = [i for i in own if i < self.settings.validation]
         # Held-out answers are exactly the target's own: acceptance is counted against them.
-        with progress("held-out answers", len(held_out), "dialogues") as show:
-            for count, _ in enumerate(self._write(held_out, process, "target"), 1):
+        with progress("held-out answers", len(validation), "dialogues") as show:
+            for count, _ in enumerate(self._write(validation, process, "target"), 1):
                 show(count)
+        if held_out:
+            return
         tokens, limit = self._training_tokens(written.values()) // processes, self.token_limit / processes
-        training = own[len(held_out) :] if tokens < limit else []
+        training = own[len(validation) :] if tokens < limit else []
         with (
             progress("answers", int(min(limit, tokens + self.missing())), "tokens") as show,
             closing(self._write(training, process, self.settings.precision)) as texts,

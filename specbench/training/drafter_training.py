@@ -92,7 +92,7 @@ def train(workspace: Workspace, budget: Budget) -> TrainedWeights:
         return _count(workspace, drafter)
     adapted = drafter.prepare_training(target)
     online = job.online or not job.corpus.states or not _stored(drafter.taps, workspace)
-    processes.print(plan(job, workspace.shards, drafter, online), flush=True)
+    processes.print(plan(job, workspace.shards, drafter, online, processes.num_processes), flush=True)
     if job.build:
         workspace.build_corpus()
     corpus = _corpus(workspace, drafter, online)

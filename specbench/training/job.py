@@ -5,9 +5,10 @@ the target, and the corpus that it writes. The weights are trained in `drafter_t
 `specbench.tuning.train_stages`.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,8 @@ from specbench.training.recipe import TrainSettings
 from specbench.training.shards import VALIDATION, Shards
 
 Stage = Literal["vocabulary", "corpus", "weights", "acceptance", "search"]
+IN_ONE_PROCESS = "run it in one process and without train.shard_target (model.device_map=auto spreads a large target)"
+LONGEST_WAIT = timedelta(days=3)  # of one process for another, which may have more of the corpus to write
 WITH_DRAFTER: tuple[Stage, ...] = ("weights", "acceptance", "search")  # stages that load a drafter
 
 
@@ -100,7 +103,7 @@ class Workspace:
 
     def write_text(self) -> None:
         """Write the missing text; where none is missing, do not wait for jobs that compute states of it."""
-        if self.text.missing():
+        if self.processes.num_processes > 1 or self.text.missing():  # several go through it together
             with self._lock():
                 self._in_all_processes(self.text.write)
 
@@ -115,14 +118,17 @@ class Workspace:
         write(self.processes.process_index, self.processes.num_processes)
         self.processes.wait_for_everyone()
 
-    def _lock(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
         """Jobs side by side enter one after the other, the processes of one job together."""
-        return FileLock(self.text.folder / ".lock") if self.processes.num_processes == 1 else nullcontext()
+        with FileLock(self.text.folder / ".lock") if self.processes.is_main_process else nullcontext():
+            self.processes.wait_for_everyone()
+            yield
 
     def build_held_out(self) -> None:
         """Write the missing held-out answers, under a lock of their own: jobs that train need not wait."""
         with FileLock(self.text.folder / f"{VALIDATION}.lock"):
-            self.text.write()
+            self.text.write(held_out=True)
             self.shards.build(held_out=True)
 
     def save_vocabulary(self) -> str:
@@ -146,7 +152,9 @@ def open_workspace(job: TrainJob) -> Workspace:
     model, on_cpu = job.model, pick_device(job.model.device).type == "cpu"
     if model.dtype == "auto" and on_cpu:
         model = replace(model, dtype="float32")  # products in bfloat16 are slower on most processors, and less exact
-    processes = PartialState(cpu=on_cpu)
+    processes = PartialState(cpu=on_cpu, timeout=LONGEST_WAIT)
+    if processes.num_processes > 1:
+        model = replace(model, device_map=None)  # each has the target, or its part of it, on its own GPU
     drafters = [job.make_drafter()] if job.until in WITH_DRAFTER else []
     if job.until == "weights" and job.batch < (n := processes.num_processes):
         raise SpecBenchError(f"train.batch={job.batch}: so many rows of all {n} processes together; set it to {n} or more")

@@ -23,10 +23,10 @@ TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual len
 LOGIT_COPIES = 4  # float32 tensors of the logits' size that a loss over the vocabulary holds at once
 
 
-def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool) -> str:
+def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool, processes: int = 1) -> str:
     """A line on the tokens, minutes, disk and memory that a training needs; minutes from a trial of one batch.
 
-    online: the target computes states in the loop.
+    online: the target computes states in the loop. processes: that share every batch; memory is that of one of them.
 
     Raises:
         SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe.
@@ -42,13 +42,14 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool) -> str:
     if settings.steps is not None:
         training_tokens = min(training_tokens, settings.steps * settings.accumulate * job.batch * row_tokens)
     vocabularies = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
-    logits = 4 * job.batch * row_tokens * min(max(vocabularies), target.vocab_size)
+    rows = -(-job.batch // processes)
+    logits = 4 * rows * row_tokens * min(max(vocabularies), target.vocab_size)
     memory = 3 * weights + LOGIT_COPIES * logits  # gradients, two moments, the loss over the vocabulary
     if missing:  # their answers are written before, and their cache is freed
         memory = max(memory, _answer_cache(text))
     disk = stored_anew * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
     _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
-    seconds = training_tokens * _training_seconds(drafter, target, settings, job.batch, online)
+    seconds = training_tokens / processes * _training_seconds(drafter, target, settings, rows, online)
     return (
         f"plan: corpus {missing:,} more tokens; training at most {training_tokens:,} tokens, about {seconds / 60:.0f} min; "
         f"disk {disk / 1e9:.2f} GB of {_free_disk(shards.folder) / 1e9:.0f} GB free; memory "

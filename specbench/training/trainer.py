@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from torch import Tensor, nn
 
 from specbench.common.budget import Budget
@@ -246,7 +246,7 @@ class Trainer:
             return metrics["loss"], metrics, tokens
         scored = batch.scored.sum()
         totals: Tensor = self.accelerator.reduce(torch.stack([scored, torch.full_like(scored, tokens)]), "sum")
-        share = scored / totals[0] * self.processes
+        share = scored / totals[0].clamp(min=1) * self.processes
         names = list(metrics)
         values: Tensor = self.accelerator.reduce(torch.stack([metrics[n].detach().float() for n in names]) * share, "mean")
         return metrics["loss"] * share, dict(zip(names, values.unbind(), strict=True)), int(totals[1])
@@ -314,10 +314,17 @@ class Trainer:
         checkpoint.write(self.checkpoint, state, self.accelerator)
 
     def _resume(self) -> None:
-        """Restore the checkpoint. Raises `SpecBenchError` for one of another training."""
-        if not self.checkpoint.exists():
+        """Restore the checkpoint, if there is one. Raises `SpecBenchError` for one of another training."""
+        if self.checkpoint.exists():
+            self._restore()
+        else:
             torch.manual_seed(self.settings.seed + self.accelerator.process_index)
-            return
+        if len(set(gather_object([self.step]))) > 1:
+            raise SpecBenchError(
+                f"some processes see {self.checkpoint} others do not; give SPECBENCH_CACHE a folder that all nodes share"
+            )
+
+    def _restore(self) -> None:
         state = unpickled(self.checkpoint, "remove it to begin anew")
         with refusing(f"{self.checkpoint} is not of this training; {checkpoint.HINT}"), torch.no_grad():
             checkpoint.check(self.checkpoint, state, self.total, self.shaped_by, self.processes)

@@ -14,7 +14,7 @@ from specbench.records.schema import SKIP, WEIGHTS
 from specbench.training import checkpoint
 from specbench.training.corpus_reader import held_out
 from specbench.training.drafter_training import TrainedWeights, train
-from specbench.training.job import Stage, TrainJob, Workspace, open_workspace
+from specbench.training.job import IN_ONE_PROCESS, Stage, TrainJob, Workspace, open_workspace
 from specbench.training.overwriting import made_by, refuse_overwriting
 from specbench.training.trainer import Paused
 from specbench.tuning import acceptance, layer_search
@@ -28,6 +28,8 @@ def remaining(job: TrainJob) -> TrainJob | None:
     if not job.missing or job.until != "weights":
         return job
     stage = lacking(job.out, job.follow)
+    if stage == "acceptance" and job.shard_target:
+        raise SpecBenchError(f"{job.out}: only {acceptance.FILE} is missing; {IN_ONE_PROCESS}")
     if stage == "weights" and not job.overwrite:
         refuse_overwriting(job.out / WEIGHTS, made_by(job.drafter, job.recipe))
     return None if stage is None else replace(job, until=stage)
@@ -59,12 +61,15 @@ def run(job: TrainJob, budget: Budget) -> Iterator[str]:
         (workspace.build_corpus if job.until == "corpus" else workspace.write_text)()
         if is_main:
             yield workspace.save_vocabulary()
-    else:
-        made = _train(workspace, budget) if job.until == "weights" else MEASUREMENTS[job.until](workspace)
+    elif job.until == "weights":
+        made = _train(workspace, budget)
         if is_main:
             yield made
+    elif is_main:
+        yield MEASUREMENTS[job.until](workspace)
     if job.pack is not None and is_main:
         yield workspace.pack()
+    workspace.processes.wait_for_everyone()
 
 
 def _train(workspace: Workspace, budget: Budget) -> str:

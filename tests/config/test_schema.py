@@ -269,6 +269,7 @@ WHOLE = {  # what is wrong with a command line as a whole, and what the line mus
         "train.corpus.temperatures=[]": "train.corpus.temperatures",
         "train.corpus.temperatures=[1e-9]": "train.corpus.temperatures",
         "train.shard_target=true": "build=false",
+        "train.shard_target=true + train.build=false + train.until=acceptance": "in one process",
         "train.text.wheel.sha256=abc": "train.text.wheel.sha256",
     },
     "study": {

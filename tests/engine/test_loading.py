@@ -378,7 +378,8 @@ def test_a_converted_model_does_not_depend_on_the_environment(offline, model, tm
 
 
 def test_any_of_several_processes_converts_a_model_whole(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "read_gguf", lambda _: (pretrained.read_model(model, torch.float32), read_tokenizer(model)))
+    read = pretrained.read_model(model, torch.float32), read_tokenizer(model)
+    monkeypatch.setattr(loading, "read_gguf", lambda _: read)
     torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         loading._convert_gguf(tmp_path / "small.gguf", tmp_path / "made")

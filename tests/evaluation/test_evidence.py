@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, tiny
@@ -172,6 +173,20 @@ def test_several_studies_share_the_time():
     assert several.named(["study=a,b", "minutes=9", "x=1"]) == (["a", "b"], ["x=1"], 9.0)
     assert several.named(["study=a,b"]) == (["a", "b"], [], None)
     assert several.named(["study=a"]) is None and several.named(["-m", "study=a,b"]) is None
+
+
+def test_a_study_that_the_system_kills_does_not_end_those_behind_it(monkeypatch, capsys):
+    ran, codes = [], iter([-signal.SIGKILL, 0, -signal.SIGINT])
+
+    def ended(command):
+        ran.append(command[3])
+        return SimpleNamespace(returncode=next(codes))
+
+    monkeypatch.setattr(several.subprocess, "run", ended)
+    assert several.run(["a", "b"], [], None) == 137
+    assert ran == ["study=a", "study=b"] and "a: its process was ended by SIGKILL" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        several.run(["c", "d"], [], None)
 
 
 # Continuing -----------------------------------------------------------------------------------------------------------
@@ -386,6 +401,7 @@ def test_what_a_killed_command_had_started_ends_with_it(tmp_path):
 
 WORKING = """
 from pathlib import Path
+from types import SimpleNamespace
 from specbench.evaluation import plan, workers
 from specbench.common.budget import Budget
 scope = plan.Scope(Path({results!r}), "smollm2-135m", {words!r}, Path({folder!r}))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make, tiny
 from decoding import plain
-from drafting import FAMILY
+from drafting import FAMILY, batch_of
 
 from drafters.base import noisy
 from specbench.engine.interface import Batch, Taps
@@ -69,6 +69,17 @@ def test_a_packed_loss_is_the_padded_loss(drafter, confined):
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("drafter", [*FAMILY, "moa", "moa drafter.tli=1"])
+def test_a_batch_without_a_scored_position_trains_nothing(drafter):
+    target, (name, *options) = tiny(), drafter.split()
+    made, batch = make(name, target, *options), batch_of(target)
+    batch.scored[:] = False
+    metrics = made.loss(batch)
+    metrics["loss"].backward()
+    assert {name: float(value.detach()) for name, value in metrics.items()} == dict.fromkeys(metrics, 0.0)
+    assert not any(p.grad.any() for p in made.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("drafter", ["hass", "medusa", "eagle3"])
