@@ -34,9 +34,10 @@ def decode(config: Any, targets: Targets) -> None:
     """Decode one cell, print its table, and fail if any of its generations did."""
     spec = run_spec.from_config(config, Options)
     require_writable(spec.folder)
-    if spec.rerun == "failed" and not run.has_failures(config, spec):
+    specs = [spec, *run.other_specs(config)]
+    if spec.rerun == "failed" and not any(run.has_failures(config, one) for one in specs):
         return
-    result = run.decode([spec, *run.other_specs(config)], targets, console.live)
+    result = run.decode(specs, targets, console.live)
     command_output.show_run(spec, result)
     if spec.minutes is not None and result.left:
         drafters = [label for label in result.ledger.arms if label != BASELINE] or [BASELINE]

@@ -102,41 +102,50 @@ def run(
         repetitions = {"quality": 1, **repetitions}
     digests = [question.digest for question in questions]
     bench = _bench(spec, target, chat, cell_arms)
-    with _exclusive(spec, bench):
-        begin = time.monotonic()
+    with _exclusive(spec, bench, budget) as ours:
+        begin, unmeasured = time.monotonic(), 0
         ledger = _ledger(spec, header)
-        bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
-        prompts = [_first_prompt(chat, question) for question in questions]
-        tokens = min(TOKENS, spec.decode.max_new_tokens)
-        workload = Workload(target, prompts[:PROMPTS], tokens, cell_arms[0].bound, prompts)
-        unmeasured = measurements.measure(repetitions, ledger, workload, cell_arms, budget)
+        if ours:
+            bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
+            prompts = [_first_prompt(chat, question) for question in questions]
+            tokens = min(TOKENS, spec.decode.max_new_tokens)
+            workload = Workload(target, prompts[:PROMPTS], tokens, cell_arms[0].bound, prompts)
+            unmeasured = measurements.measure(repetitions, ledger, workload, cell_arms, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
-        if not left:
+        if ours and not left:
             seconds = time.monotonic() - begin
             print(f"{spec.cell_folder}: complete ({seconds:.0f} s; rerun=all measures again)", file=sys.stderr)
             _trace(spec, target, chat, cell_arms, questions)
     pace = ledger.pace()
     remaining = None if pace is None else pace * bench.missing(questions, ledger)
-    failed = len(ledger.failed())
+    failed = sum(text in digests for _, text, _ in ledger.failed())  # others are of questions that are not asked now
     text = partial(answer_text, chat.tokenizer, target.stop_ids)
     return CellResult(ledger, len(cell_arms) - 1, digests, failed, unmeasured, left, remaining, text)
 
 
 def decode_early(
-    spec: RunSpec, target: Target, chat: Chat, cell_arms: list[Arm], question: Question, study: str, live: Live
+    spec: RunSpec,
+    target: Target,
+    chat: Chat,
+    cell_arms: list[Arm],
+    question: Question,
+    study: str,
+    live: Live,
+    budget: Budget,
 ) -> str:
     """Decode one question with the arms that are ready, while others still have to be prepared for minutes.
 
     It has a block of its own; the other arms meet the question later beside a baseline that is decoded again, since
     seconds are compared inside one block.
-    Returns the table of it; empty where nothing was missing.
+    Returns the table of it; empty where nothing was missing or no time is left.
     """
     bench, header = _bench(spec, target, chat, cell_arms), arms.header(spec, target, chat, cell_arms, [question], study)
-    with _exclusive(spec, bench):
+    with _exclusive(spec, bench, budget) as ours:
         ledger = _ledger(spec, header)
-        if not bench.missing([question], ledger):
+        if not ours or not bench.missing([question], ledger):
             return ""
-        bench.run([question], ledger)
+        bench.run([question], ledger, budget)
+        arms.require_lossless(ledger.block.path)
         return live(ledger, [question.digest])
 
 
@@ -151,13 +160,15 @@ def _ledger(spec: RunSpec, header: Mapping[str, Any]) -> Ledger:
     return Ledger(spec.cell_folder, header, BASELINE, timed=not spec.replay, fresh=spec.rerun == "all")
 
 
-def _exclusive(spec: RunSpec, bench: Bench) -> AbstractContextManager[Any]:
+def _exclusive(spec: RunSpec, bench: Bench, budget: Budget) -> AbstractContextManager[bool]:
     """Wait until no other process does timed work, or work that depends on the order of prompts, in this cell.
 
-    Replays share a cell, question by question.
+    Replays share a cell, question by question. Yields False if another process still holds it when the time is over.
     """
     ordered = any(bound.drafter.state == "run" for bound in bench.bound_drafters)
-    return locked(spec.cell_folder, "whole", wait=True) if ordered or not spec.replay else nullcontext()
+    if spec.replay and not ordered:
+        return nullcontext(True)
+    return locked(spec.cell_folder, "whole", wait=True, seconds=budget.left)
 
 
 def _first_prompt(chat: Chat, question: Question) -> list[int]:

@@ -3,11 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from specbench.common.timing import PhaseClock
-from specbench.engine.decode import Prefill
+from specbench.common.timing import Clock, PhaseClock
+from specbench.engine.decode import Limits, Prefill
+from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Step
 from specbench.records.rows import Row
 from specbench.remote.client import LinkLost
+from specbench.remote.draft_only import concatenated, draft_alone
+from specbench.remote.target import RemoteTarget
 
 
 def fill(row: Row, events: Iterable[Prefill | Step], clock: PhaseClock) -> LinkLost | None:
@@ -29,6 +32,16 @@ def fill(row: Row, events: Iterable[Prefill | Step], clock: PhaseClock) -> LinkL
     for step in cycles:
         row.add(in_seconds(step))
     return lost
+
+
+def continue_alone(row: Row, drafter: Drafter, target: RemoteTarget, limits: Limits, clock: Clock) -> None:
+    """After the link broke: the drafter's own continuation of the verified tokens."""
+    begin = clock()
+    room = min(limits.max_new_tokens, target.max_context - row.prompt_tokens) - len(row.tokens)
+    if room > 0:
+        drafted = draft_alone(drafter, concatenated(target.states), row.tokens[-1], room)
+        row.alone = limits.cut(drafted, len(row.tokens))[0]
+    row.alone_s = clock() - begin
 
 
 def in_seconds(step: Step) -> Step:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from hydra.utils import get_class
 
 from specbench.common import environment, hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import project_path
 from specbench.config import catalog
 from specbench.evaluation import study_runs
-from specbench.evaluation.study_training import weights_folder
+from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records import blocks, identity, studies
 from specbench.records.blocks import BlockIndex
 from specbench.records.cell_options import CellOptions, option
@@ -32,6 +33,7 @@ class Task:
     Attributes:
         cell: its number in the study. kind: `timed`, or replayed with arms that are `trained` for the study or not.
         planned, done: questions, all and those that every arm has decoded. measured: are all other quantities there?
+        records: number of rows and measurements that there are, of whichever arms.
         generations: that are missing. pace: seconds of one, without trainings; None: unknown.
         claims: of the study, which its rows decide. missing: needs of the study that this machine does not meet.
     """
@@ -48,6 +50,7 @@ class Task:
     pace: float | None
     claims: int
     missing: tuple[str, ...] = ()
+    records: int = 0
 
     @property
     def open(self) -> bool:
@@ -114,11 +117,11 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         kind = "trained" if any("train" in study["arms"][label] for label in here) else "replayed"
     known = _blocks(scope.results / name / target / options.folder, kind)
     members = [m for m in study_runs.members(study, None, here) if studies.takes_part(m.spec, options.adapted)]
+    if options.temperature > 0:
+        members = [member for member in members if not _greedy_only(member)]
     labels = [BASELINE, *(member.label for member in members)]
     typed = [f"model={scope.model}", *scope.overrides]
     trained = {m.label: folder.name for m in members if (folder := weights_folder(m, study, typed)) is not None}
-    if options.temperature > 0 and known:  # without arms that cannot sample
-        labels = [label for label in labels if label == BASELINE or label in known[-1].arms]
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
     done = min(options.questions, _done(known, labels, turns, trained))
     return Task(
@@ -137,7 +140,14 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
             *studies.unmet(studies.cell_needs(study, number), None, cuda),
             *["trained drafters"] * (absent != [] and not here),
         ),
+        records=sum(len(k.rows) + len(k.measured) for k in known),
     )
+
+
+def _greedy_only(member: Member) -> bool:
+    """Is an arm's drafter defined for greedy decoding alone?"""
+    drafter = option(member.spec["run"], "drafter", BASELINE)
+    return bool(get_class(catalog.file("drafter", drafter).content["_target_"]).greedy_only)
 
 
 def _published(model: str) -> dict[str, str]:
@@ -151,9 +161,10 @@ def _blocks(folder: Path, kind: Kind) -> list[BlockIndex]:
     if kind != "timed":
         return known
     hardware: Any = environment.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    now = {"hardware": hardware, "timing": identity.TIMING, "emulator": identity.EMULATOR}
     return [
         k for k in known
-        if identity.machine_key({**k.header, "hardware": hardware, "timing": identity.TIMING}) == k.machine
+        if identity.machine_key({**k.header, **now}) == k.machine
     ]  # fmt: skip
 
 

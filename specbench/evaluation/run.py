@@ -53,7 +53,8 @@ def require_complete(result: CellResult) -> None:
         raise SpecBenchError(f"{result.failed} generations failed; {where}; run again to retry them")
     if result.unmeasured:
         raise SpecBenchError(f"{result.unmeasured} measurements failed, named above; run again to retry them")
-    arms.require_lossless(result.ledger.block.path)
+    for part in (*result.earlier, result):
+        arms.require_lossless(part.ledger.block.path)
 
 
 def other_specs(config: Any) -> list[RunSpec]:
@@ -80,7 +81,7 @@ def has_failures(config: Any, spec: RunSpec) -> bool:
         if own is not None and {**known.header["config"], **own} == spec.identity:
             failed |= known.failures
             good |= known.rows
-    return any(label == name for label, *_ in failed - good)
+    return any(label in (name, BASELINE) for label, *_ in failed - good)
 
 
 @contextmanager

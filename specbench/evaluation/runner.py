@@ -36,7 +36,6 @@ from specbench.evaluation.trace import CalibratedDrafter
 from specbench.records.blocks import Ledger, locked
 from specbench.records.metrics import BASELINE, OTHERS
 from specbench.records.rows import Failure, GpuUse, LinkUse, QuestionEnd, Row
-from specbench.remote.draft_only import concatenated, draft_alone
 from specbench.remote.target import RemoteTarget
 
 
@@ -73,6 +72,7 @@ class Bench:
         self.sampler, self.settings, self.replay = sampler, settings, replay
         self.clock, self.background, self.meter = Clock(target.device), BackgroundLoad(), Meter(target.device)
         self.phases = PhaseClock(target.device)
+        self.left_out: set[str] = set()  # labels of drafters that another run decodes
         self.warned, self.remote = False, target if isinstance(target, RemoteTarget) else None
         if self.remote is not None:
             self.remote.cutting = False  # but while a drafter decodes
@@ -101,17 +101,15 @@ class Bench:
         budget = budget or Budget()
         restarted = self._restart_persisting(questions, ledger, budget)
         todo = [q for q in questions if self._missing(q, ledger)]
-        if not todo:
+        if not todo or not budget.allows(None):
             return
-        for question in todo:
-            if question.check is not None:
-                question.check.require()
+        budget = Budget() if restarted else budget
+        for check in [question.check for question in todo if question.check is not None]:
+            check.require()
         names = ["plain" if b.label == BASELINE else b.label for b in self.bound_drafters]
         title = ", ".join(names) if len(names) < 4 else f"{len(names)} drafters"
         if token_s := self._warm_up(todo):
-            work = (
-                f"{len(todo)} question{'s' * (len(todo) > 1)}, {self._duration(todo, ledger, token_s, budget, total_work)}"
-            )
+            work = self._duration(todo, ledger, token_s, budget, total_work)
             print(f"{title}: {work} ({self.settings.max_new_tokens:,} tokens an answer)", file=sys.stderr, flush=True)
         pace = Pace()
         with progress(title, len(questions), "questions", below) as reached, ExitStack() as stack:
@@ -129,13 +127,17 @@ class Bench:
 
     def missing(self, questions: Sequence[Question], ledger: Ledger) -> int:
         """How many generations of these questions have no good row."""
-        return sum(len(self._missing(question, ledger)) for question in questions)
+        return sum(len(self._lacking(question, ledger)) for question in questions)
 
     def text(self, tokens: list[int]) -> str:
         """The text of an answer, without stop tokens."""
         return answer_text(self.chat.tokenizer, self.target.stop_ids, tokens)
 
     def _missing(self, question: Question, ledger: Ledger) -> list[tuple[str, int]]:
+        """Labels and turns of a question that lack a good row, without the drafters that are left out."""
+        return [(label, turn) for label, turn in self._lacking(question, ledger) if label not in self.left_out]
+
+    def _lacking(self, question: Question, ledger: Ledger) -> list[tuple[str, int]]:
         """Labels and turns of a question that lack a good row."""
         return [
             (b.label, turn) for turn in range(len(question.turns)) for b in self.bound_drafters
@@ -143,13 +145,18 @@ class Bench:
         ]  # fmt: skip
 
     def _restart_persisting(self, questions: Sequence[Question], ledger: Ledger, budget: Budget) -> list[BoundDrafter]:
-        """The `state=run` drafters that lack a row, whose rows no longer count; with limited time they are left out."""
-        missing = {label for question in questions for label, _ in self._missing(question, ledger)}
+        """The `state=run` drafters that lack a row, whose rows no longer count.
+
+        They need all prompts in one go. With limited time they are left out until all others are complete.
+        """
+        missing = {label for question in questions for label, _ in self._lacking(question, ledger)}
         restarted = [b for b in self.bound_drafters if b.drafter.state == "run" and b.label in missing]
+        labels = {b.label for b in restarted}
         if restarted and budget.seconds is not None:
-            names = ", ".join(b.label for b in restarted)
-            warn(f"{names} (state=run) needs all prompts in one go; run it without minutes=")
-            self.bound_drafters = [b for b in self.bound_drafters if b not in restarted]
+            when = "when all others are complete" if missing > labels else "now, whatever minutes= says"
+            warn(f"{', '.join(sorted(labels))} (state=run) needs all prompts in one go, {when}")
+        if budget.seconds is not None and missing > labels:
+            self.left_out = labels
             return []
         for bound in restarted:
             ledger.forget(bound.label)
@@ -206,22 +213,20 @@ class Bench:
         reference = ledger.answer(question.digest, turn) if self.replay or not lacking else None
         if lacking and reference is None and baseline not in lacking:
             lacking = [baseline, *lacking]  # seconds are compared inside one block
-        replay_target: ReplayTarget | None = None  # shared by all that draft against this answer
+        shared: list[ReplayTarget] = []  # at most one, by all that draft against this answer
         for bound in lacking:
             row = Row(bound.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0, text=question.digest)
             record: Row | Failure
-            if not self.replay or bound is baseline:
+            if bound is baseline:
                 record = self._timed(row, bound, prompt, reference, question)
-                reference = record if bound is baseline and isinstance(record, Row) else reference
+                reference = record if isinstance(record, Row) else reference
             elif reference is None:
-                reason = "the baseline failed here, so there is no answer to draft against; run again"
+                reason = "the baseline failed here, so there is no answer to compare with; run again"
                 record = Failure(row.drafter, row.question, turn, reason, row.text)
-            elif bound.drafter.observes_trees:
-                replay_target = None  # it views states of the target, which decodes now
-                record = self._guarded(row, self._replayed, bound, self.target, prompt, reference.tokens)
+            elif self.replay:
+                record = self._guarded(row, self._replayed, bound, shared, prompt, reference.tokens)
             else:
-                replay_target = replay_target or ReplayTarget(self.target, prompt, reference.tokens, self.taps)
-                record = self._guarded(row, self._replayed, bound, replay_target, prompt, reference.tokens)
+                record = self._timed(row, bound, prompt, reference, question)
             ledger.write(record)
         return reference
 
@@ -259,13 +264,14 @@ class Bench:
                 self.remote.cutting = bound.label != BASELINE  # the others are compared with its whole answer
                 stack.callback(setattr, self.remote, "cutting", False)
             lost = phases.fill(row, events, self.phases)
-            if lost is not None and (self.remote is None or not row.tokens or self.remote.on_disconnect == "wait"):
+            whole = self.remote is None or self.remote.on_disconnect == "wait" or bound.label == BASELINE
+            if lost is not None and (whole or not row.tokens):
                 raise lost
             row.others, row.gpu = self.background.read(), GpuUse.read(self.meter)
             if self.remote is not None:
                 row.link = LinkUse(**asdict(self.remote.traffic), cut=None if lost is None else str(lost))
                 if lost is not None and self.remote.on_disconnect == "continue":
-                    self._draft_alone(row, bound.drafter, self.remote, limits)
+                    phases.continue_alone(row, bound.drafter, self.remote, limits, self.clock)
         self._check(row, bound.rule, prompt, reference, cut=lost is not None)
 
     def _check(self, row: Row, rule: Rule, prompt: list[int], reference: Row | None, cut: bool) -> None:
@@ -276,15 +282,6 @@ class Bench:
         if rule.simulated:
             row.audit = {"verdict": "simulated acceptance"}
         row.drift = drift.measure(self.target, self.sampler, [b.rule for b in self.bound_drafters], rule, prompt, row)
-
-    def _draft_alone(self, row: Row, drafter: Drafter, target: RemoteTarget, limits: Limits) -> None:
-        """After the link broke: the drafter's own continuation of the verified tokens."""
-        begin = self.clock()
-        room = min(limits.max_new_tokens, target.max_context - row.prompt_tokens) - len(row.tokens)
-        if room > 0:
-            drafted = draft_alone(drafter, concatenated(target.states), row.tokens[-1], room)
-            row.alone = limits.cut(drafted, len(row.tokens))[0]
-        row.alone_s = self.clock() - begin
 
     def _served(self, row: Row, bound: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with an answer of another engine."""
@@ -304,9 +301,17 @@ class Bench:
         row.solved = check.passed(self.text(row.tokens + row.alone))
 
     def _replayed(
-        self, row: Row, bound: BoundDrafter, target: Target | ReplayTarget, prompt: list[int], answer: list[int]
+        self, row: Row, bound: BoundDrafter, shared: list[ReplayTarget], prompt: list[int], answer: list[int]
     ) -> None:
-        """Fill a row with the drafter's cycles on the way to a known answer, without their seconds."""
+        """Fill a row with the drafter's cycles on the way to a known answer, without their seconds.
+
+        shared: the target's replay of this answer, made by the first drafter that can use it.
+        """
+        if bound.drafter.observes_trees:
+            shared.clear()  # it views states of the target, which decodes now
+        elif not shared:
+            shared.append(ReplayTarget(self.target, prompt, answer, self.taps))
+        target = shared[0] if shared else self.target
         drafter = CalibratedDrafter(bound.drafter)
         limits = Limits(len(answer), self.target.stop_ids)
         row.replayed = True
@@ -324,9 +329,8 @@ class Bench:
     def _warm_up(self, todo: Sequence[Question]) -> dict[str, float]:
         """Run each drafter, see `warm_up`. Returns seconds a token, by label; empty where nothing is timed."""
         prompt = warm_up.prompt(self.chat, todo, self.target.device, self.target.max_context)
-        times = 0 if self.replay else self.settings.warmup
         runs = {bound.label: partial(self._untimed, bound, prompt) for bound in self.bound_drafters}
-        return warm_up.run(self.target.device, times, runs)
+        return warm_up.run(self.target.device, 0 if self.replay else self.settings.warmup, runs)
 
     def _untimed(self, bound: BoundDrafter, prompt: list[int]) -> int:
         """Decode a few tokens; returns how many."""
@@ -340,7 +344,7 @@ class Bench:
     def _duration(
         self, todo: Sequence[Question], ledger: Ledger, token_s: dict[str, float], budget: Budget, total_work: float
     ) -> str:
-        """`about 6 min at most`, and the same for this cell and all later ones if there are any."""
+        """`3 questions, about 6 min at most`, and the same for this cell and all later ones if there are any."""
         seconds = longest((self._missing(q, ledger) for q in todo), token_s, self.settings.max_new_tokens, budget)
-        text = f"{span(seconds)} at most"
+        text = f"{len(todo)} question{'s' * (len(todo) > 1)}, {span(seconds)} at most"
         return text + (f", {span(budget.cap(seconds * total_work))} with the cells behind it" if total_work > 1 else "")

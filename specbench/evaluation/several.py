@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError, warn
-from specbench.common.processes import signal_of, was_interrupted
+from specbench.common.processes import dying_with_parent, signal_of, was_interrupted
 
 SIGNALLED = 128  # added to a signal's number, as shells do
 
@@ -47,7 +47,8 @@ def run(names: Sequence[str], rest: Sequence[str], minutes: float | None) -> int
             print(f"{name}: no time left; run it again", file=sys.stderr)
             continue
         share = [] if left is None else [f"minutes={max(left / 60 / (len(names) - index), 0.01):.2f}"]
-        done = subprocess.run([sys.executable, "-m", "specbench.study", f"study={name}", *share, *rest]).returncode
+        command = [sys.executable, "-m", "specbench.study", f"study={name}", *share, *rest]
+        done = subprocess.run(command, preexec_fn=dying_with_parent()).returncode
         if was_interrupted(done):
             raise KeyboardInterrupt
         if ending := signal_of(done):

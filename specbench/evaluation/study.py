@@ -115,27 +115,28 @@ def _ready(run: StudyRun) -> Iterator[Ready]:
 
 
 class _Decoder:
-    """Decodes the cells of a study. The target stays loaded until a cell needs it in another precision.
+    """Decodes the cells of a study. The target stays until a cell needs it in another precision or over another link.
 
     Raises `SpecBenchError` if the first cell's target cannot be loaded.
     """
 
     target: Any = None
-    model: Any = None  # of the target; None: the last one could not be loaded
+    loaded: Any = None  # model and link of the target; None: the last one could not be loaded
 
     def __init__(self, run: StudyRun, absent: Collection[str], budget: Budget, live: Live):
         self.run, self.absent, self.budget, self.live = run, absent, budget, live
+        self.reused = arms.Reused()
         self._load(run.cells[0])
 
     def _load(self, study_cell: StudyCell) -> None:
         """Load a cell's target, once the last one is freed: memory may not hold both."""
-        self.target = self.model = None
+        self.target = self.loaded = None
         free_unused()
         cells = [one for one in self.run.cells if one.base.model == study_cell.base.model]
         self.groups = {one.base.cell_folder: study_runs.groups(one, self.absent) for one in cells}
         largest = max((group for groups in self.groups.values() for group in groups), key=len)
-        self.target, self.chat = arms.load(study_cell.base, [arm.made[0] for arm in largest])
-        self.model = study_cell.base.model
+        self.target, self.chat = arms.load(study_cell.base, [arm.made[0] for arm in largest], self.reused)
+        self.loaded = study_cell.base.model, study_cell.base.link
 
     def decode(self, ready: Ready, total_work: float) -> CellResult | None:
         """Decode one cell, whose arms are freed afterwards; None, with a line, if its target cannot be loaded.
@@ -144,7 +145,7 @@ class _Decoder:
         """
         base = ready.cell.base
         try:
-            if base.model != self.model:
+            if (base.model, base.link) != self.loaded:
                 self._load(ready.cell)
         except SpecBenchError as error:
             warn(f"{ready.title}: {error}")
@@ -188,7 +189,8 @@ class _Decoder:
             title = f"{self.run.name}: one question with arms that are ready, before trees are fitted"
             print(title, file=sys.stderr, flush=True)
             first, question = [baseline, *bound.values()], ready.questions[0]
-            table = cell.decode_early(ready.cell.base, self.target, self.chat, first, question, self.run.name, self.live)
+            early_cell = ready.cell.base, self.target, self.chat, first, question, self.run.name, self.live, self.budget
+            table = cell.decode_early(*early_cell)
             if table:
                 print(table, file=sys.stderr, flush=True)
         bound |= self._bind_some([arm for arm in planned if arm not in early], planned)
@@ -212,13 +214,18 @@ def unfinished(run: StudyRun, decoded: Decoded, trained: TrainingOutcome) -> str
     return f"{run.name}: {cell.progress([result for _, result in decoded])}{trainings}"
 
 
+def _unfinished(study_cell: StudyCell, trained: TrainingOutcome) -> int:
+    """How many arms of a cell wait for their training."""
+    return sum(arm.label in trained.unfinished for arm in study_cell.arms)
+
+
 def require_complete(run: StudyRun, decoded: Decoded, trained: TrainingOutcome) -> None:
     """Raises `SpecBenchError` for what failed, but not for what there was no time for."""
     results = [result for _, result in decoded]
     for result in (part for whole in results for part in (*whole.earlier, whole)):
         arms.require_lossless(result.ledger.block.path)
     failed, unmeasured = sum(result.failed for result in results), sum(result.unmeasured for result in results)
-    absent = max(one.expected - len(trained.unfinished) - result.arms for one, result in decoded)
+    absent = max(one.expected - _unfinished(one, trained) - result.arms for one, result in decoded)
     dropped = len(run.cells) - len(decoded)
     if failed or unmeasured or absent or dropped:
         raise SpecBenchError(

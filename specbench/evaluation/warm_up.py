@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from specbench.common.errors import format_exception, warn
 from specbench.data.chat import Chat
 from specbench.data.prompts import Question
 
@@ -28,14 +29,26 @@ def _encoded(chat: Chat, question: Question) -> list[int]:
 def run(device: torch.device, times: int, arms: Mapping[str, Callable[[], int]]) -> dict[str, float]:
     """Run every arm in turn, `times` times, and on a GPU until `GPU_S` are over; 0: not at all.
 
-    arms: by label, a generation; it returns how many tokens there were. Returns seconds a token, of the last generations.
+    arms: by label, a generation; it returns how many tokens there were. One that fails is named and not run again here:
+    its rows will say the same, while the others go on.
+
+    Returns seconds a token, of the last generations; 0 for an arm that failed.
     """
     token_s: dict[str, float] = {}
+    failed: set[str] = set()
     begin, rounds = time.monotonic(), 0
     while rounds < times or (times and device.type == "cuda" and time.monotonic() - begin < GPU_S):
         for label, generate in arms.items():
+            if label in failed:
+                continue
             before = time.monotonic()
-            tokens = generate()
+            try:
+                tokens = generate()
+            except Exception as error:
+                warn(f"{label} failed while warming up: {format_exception(error)}")
+                failed.add(label)
+                token_s[label] = 0.0
+                continue
             token_s[label] = (time.monotonic() - before) / max(1, tokens)
         rounds += 1
     return token_s

@@ -135,5 +135,5 @@ def _again(task: Task, settings: Settings) -> Task | None:
     tasks = all_tasks(settings.scope, [task.study])
     now = next(t for t in tasks if t.cell == task.cell)
     print(f"{now.study}, cell {now.cell}: {now.done} of {now.planned} questions", file=sys.stderr, flush=True)
-    progress = now.done > task.done or (now.measured and not task.measured) or (task.kind == "trained" and not now.done)
+    progress = now.records > task.records or (task.kind == "trained" and not now.done)
     return now if now.open and progress else None

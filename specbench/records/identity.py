@@ -18,6 +18,9 @@ DECODING = 1
 # To be raised when the engine becomes faster or slower: speeds with a lower number are not compared; counts remain valid.
 TIMING = 3
 
+# To be raised when emulated networks delay differently: then speeds over them are not compared with those before.
+EMULATOR = 2
+
 TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names
 # Tree classes that adapt to costs in every cycle, so that a fit yields no fixed tree.
@@ -120,4 +123,6 @@ def machine_key(header: Mapping[str, Any]) -> str:
     engine = [config.get("threads") or hardware.get("threads"), config.get("backend"), config["model"].get("forward")]
     attention = header["target"].get("attention")  # older blocks, and those of CPUs, name none
     chosen = [] if attention is None else [attention]
+    if (config.get("link") or {}).get("name", "local") != "local" and "emulator" in header:  # older blocks name none
+        chosen.append(f"emulator {header['emulator']}")
     return digest([*machine, *engine, header["target"].get("kernels"), header.get("timing"), *chosen])

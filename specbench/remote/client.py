@@ -104,6 +104,7 @@ class Connection:
         answer, sizes = self._answer(begin + self.timeout_s)
         self.traffic.waited_s += time.perf_counter() - begin
         if answer["kind"] == "error":
+            self.close()  # after a fault of its own the server does not know this client any more
             raise SpecBenchError(f"{self.address} says: {answer['message']}")
         _add(self.traffic.received, sizes)
         self.traffic.server_s += answer.get("seconds", 0.0)

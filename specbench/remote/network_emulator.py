@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import random
+import selectors
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,4 +104,6 @@ async def _main(host: str, port: str, network: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(*sys.argv[1:]))
+    # `select` waits for microseconds, where asyncio's usual selector rounds up to milliseconds.
+    loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
+    loop.run_until_complete(_main(*sys.argv[1:]))

@@ -31,7 +31,7 @@ from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless, Rule, Typical, VerifyConfig
 
-VERSION = 3
+VERSION = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
@@ -133,6 +133,7 @@ class Welcome(TypedDict):
     n: Natural
     version: Natural
     fingerprint: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     condensers: Annotated[list[Digest], FailFast()]
     limits: Limits
 

@@ -1,4 +1,6 @@
-"""Turns clients' requests into trees on the server's device, and refuses those that are not valid."""
+"""Turns trees into requests, and requests into trees on the server's device; refuses those that are not valid."""
+
+from typing import Any
 
 import torch
 
@@ -55,3 +57,15 @@ def _nodes(numbers: list[int], count: int, device: torch.device) -> torch.Tensor
     if len(set(numbers)) != len(numbers) or any(node >= count for node in numbers):
         raise SpecBenchError(f"nodes that a tree of {count} does not have")
     return torch.tensor(numbers, dtype=torch.long, device=device)
+
+
+def message(tree: DraftTree) -> dict[str, Any]:
+    """The request `protocol.Pass` for a tree; `tree` reads it."""
+    request: dict[str, Any] = {"kind": "pass", "tokens": tree.tokens.tolist(), "parents": tree.parents.tolist()[1:]}
+    if tree.acceptable is not None:
+        request["others"] = (~tree.acceptable).nonzero()[:, 0].tolist()
+    if tree.q is not None:
+        parents = tree.parents[1:].unique()
+        drawn = {"ranks": tree.ranks.tolist(), "width": tree.width, "replacement": tree.replacement}
+        request["drawn"] = {"nodes": parents.tolist(), "q": protocol.pack(tree.q[parents]), **drawn}
+    return request

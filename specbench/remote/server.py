@@ -250,6 +250,7 @@ class Server:
         if peer not in self.clients:
             self.clients[peer] = Client(self.sessions.new())
         description = {"version": protocol.VERSION, "fingerprint": self.fingerprint, "limits": self.limits}
+        description["dtype"] = str(self.sessions.target.dtype).removeprefix("torch.")
         return {"kind": "welcome", **description, "condensers": list(self.sessions.condensers)}
 
     # Clients ------------------------------------------------------------------------------------------------------------

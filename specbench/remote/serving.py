@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import psutil
@@ -50,23 +51,32 @@ def server(
 
 
 class LocalServers:
-    """Servers on loopback, one for each model, in processes that end with this one."""
+    """A server on loopback, in a process that ends with this one, or when another model is asked for: memory may not hold
+    both.
+    """
 
     def __init__(self) -> None:
-        self._addresses: dict[str, str] = {}
+        self._process: BaseProcess | None = None
+        self._model, self._address = "", ""
 
     def address(self, model: ModelSpec, threads: int | None, condensers: Sequence[Any] = ()) -> str:
         """The address of a model's server, which is started if necessary. condensers: see `server`."""
         key = f"{model} {threads} {[c.name for c in condensers]}"
-        if key not in self._addresses:
-            self._addresses[key] = _start(model, threads, list(condensers))
-        return self._addresses[key]
+        if self._process is None or key != self._model or not self._process.is_alive():
+            if self._process is not None:
+                self._process.terminate()
+                self._process.join()
+                self._process = None
+            self._process, self._address = _start(model, threads, list(condensers))
+            self._model = key
+        return self._address
 
 
-def _start(model: ModelSpec, threads: int | None, condensers: list[Any]) -> str:
+def _start(model: ModelSpec, threads: int | None, condensers: list[Any]) -> tuple[BaseProcess, str]:
     context = get_context("spawn")
     receiver, sender = context.Pipe()
-    context.Process(target=_serve, args=(model, threads, condensers, sender), daemon=True).start()
+    process = context.Process(target=_serve, args=(model, threads, condensers, sender), daemon=True)
+    process.start()
     sender.close()
     try:
         message = receiver.recv() if receiver.poll(TIMEOUT_S) else {"error": f"no server within {TIMEOUT_S} s"}
@@ -74,7 +84,7 @@ def _start(model: ModelSpec, threads: int | None, condensers: list[Any]) -> str:
         message = {"error": "the server's process was killed while it started; is there enough memory?"}
     if "error" in message:
         raise SpecBenchError(message["error"])
-    return message["address"]
+    return process, message["address"]
 
 
 def _serve(model: ModelSpec, threads: int | None, condensers: list[Any], pipe: Connection) -> None:

@@ -74,7 +74,8 @@ class Sessions:
     def begin(self, session: Session, request: protocol.Begin) -> dict[str, Any]:
         """Read a prompt: the answer without its seconds. Raises `SpecBenchError` for a request that is not valid."""
         prompt, limits = request["prompt"], self.limits
-        requests.require("prompt", "tokens", len(prompt), limits["prompt"])
+        longest = limits["context" if request["resumed"] else "prompt"]  # a resumed prompt holds what was generated, too
+        requests.require("prompt", "tokens", len(prompt), longest)
         requests.require("capacity", "positions", request["capacity"], limits["context"] + limits["nodes"])
         if not len(prompt) < request["capacity"]:
             raise SpecBenchError(f"a prompt of {len(prompt)} tokens has no room in {request['capacity']} positions")
@@ -96,6 +97,7 @@ class Sessions:
 
     def _taps(self, message: protocol.TapsMessage) -> Taps:
         taps = protocol.unpack_taps(message)
+        requests.require("request", "logits a tree", (taps.observe_top_k or 0) * self.limits["nodes"], protocol.MAX_ITEMS)
         if taps.condensed is None:
             return taps
         if taps.condensed not in self.condensers:

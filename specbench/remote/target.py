@@ -5,8 +5,9 @@ only, so that the decoding loop and the drafters are the same as with a local ta
 """
 
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from specbench.engine.model_files import heads_of
 from specbench.engine.pretrained import read_ends
 from specbench.engine.tree import root_only
 from specbench.engine.verify import Lossless, Sampler, Verifier, VerifyConfig
-from specbench.remote import protocol
+from specbench.remote import protocol, requests
 from specbench.remote.client import Connection, LinkLost, Traffic
 
 RETRY_S = 0.2  # between attempts to reconnect
@@ -41,6 +42,12 @@ class VerifiedStates(TargetStates):
     def select(self, nodes: Tensor) -> TargetStates:
         assert len(nodes) == len(self.tokens)
         return self
+
+    def first(self, count: int) -> "VerifiedStates":
+        """The states of the first nodes alone."""
+        part = super().select(torch.arange(count, device=self.tokens.device))
+        assert isinstance(part, VerifiedStates)
+        return part
 
 
 class RemoteVerifier:
@@ -114,6 +121,12 @@ class RemoteTarget(LanguageModel):
                 f"{self.connection.address} serves another target ({served}) than {self.path} ({self.fingerprint()}); "
                 "start it with the same model="
             )
+        theirs, own = self.connection.welcome["dtype"], str(self.dtype).removeprefix("torch.")
+        if theirs != own:  # of which answers, ties and the keys of rows depend
+            self.connection.close()
+            raise SpecBenchError(
+                f"{self.connection.address} computes in {theirs}, this side in {own}; set model.dtype={theirs}"
+            )
 
     def close(self) -> None:
         """Free the server's memory of this client, and disconnect."""
@@ -145,15 +158,14 @@ class RemoteTarget(LanguageModel):
 
     def prefill(self, tokens: Tensor) -> TargetStates:
         """Send a prompt [N]; without a verifier the server returns logits of the last position instead of a token."""
-        if self.connection.socket is None:
-            self._open()
-        answer = self.connection.request(self._begin(tokens.tolist()))
+        answer = self._request_prompt(self._begin(tokens.tolist()))
         self.token_ids, self.emitted = tokens.tolist(), 1
         traffic = self.traffic
         traffic.prompt_bytes = sum(traffic.sent.values()) + sum(traffic.received.values())
         traffic.prompt_s = traffic.server_s
         with self._refusing_answers():
             states = self._received(answer, tokens, 0)
+            self._store(states)
             if self.verify_config is None:
                 states.logits = protocol.unpack(answer["logits"], self.device, (self.vocab_size,))[None]
             else:
@@ -163,7 +175,7 @@ class RemoteTarget(LanguageModel):
     def forward(self, tree: DraftTree) -> TargetStates:
         """Send a tree and return the states of its accepted nodes; in a stream, receive the next token instead."""
         assert len(tree) == 1 or not self.taps.free_running, "a stream has no drafts"
-        answer = self._request(None if self.taps.free_running else _tree_message(tree), int(tree.tokens[0]))
+        answer = self._request(None if self.taps.free_running else requests.message(tree), int(tree.tokens[0]))
         with self._refusing_answers():
             return self._verified(tree, answer)
 
@@ -176,9 +188,13 @@ class RemoteTarget(LanguageModel):
         ) + 1:
             raise ValueError("a path that the tree does not have")
         kept = [tokens[node] for node in (0, *path)]
-        self.token_ids, self.emitted = self.token_ids + kept, self.emitted + len(kept)
         states = self._received(answer, torch.tensor(kept, device=self.device), start)
         token, drafted = self._token(answer), answer["drafted"]
+        if len(kept) > (room := self._tokens_before_cut()):
+            token, drafted, path, kept = kept[room], room - 1, path[: room - 1], kept[:room]
+            states = states.first(room)
+        self._store(states)
+        self.token_ids, self.emitted = self.token_ids + kept, self.emitted + len(kept)
         states.verified = Verification(path, kept[1:], [ranks[node] for node in path], token, drafted)
         if "logits" in answer:
             states.logits = self._logits(answer, len(tokens))
@@ -222,13 +238,24 @@ class RemoteTarget(LanguageModel):
             "eight": self.int8_states,
         }
 
+    def _request_prompt(self, begin: Mapping[str, Any]) -> Any:
+        """The answer to a prompt, over several connections if `on_disconnect` is `wait`."""
+        try:
+            if self.connection.socket is None:
+                self._open()
+            return self.connection.request(begin)
+        except LinkLost:
+            if self.on_disconnect != "wait":
+                raise
+        return self._retry(lambda: self.connection.request(begin))
+
     def _request(self, message: Mapping[str, Any] | None, root: int) -> Any:
         """The answer to a tree with this root, over several connections if `on_disconnect` is `wait`.
 
         message: None for the next token of a stream.
         """
         try:
-            if self.cutting and self.cut_after is not None and self.emitted >= self.cut_after and not self.traffic.resumed:
+            if self._tokens_before_cut() <= 0:
                 self.connection.close()
             if message is not None:
                 return self.connection.request(message)
@@ -236,17 +263,27 @@ class RemoteTarget(LanguageModel):
         except LinkLost:
             if self.on_disconnect != "wait":
                 raise
+        answer = self._retry(lambda: self._restart(message, root))
+        self.traffic.resumed += 1
+        return answer
+
+    def _retry(self, request: Callable[[], Any]) -> Any:
+        """The answer to a request on a new connection, tried until `timeout_s` are over."""
         deadline = time.monotonic() + self.connection.timeout_s
         while True:
             try:
                 self._open()
-                answer = self._restart(message, root)
-                self.traffic.resumed += 1
-                return answer
+                return request()
             except LinkLost:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(RETRY_S)
+
+    def _tokens_before_cut(self) -> int:
+        """How many tokens the link still brings before it is cut in this generation; very many where it is not cut."""
+        if not self.cutting or self.cut_after is None or self.traffic.resumed:
+            return sys.maxsize
+        return self.cut_after - self.emitted
 
     def _restart(self, message: Mapping[str, Any] | None, root: int) -> Any:
         """The answer after a new `Begin`; a stream's next token is the first one after a prompt that includes the root."""
@@ -263,7 +300,7 @@ class RemoteTarget(LanguageModel):
         kv = iter([self._tensor(part, kv_shape) for part in answer.get("kv", [])])
         hidden = [self._tensor(part, (count, self.hidden_size)) for part in answer.get("hidden", [])]
         empty = torch.empty(count, 0, device=self.device, dtype=self.dtype)
-        states = VerifiedStates(
+        return VerifiedStates(
             tokens=tokens,
             positions=torch.arange(start, start + count, device=self.device),
             last=self._tensor(answer["last"], (count, self.hidden_size)) if self.taps.last else empty,
@@ -272,9 +309,11 @@ class RemoteTarget(LanguageModel):
             kv=dict(zip(self.taps.kv, zip(kv, kv, strict=True), strict=True)),
             condensed=tuple(self._tensor(part, (count, *part["s"][1:])) for part in answer.get("condensed", [])),
         )
+
+    def _store(self, states: TargetStates) -> None:
+        """Keep states for a drafter that goes on alone."""
         if self.on_disconnect == "continue":
             self.states.append(states)
-        return states
 
     @contextmanager
     def _refusing_answers(self) -> Iterator[None]:
@@ -306,15 +345,3 @@ class RemoteTarget(LanguageModel):
         ids = torch.tensor(answer["ids"], device=self.device)
         logits = torch.full((nodes, self.vocab_size), -torch.inf, device=self.device, dtype=self.dtype)
         return logits.scatter(1, ids, protocol.unpack(answer["logits"], self.device, tuple(ids.shape)).to(self.dtype))
-
-
-def _tree_message(tree: DraftTree) -> dict[str, Any]:
-    """A `protocol.Pass`."""
-    message: dict[str, Any] = {"kind": "pass", "tokens": tree.tokens.tolist(), "parents": tree.parents.tolist()[1:]}
-    if tree.acceptable is not None:
-        message["others"] = (~tree.acceptable).nonzero()[:, 0].tolist()
-    if tree.q is not None:
-        parents = tree.parents[1:].unique()
-        drawn = {"ranks": tree.ranks.tolist(), "width": tree.width, "replacement": tree.replacement}
-        message["drawn"] = {"nodes": parents.tolist(), "q": protocol.pack(tree.q[parents]), **drawn}
-    return message

@@ -21,6 +21,7 @@ from tree_checks import check, paths_of
 from drafters.prompt_lookup import PromptLookup
 from drafters.retrieval import Retriever
 from drafters.suffix import Automaton, Suffix
+from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
 from specbench.config import validation
 from specbench.config.run_spec import RunOptions
@@ -507,6 +508,19 @@ def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
     bench.run(QUESTIONS, ledger(tmp_path / "b", header(name)))
     assert cycles(rows_of(tmp_path / "b"), name) == first
     assert not made.persisting
+
+
+def test_with_limited_time_a_drafter_that_remembers_comes_last_and_whole(tmp_path, capsys):
+    target = tiny()
+    target.stop_ids = ()
+    made = make("suffix", target, "drafter.state=run")
+    bound_drafters = [BoundDrafter(d.name, d, Lossless()) for d in (make("none", target), made, make("eagle2", target))]
+    decoding, names = RunSettings(max_new_tokens=8, warmup=0), ("suffix", "eagle2")
+    for lacking, said in ((len(QUESTIONS), "when all others are complete"), (0, "now, whatever minutes= says")):
+        bench, known = Bench(target, CHAT, bound_drafters, Sampler(), decoding), ledger(tmp_path, header(*names))
+        bench.run(QUESTIONS, known, Budget(600.0))
+        assert said in capsys.readouterr().err
+        assert bench.missing(QUESTIONS, known) == lacking and {key[0] for key in rows_of(tmp_path)} >= {"none", "eagle2"}
 
 
 @pytest.mark.parametrize("ends", [[2], [3, 1]], ids=["once", "twice"])

@@ -178,7 +178,7 @@ def test_several_studies_share_the_time():
 def test_a_study_that_the_system_kills_does_not_end_those_behind_it(monkeypatch, capsys):
     ran, codes = [], iter([-signal.SIGKILL, 0, -signal.SIGINT])
 
-    def ended(command):
+    def ended(command, **_):
         ran.append(command[3])
         return SimpleNamespace(returncode=next(codes))
 

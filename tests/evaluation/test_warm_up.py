@@ -82,3 +82,18 @@ def test_a_row_with_its_gpu_is_read_again(gpu):
     assert row.gpu == gpu and contradiction(row, ["none"]) is None
     del data["gpu"]  # as rows were written before
     assert parse(json.dumps({"kind": "prompt", **data}).encode(), Line, "line").gpu is None
+
+
+def test_an_arm_that_fails_stops_no_other(capsys):
+    ran = []
+
+    def fails():
+        ran.append("fails")
+        raise RuntimeError("out of memory")
+
+    def works():
+        ran.append("works")
+        return 1
+
+    assert [*warm_up.run(CPU, 2, {"a": fails, "b": works})] == ["a", "b"]
+    assert ran == ["fails", "works", "works"] and "a failed while warming up: " in capsys.readouterr().err
