@@ -51,7 +51,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from drafters.base import Noise, TrainedDrafter, llama_config, noisy, to_serving_config
 from drafters.distillation import DistillationLoss
-from drafters.layers import prefix_causal_mask
+from drafters.layers import prefix_causal_mask, step_mask
+from drafters.moa_checkpoint import attention_shape
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
 from specbench.engine.batch import share_network
@@ -111,6 +112,7 @@ class Eagle(TrainedDrafter):
         self.layers, self.intermediate_size = layers, intermediate_size
         self.regression, self.classification = regression, classification
         self.noise, self.noise_law = noise, noise_law
+        self.shape: dict[str, Any] = {}  # of a published head's attention, if it is not the target's
 
     def build(self, target: Target) -> None:
         config = self._config(target)
@@ -136,13 +138,20 @@ class Eagle(TrainedDrafter):
                 self.fc.weight[:, :width] *= float(rms[0] / rms[1])
 
     def _config(self, target: Target) -> Any:  # a LlamaConfig
-        return llama_config(target, self.layers, intermediate_size=self.intermediate_size)
+        return llama_config(target, self.layers, **({"intermediate_size": self.intermediate_size} | self.shape))
 
     # Published weights ---------------------------------------------------------------------------------------------------
 
     def infer_shape(self, checkpoint: Checkpoint) -> None:
-        """Whether fc has a bias: by the tensors, since published configurations are known to be wrong."""
+        """Heads, rope and epsilon by the head's own configuration, if it has one: they may differ from the target's.
+
+        Whether fc has a bias and how many key heads there are: by the tensors, since configurations are known to be wrong.
+        """
         self.bias = "fc.bias" in checkpoint.tensors
+        if "num_attention_heads" in checkpoint.config:
+            options = {"rope_theta": 10000.0, **checkpoint.config}  # as the authors' code reads it
+            options.pop("num_key_value_heads", None)
+            self.shape = attention_shape("layers.0", checkpoint, options)
 
     def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         """EAGLE's and HASS's files: `fc.*`, `layers.0.*` without an input norm, a frozen copy of the target's embedding."""
@@ -152,7 +161,11 @@ class Eagle(TrainedDrafter):
         own = {n: n.replace("layers.0.", "layer.") for n in tensors if n.startswith(("fc.", "layers.0."))}
         used = set(own)
         self.require_embedding(checkpoint)
-        return {mine: tensors[theirs] for theirs, mine in own.items()}, used | ({"embed_tokens.weight"} & tensors.keys())
+        mapped = {mine: tensors[theirs] for theirs, mine in own.items()}
+        for name, parameter in self.layer.named_parameters(prefix="layer"):
+            if name.endswith("o_proj.bias"):  # Qwen2's attention has biases, this one not
+                mapped.setdefault(name, torch.zeros(parameter.shape))
+        return mapped, used | ({"embed_tokens.weight"} & tensors.keys())
 
     def require_embedding(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint with another embedding than the target's."""
@@ -197,6 +210,9 @@ class Eagle(TrainedDrafter):
         tensors = {n.replace("layer.", "layers.0.", 1): t for n, t in trained(self).items()}
         if server == "sglang":
             tensors.setdefault("fc.bias", torch.zeros(target.hidden_size))
+        if (scale := float(getattr(target.embedding, "embed_scale", 1.0))) != 1.0:  # servers look up unscaled embeddings
+            embedded, states = tensors["fc.weight"].chunk(2, 1)
+            tensors["fc.weight"] = torch.cat([scale * embedded, states], 1)
         config = to_serving_config(self._config(target))
         kind = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[server]
         return tensors, config | {"architectures": [kind], "tie_word_embeddings": False}
@@ -323,18 +339,3 @@ def following(batch: Batch, ahead: int = 1) -> Batch:
         vocabulary_bias=batch.vocabulary_bias,
         starts=None if batch.starts is None else batch.starts[:, :-ahead],
     )
-
-
-def step_mask(step: int, length: int, device: torch.device | None = None) -> Tensor:
-    """The keys that a query of pass j attends to: [T, j * T] bool, the keys of pass 1 first.
-
-    Pass 3, T = 4, rows are queries:   f^(1)    f^(2)    f^(3)
-                                       . . . .  . . . .  x . . .
-                                       . . . .  x . . .  . x . .
-                                       x . . .  . x . .  . . x .
-                                       x x . .  . . x .  . . . x
-    """
-    row = torch.arange(length, device=device)[:, None]
-    column = torch.arange(length, device=device)[None, :]
-    own = [column == row - (step - source) for source in range(2, step + 1)]
-    return torch.cat([column <= row - (step - 1), *own], 1)

@@ -33,6 +33,21 @@ def prefix_causal_mask(prefix: int, n: int, device: torch.device) -> Tensor | No
     return torch.ones(n, prefix + n, dtype=torch.bool, device=device).tril(prefix)
 
 
+def step_mask(step: int, length: int, device: torch.device | None = None) -> Tensor:
+    """The keys that a query of pass j attends to: [T, j * T] bool, the keys of pass 1 first.
+
+    Pass 3, T = 4, rows are queries:   f^(1)    f^(2)    f^(3)
+                                       . . . .  . . . .  x . . .
+                                       . . . .  x . . .  . x . .
+                                       x . . .  . x . .  . . x .
+                                       x x . .  . . x .  . . . x
+    """
+    row = torch.arange(length, device=device)[:, None]
+    column = torch.arange(length, device=device)[None, :]
+    own = [column == row - (step - source) for source in range(2, step + 1)]
+    return torch.cat([column <= row - (step - 1), *own], 1)
+
+
 def unread_tokens(states: TargetStates, bonus: int, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tokens [N] behind `rows` cached ones, up to the bonus; their positions [N] and mask [N, rows + N] or None."""
     first = int(rows > 0)  # the old root was run when it was the bonus

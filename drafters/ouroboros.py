@@ -72,6 +72,10 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         self.guesses, self.seed = guesses, seed
         self.nodes, self.passes = 1 + gamma + suffixes * (level - 1), gamma
 
+    @property
+    def trained(self) -> Drafter:
+        return self.base.trained
+
     def bind(self, target: Target) -> None:
         super().bind(target)
         self.device, self.stop_ids = target.device, frozenset(target.stop_ids)

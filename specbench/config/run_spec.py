@@ -259,7 +259,7 @@ def _resolve(options: dict[str, Any]) -> None:
     elif options["checkpoint"] is None and node.get("weights"):
         if project_path(node["weights"]).exists():
             take_shape(node)
-        else:
+        elif not node.get("path") and node["weights"].startswith(f"drafters/weights/{model['name']}/"):  # none was named
             options["checkpoint"] = (model.get("published") or {}).get(node["name"])
 
 

@@ -4,6 +4,7 @@ Only tensors are read: safetensors, or pickles with `weights_only=True`; `Traine
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from specbench.engine.model_files import CONFIG, read_settings
 from specbench.engine.tensors import read_tensors, some
 from specbench.engine.weights import Checkpoint
 
+BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, index, and the tokenizer of a draft model
 FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "*.pt", "*.bin")  # in this order of preference
 
 
@@ -46,12 +48,13 @@ def _from_hub(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["config.json", *FILES]
+    patterns = [*BESIDE, *FILES]
     try:
-        try:
-            return Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))
-        except LocalEntryNotFoundError:
-            return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        with suppress(LocalEntryNotFoundError):
+            folder = Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))
+            if any(found for pattern in FILES for found in folder.glob(pattern)):  # other tools may fetch single files
+                return folder
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise SpecBenchError(
             f"checkpoint={hub_id} is no folder here and cannot be fetched from the hub ({type(error).__name__}); connect "

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafters.eagle import step_mask
-from drafters.layers import BLOCK, attend, visible_attention
+from drafters.layers import BLOCK, attend, step_mask, visible_attention
 
 LENGTH = 2 * BLOCK + 37
 

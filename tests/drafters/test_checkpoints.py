@@ -329,6 +329,49 @@ def test_where_none_were_trained_a_trained_part_takes_what_its_target_publishes(
     assert asked.checkpoint == alone.checkpoint is not None
 
 
+@pytest.mark.parametrize("named", [["vanilla", "drafter.path=DIR"], ["eagle2", "drafter.weights=DIR"]])
+def test_what_the_user_names_is_not_replaced_by_what_is_published(named):
+    assert settled(named[0], "model=llama2-7b").checkpoint is not None
+    assert settled(*named, "model=llama2-7b").checkpoint is None
+
+
+def test_a_draft_model_inside_another_drafter_takes_a_checkpoint():
+    made = instantiate(configuration("ouroboros").drafter)
+    assert made.trained is made.base and made.trained.takes_checkpoint
+
+
+@pytest.mark.parametrize("drafter", ["eagle2", "hass"])
+def test_a_head_has_its_own_heads_and_rope(drafter, tmp_path):
+    target = tiny()
+    t = eagle_tensors(target, True) | layer_tensors("layers.0", D, HEADS, HEADS, HEAD_DIM, MLP, input_norm=False)
+    config = {"num_attention_heads": HEADS, "num_key_value_heads": KV, "rms_norm_eps": 0.5}  # the tensors say HEADS
+    for theta, expected in (({}, 10000.0), ({"rope_theta": 777.0}, 777.0)):
+        made = adopted(drafter, write(tmp_path / str(expected), t, **config, **theta), target)
+        assert len(made.layer.self_attn.k_proj.weight) == HEADS * HEAD_DIM
+        assert made.layer.post_attention_layernorm.variance_epsilon == 0.5
+        assert made.rotary.config.rope_parameters["rope_theta"] == expected
+
+
+def test_a_head_for_a_target_with_biases_has_none_behind_its_attention(tmp_path):
+    """Qwen2's layers, and published heads for it: q, k and v have biases, o has none."""
+    target = tiny("qwen2")
+    t = eagle_tensors(target, True)
+    t |= {f"layers.0.self_attn.{x}_proj.bias": random(len(t[f"layers.0.self_attn.{x}_proj.weight"])) for x in "qkv"}
+    made = adopted("eagle2", write(tmp_path / "c", t), target)
+    assert not made.layer.self_attn.o_proj.bias.any()
+    assert torch.equal(made.layer.self_attn.q_proj.bias, t["layers.0.self_attn.q_proj.bias"])
+
+
+def test_a_head_exported_for_scaled_embeddings_reads_unscaled_ones(monkeypatch):
+    target = tiny()
+    made = make("eagle2", target, "+drafter.bias=false")
+    before, _ = made.export_tensors("vllm", target)
+    monkeypatch.setattr(target.embedding, "embed_scale", torch.tensor(4.0), raising=False)
+    scaled, _ = made.export_tensors("vllm", target)
+    halves = [tensors["fc.weight"].chunk(2, 1) for tensors in (before, scaled)]
+    assert torch.equal(4 * halves[0][0], halves[1][0]) and torch.equal(halves[0][1], halves[1][1])
+
+
 def test_a_place_that_is_nowhere():
     with pytest.raises(SpecBenchError, match="is no folder here and cannot be fetched"):
         checkpoints.read("nobody/has-this-drafter")

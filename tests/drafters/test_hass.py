@@ -8,7 +8,8 @@ from conftest import make, tiny
 from drafting import batch_of
 
 from drafters import coral
-from drafters.eagle import following, step_mask
+from drafters.eagle import following
+from drafters.layers import step_mask
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])

@@ -2,13 +2,16 @@
 
 import asyncio
 import signal
+import socket
 import statistics
 import time
 
 import pytest
-from doors import run, start, weight
+from doors import run, start, study, weight
 
+from specbench.remote.link import _emulate
 from specbench.remote.network_emulator import Network, listen
+from specbench.remote.transport import parse_address
 
 
 def served(home, *arguments, **more):
@@ -54,6 +57,40 @@ def _rows(folder):
 def test_a_run_starts_a_server_of_its_own_behind_a_profile(home, tmp_path):
     run(home, "run", "link=lan", "drafter=prompt_lookup", "data.limit=1", f"results={tmp_path}")
     assert all(row.link.round_trips == len(row.accepted) + 1 for row in _rows(tmp_path))
+
+
+CUT = """\
+title: Links that break
+source: [nowhere]
+cells:
+  - [dataset=mtbench, data.limit=1, link=lan, link.cut_after=3, link.on_disconnect=stop]
+  - [dataset=mtbench, data.limit=1, link=lan, link.cut_after=6, link.on_disconnect=stop]
+arms:
+  lookup: {run: [drafter=prompt_lookup]}
+claims: []
+"""
+
+
+def test_every_cell_of_a_study_has_the_link_that_it_names(home, tmp_path):
+    study(home, CUT, "cut", f"results={tmp_path}")
+    for tokens in (3, 6):
+        (folder,) = (tmp_path / "cut" / "tiny").glob(f"*cut{tokens}")
+        assert {len(row.tokens) for row in _rows(folder) if row.drafter == "lookup"} == {tokens}
+
+
+def test_a_delay_below_a_millisecond_is_no_millisecond():
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, emulator = _emulate(f"tcp://127.0.0.1:{listener.getsockname()[1]}", Network(delay_ms=0.2))
+    with listener, socket.create_connection(parse_address(address)) as near, listener.accept()[0] as far:
+        trips = []
+        for _ in range(50):
+            begin = time.perf_counter()
+            near.sendall(b"x")
+            far.sendall(far.recv(1))
+            near.recv(1)
+            trips.append(time.perf_counter() - begin)
+    emulator.communicate()
+    assert 0.0004 <= min(trips) < 0.0018, "milliseconds were rounded up: 2 or more for both ways"
 
 
 @pytest.mark.parametrize(
