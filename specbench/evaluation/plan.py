@@ -147,7 +147,8 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
 def _greedy_only(member: Member) -> bool:
     """Is an arm's drafter defined for greedy decoding alone?"""
     drafter = option(member.spec["run"], "drafter", BASELINE)
-    return bool(get_class(catalog.file("drafter", drafter).content["_target_"]).greedy_only)
+    drafter_class: Any = get_class(catalog.file("drafter", drafter).content["_target_"])
+    return bool(drafter_class.greedy_only)
 
 
 def _published(model: str) -> dict[str, str]:
