@@ -17,6 +17,11 @@ class Budget:
         """Seconds; None without a limit."""
         return None if self.seconds is None else self.started + self.seconds - time.monotonic()
 
+    @property
+    def over(self) -> bool:
+        """Is no time left?"""
+        return self.left is not None and self.left <= 0
+
     def allows(self, seconds: float | None) -> bool:
         """Does work of so many seconds fit? Work of unknown length (None) fits while any time is left."""
         left = self.left

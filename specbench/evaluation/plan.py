@@ -147,7 +147,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
 def _greedy_only(member: Member) -> bool:
     """Is an arm's drafter defined for greedy decoding alone?"""
     drafter = option(member.spec["run"], "drafter", BASELINE)
-    drafter_class: Any = get_class(catalog.file("drafter", drafter).content["_target_"])
+    drafter_class: Any = get_class(catalog.file("drafter", drafter).node["_target_"])
     return bool(drafter_class.greedy_only)
 
 

@@ -101,7 +101,7 @@ class Bench:
         budget = budget or Budget()
         restarted = self._restart_persisting(questions, ledger, budget)
         todo = [q for q in questions if self._missing(q, ledger)]
-        if not todo or not budget.allows(None):
+        if not todo or budget.over:
             return
         budget = Budget() if restarted else budget
         for check in [question.check for question in todo if question.check is not None]:

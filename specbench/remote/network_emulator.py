@@ -107,3 +107,7 @@ if __name__ == "__main__":
     # `select` waits for microseconds, where asyncio's usual selector rounds up to milliseconds.
     loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
     loop.run_until_complete(_main(*sys.argv[1:]))
+    connections = asyncio.all_tasks(loop)
+    for connection in connections:
+        connection.cancel()
+    loop.run_until_complete(asyncio.gather(*connections, return_exceptions=True))

@@ -140,7 +140,9 @@ def test_a_study_decodes_its_arms_in_groups(home, tmp_path, monkeypatch, capsys)
 def test_a_study_loads_its_target_with_room_for_its_largest_group(home, tmp_path, monkeypatch):
     monkeypatch.setattr(loading.ModelSpec, "groups", lambda *_: [[0], [1, 2]])
     asked = []
-    monkeypatch.setattr(arms, "load", lambda spec, drafters: asked.append([d.name for d in drafters]) or (None, None))
+    monkeypatch.setattr(
+        arms, "load", lambda spec, drafters, reused: asked.append([d.name for d in drafters]) or (None, None)
+    )
     ran, _ = study_of(home, tmp_path, "suffix", "token_recycling", "lookahead")
     _Decoder(ran, (), Budget(), None)
     assert asked == [["token_recycling", "lookahead"]]

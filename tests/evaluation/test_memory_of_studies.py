@@ -41,7 +41,7 @@ def test_a_cells_result_keeps_neither_target_nor_drafters(home, tmp_path, monkey
 
 
 def cell_of(model, number=0):
-    base = SimpleNamespace(model=model, cell_folder=f"cell-{number}")
+    base = SimpleNamespace(model=model, link=None, cell_folder=f"cell-{number}")
     return SimpleNamespace(base=base, arms=[], number=number, title=model)
 
 
@@ -51,7 +51,7 @@ class Loads:
     def __init__(self):
         self.full, self.alive, self.order, self.together = set(), [], [], 0
 
-    def __call__(self, spec, drafters):
+    def __call__(self, spec, drafters, reused):
         self.order.append(spec.model)
         gc.collect()
         self.together = max(self.together, 1 + sum(ref() is not None for ref in self.alive))
