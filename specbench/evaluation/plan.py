@@ -3,11 +3,11 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from hydra.utils import get_class
 
 from specbench.common import environment, hashing
 from specbench.common.errors import SpecBenchError
@@ -147,8 +147,8 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
 def _greedy_only(member: Member) -> bool:
     """Is an arm's drafter defined for greedy decoding alone?"""
     drafter = option(member.spec["run"], "drafter", BASELINE)
-    drafter_class: Any = get_class(catalog.file("drafter", drafter).node["_target_"])
-    return bool(drafter_class.greedy_only)
+    module, _, name = catalog.file("drafter", drafter).node["_target_"].rpartition(".")
+    return bool(getattr(import_module(module), name).greedy_only)
 
 
 def _published(model: str) -> dict[str, str]:
