@@ -25,7 +25,7 @@ class Budget:
     def allows(self, seconds: float | None) -> bool:
         """Does work of so many seconds fit? Work of unknown length (None) fits while any time is left."""
         left = self.left
-        return left is None or (left > 0 and (seconds is None or seconds <= left))
+        return left is None or (not self.over and (seconds is None or seconds <= left))
 
     def cap(self, seconds: float) -> float:
         """Seconds, or the time that is left if that is shorter."""

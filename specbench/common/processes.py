@@ -36,7 +36,7 @@ def dying_with_parent(nice: int = 0) -> Callable[[], None]:
 
 
 def was_interrupted(returncode: int) -> bool:
-    """Whether a child ended because somebody asked it to: Ctrl-C or SIGTERM, and not by want of memory, for instance."""
+    """Whether somebody ended a child, with Ctrl-C or SIGTERM. Where memory ran out the system sends SIGKILL."""
     return returncode in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
 
 

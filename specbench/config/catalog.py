@@ -143,6 +143,13 @@ def file(folder: str, name: str) -> File:
     return read(CONF / folder / f"{name}.yaml")
 
 
+def drafter_class(name: str) -> Any:
+    """The class of a drafter of `conf/drafter`. Raises `SpecBenchError` for an unknown name."""
+    from hydra.utils import get_class  # here alone: listing needs no Hydra
+
+    return get_class(file("drafter", name).node["_target_"])
+
+
 def unknown(folder: str, name: str, known: Collection[str]) -> str:
     """The message on a name that no file of a folder has."""
     return f"{folder}={visible(name)}: there is no such {folder}{nearest(name, known) or f'; {where(folder)}'}"

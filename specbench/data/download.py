@@ -12,6 +12,8 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import cached, sha256_of
 from specbench.common.types import Sha256, Text
 
+BESIDE_TENSORS = ("*.json", "*.jinja", "*.model", "*.txt")  # a model's configuration, index of tensors, and tokenizer
+
 
 @dataclass(frozen=True)
 class Wheel:
@@ -94,7 +96,7 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
     """
     from huggingface_hub import errors, snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    patterns = [*BESIDE_TENSORS, "*.safetensors"]
     with_older = [*patterns, "pytorch_model*.bin"]  # for Vicuna; Transformers unpickles nothing but tensors
 
     def snapshot(allowed: list[str], local: bool = False) -> Path:

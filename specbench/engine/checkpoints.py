@@ -13,11 +13,11 @@ from torch import Tensor
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import user_path
+from specbench.data.download import BESIDE_TENSORS
 from specbench.engine.model_files import CONFIG, read_settings
 from specbench.engine.tensors import read_tensors, some
 from specbench.engine.weights import Checkpoint
 
-BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, index, and the tokenizer of a draft model
 FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "*.pt", "*.bin")  # in this order of preference
 
 
@@ -48,7 +48,7 @@ def _from_hub(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*BESIDE, *FILES]
+    patterns = [*BESIDE_TENSORS, *FILES]
     try:
         with suppress(LocalEntryNotFoundError):
             folder = Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=True))

@@ -47,6 +47,11 @@ class CellResult:
     text: Callable[[list[int]], str]
     earlier: Sequence["CellResult"] = ()
 
+    @property
+    def parts(self) -> Sequence["CellResult"]:
+        """The results of all groups, each with a ledger of its own."""
+        return (*self.earlier, self)
+
 
 def progress(results: Sequence[CellResult]) -> str:
     """`24 of 80 questions, about 34 minutes more`, of some cells together."""

@@ -71,7 +71,7 @@ def _earlier_costs(spec: RunSpec, target: Target, label: str) -> Costs | None:
     Blocks of other kinds of machines count only in a replay, which continues with the tree that it began with.
     """
     here = {"hardware": environment.hardware(target.device), "target": target.computed_by}
-    header = {**here, "config": spec.shared, "timing": identity.TIMING, "emulator": identity.EMULATOR}
+    header = {**here, "config": spec.shared, **identity.SPEEDS}
     machine, options = identity.machine_key(header), identity.plain_options(spec.drafter)
     rows: Counter[str] = Counter()  # by tree
     costs: dict[str, tuple[Any, Path]] = {}

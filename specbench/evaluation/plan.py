@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,9 +145,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
 
 def _greedy_only(member: Member) -> bool:
     """Is an arm's drafter defined for greedy decoding alone?"""
-    drafter = option(member.spec["run"], "drafter", BASELINE)
-    module, _, name = catalog.file("drafter", drafter).node["_target_"].rpartition(".")
-    return bool(getattr(import_module(module), name).greedy_only)
+    return bool(catalog.drafter_class(option(member.spec["run"], "drafter", BASELINE)).greedy_only)
 
 
 def _published(model: str) -> dict[str, str]:
@@ -162,11 +159,8 @@ def _blocks(folder: Path, kind: Kind) -> list[BlockIndex]:
     if kind != "timed":
         return known
     hardware: Any = environment.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    now = {"hardware": hardware, "timing": identity.TIMING, "emulator": identity.EMULATOR}
-    return [
-        k for k in known
-        if identity.machine_key({**k.header, **now}) == k.machine
-    ]  # fmt: skip
+    now = {"hardware": hardware, **identity.SPEEDS}
+    return [k for k in known if identity.machine_key({**k.header, **now}) == k.machine]
 
 
 def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int, trained: Mapping[str, str]) -> int:

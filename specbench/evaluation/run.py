@@ -53,7 +53,7 @@ def require_complete(result: CellResult) -> None:
         raise SpecBenchError(f"{result.failed} generations failed; {where}; run again to retry them")
     if result.unmeasured:
         raise SpecBenchError(f"{result.unmeasured} measurements failed, named above; run again to retry them")
-    for part in (*result.earlier, result):
+    for part in result.parts:
         arms.require_lossless(part.ledger.block.path)
 
 

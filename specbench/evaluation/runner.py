@@ -72,7 +72,7 @@ class Bench:
         self.sampler, self.settings, self.replay = sampler, settings, replay
         self.clock, self.background, self.meter = Clock(target.device), BackgroundLoad(), Meter(target.device)
         self.phases = PhaseClock(target.device)
-        self.left_out: set[str] = set()  # labels of drafters that another run decodes
+        self.left_out: set[str] = set()  # labels of drafters that wait until all others are complete
         self.warned, self.remote = False, target if isinstance(target, RemoteTarget) else None
         if self.remote is not None:
             self.remote.cutting = False  # but while a drafter decodes

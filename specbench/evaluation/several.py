@@ -43,7 +43,7 @@ def run(names: Sequence[str], rest: Sequence[str], minutes: float | None) -> int
     budget, code = Budget.of_minutes(minutes), 0
     for index, name in enumerate(names):
         left = budget.left
-        if left is not None and left <= 0:
+        if budget.over:
             print(f"{name}: no time left; run it again", file=sys.stderr)
             continue
         share = [] if left is None else [f"minutes={max(left / 60 / (len(names) - index), 0.01):.2f}"]

@@ -189,8 +189,8 @@ class _Decoder:
             title = f"{self.run.name}: one question with arms that are ready, before trees are fitted"
             print(title, file=sys.stderr, flush=True)
             first, question = [baseline, *bound.values()], ready.questions[0]
-            early_cell = ready.cell.base, self.target, self.chat, first, question, self.run.name, self.live, self.budget
-            table = cell.decode_early(*early_cell)
+            base, name = ready.cell.base, self.run.name
+            table = cell.decode_early(base, self.target, self.chat, first, question, name, self.live, self.budget)
             if table:
                 print(table, file=sys.stderr, flush=True)
         bound |= self._bind_some([arm for arm in planned if arm not in early], planned)
@@ -222,7 +222,7 @@ def _unfinished(study_cell: StudyCell, trained: TrainingOutcome) -> int:
 def require_complete(run: StudyRun, decoded: Decoded, trained: TrainingOutcome) -> None:
     """Raises `SpecBenchError` for what failed, but not for what there was no time for."""
     results = [result for _, result in decoded]
-    for result in (part for whole in results for part in (*whole.earlier, whole)):
+    for result in (part for whole in results for part in whole.parts):
         arms.require_lossless(result.ledger.block.path)
     failed, unmeasured = sum(result.failed for result in results), sum(result.unmeasured for result in results)
     absent = max(one.expected - _unfinished(one, trained) - result.arms for one, result in decoded)

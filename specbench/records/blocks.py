@@ -47,7 +47,7 @@ class Block:
         machine = re.sub(r"[^a-z0-9]+", "-", str(header["hardware"]["device"]).lower()).strip("-")[:40]
         self.path = folder / f"{now:%Y-%m-%dT%H%M%S.%f}-{machine}-{secrets.token_hex(3)}.jsonl"
         started = f"{now:%Y-%m-%dT%H:%M:%S.%f}Z"
-        versions = {"decoding": identity.DECODING, "timing": identity.TIMING, "emulator": identity.EMULATOR}
+        versions = {"decoding": identity.DECODING, **identity.SPEEDS}
         self.header = {"kind": "header", "schema": SCHEMA, "started": started, **versions, **header}
 
     def write(self, record: Record) -> None:

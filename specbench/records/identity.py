@@ -20,6 +20,7 @@ TIMING = 3
 
 # To be raised when emulated networks delay differently: then speeds over them are not compared with those before.
 EMULATOR = 2
+SPEEDS = {"timing": TIMING, "emulator": EMULATOR}  # as headers have them
 
 TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names

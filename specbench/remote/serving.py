@@ -51,8 +51,9 @@ def server(
 
 
 class LocalServers:
-    """A server on loopback, in a process that ends with this one, or when another model is asked for: memory may not hold
-    both.
+    """One server on loopback, in a process of its own.
+
+    It ends with this process, or when another model is asked for, since memory may not hold both.
     """
 
     def __init__(self) -> None:

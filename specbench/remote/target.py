@@ -240,40 +240,46 @@ class RemoteTarget(LanguageModel):
 
     def _request_prompt(self, begin: Mapping[str, Any]) -> Any:
         """The answer to a prompt, over several connections if `on_disconnect` is `wait`."""
-        try:
+
+        def first() -> Any:
             if self.connection.socket is None:
                 self._open()
             return self.connection.request(begin)
-        except LinkLost:
-            if self.on_disconnect != "wait":
-                raise
-        return self._retry(lambda: self.connection.request(begin))
+
+        return self._retried(first, lambda: self.connection.request(begin))
 
     def _request(self, message: Mapping[str, Any] | None, root: int) -> Any:
         """The answer to a tree with this root, over several connections if `on_disconnect` is `wait`.
 
         message: None for the next token of a stream.
         """
-        try:
+
+        def first() -> Any:
             if self._tokens_before_cut() <= 0:
                 self.connection.close()
             if message is not None:
                 return self.connection.request(message)
             return self._restart(None, root) if root in self.stop_ids else self.connection.receive()  # a stream ends there
+
+        def again() -> Any:
+            answer = self._restart(message, root)
+            self.traffic.resumed += 1
+            return answer
+
+        return self._retried(first, again)
+
+    def _retried(self, first: Callable[[], Any], again: Callable[[], Any]) -> Any:
+        """The answer to a first attempt, or to further ones on new connections until `timeout_s` are over."""
+        try:
+            return first()
         except LinkLost:
             if self.on_disconnect != "wait":
                 raise
-        answer = self._retry(lambda: self._restart(message, root))
-        self.traffic.resumed += 1
-        return answer
-
-    def _retry(self, request: Callable[[], Any]) -> Any:
-        """The answer to a request on a new connection, tried until `timeout_s` are over."""
         deadline = time.monotonic() + self.connection.timeout_s
         while True:
             try:
                 self._open()
-                return request()
+                return again()
             except LinkLost:
                 if time.monotonic() > deadline:
                     raise

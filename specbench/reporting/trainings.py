@@ -40,7 +40,7 @@ def _amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _processes(provenance: Mapping[str, Any]) -> str:
-    """Of several processes each has a GPU, or a share of the cores, of its own."""
+    """`, 4 processes`, each with a GPU or a share of the cores of its own; empty for one."""
     count = provenance.get("processes", 1)
     return f", {count} processes" if count > 1 else ""
 

@@ -96,7 +96,8 @@ def test_cells_without_a_target_are_missing_in_the_end(loads, monkeypatch):
     for one in cells:
         one.work, one.expected = lambda _: 1, 0
     monkeypatch.setattr(study, "_ready", lambda _: [Ready(str(n), one, ()) for n, one in enumerate(cells)])
-    result = SimpleNamespace(failed=0, unmeasured=0, arms=0, ledger=Ledger, earlier=())
+    result = SimpleNamespace(failed=0, unmeasured=0, arms=0, ledger=Ledger)
+    result.parts = (result,)
     monkeypatch.setattr(_Decoder, "_decode", lambda *_: result)
     monkeypatch.setattr(arms, "require_lossless", lambda path: None)
     trained = SimpleNamespace(failed=set(), unfinished=set())
