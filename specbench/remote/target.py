@@ -114,19 +114,17 @@ class RemoteTarget(LanguageModel):
 
     def _open(self) -> None:
         self.connection.open()
-        served = self.connection.welcome["fingerprint"]
+        served, address = self.connection.welcome["fingerprint"], self.connection.address
         if served != self.fingerprint():
             self.connection.close()
             raise SpecBenchError(
-                f"{self.connection.address} serves another target ({served}) than {self.path} ({self.fingerprint()}); "
-                "start it with the same model="
+                f"{address} serves another target ({served}) than {self.path} ({self.fingerprint()}); start it with the "
+                "same model="
             )
         theirs, own = self.connection.welcome["dtype"], str(self.dtype).removeprefix("torch.")
         if theirs != own:  # of which answers, ties and the keys of rows depend
             self.connection.close()
-            raise SpecBenchError(
-                f"{self.connection.address} computes in {theirs}, this side in {own}; set model.dtype={theirs}"
-            )
+            raise SpecBenchError(f"{address} computes in {theirs}, this side in {own}; set model.dtype={theirs}")
 
     def close(self) -> None:
         """Free the server's memory of this client, and disconnect."""
@@ -183,9 +181,8 @@ class RemoteTarget(LanguageModel):
         """The states in the answer to a tree. Raises an error of any kind if it does not belong to the tree."""
         tokens, ranks, parents = tree.tokens.tolist(), tree.ranks.tolist(), tree.parents.tolist()
         path, start = answer["path"], len(self.token_ids)
-        if [parents[node] for node in path] != [0, *path][: len(path)] or not len(path) <= answer["drafted"] < len(
-            tokens
-        ) + 1:
+        connected = [parents[node] for node in path] == [0, *path][: len(path)]
+        if not (connected and len(path) <= answer["drafted"] <= len(tokens)):
             raise ValueError("a path that the tree does not have")
         kept = [tokens[node] for node in (0, *path)]
         states = self._received(answer, torch.tensor(kept, device=self.device), start)
