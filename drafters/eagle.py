@@ -51,8 +51,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from drafters.base import Noise, TrainedDrafter, llama_config, noisy, to_serving_config
 from drafters.distillation import DistillationLoss
-from drafters.layers import prefix_causal_mask, step_mask
-from drafters.moa_checkpoint import attention_shape
+from drafters.layers import attention_shape, prefix_causal_mask, step_mask
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
 from specbench.engine.batch import share_network

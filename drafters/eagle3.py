@@ -52,7 +52,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from drafters.base import llama_config, to_serving_config
 from drafters.distillation import DistillationLoss, chunk_of, probabilities
 from drafters.eagle import Eagle, following
-from drafters.moa_checkpoint import attention_shape
+from drafters.layers import attention_shape
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Few, Ids, Name, Text, Units, Weight
 from specbench.engine import vocabulary as vocabularies

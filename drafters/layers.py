@@ -4,6 +4,7 @@ Knows tensors, no drafter. In training most masks are sparse: a query sees one s
 those in windows. PyTorch's kernel on a CPU computes all products and masks them afterwards.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from specbench.engine.attention import aligned_bias
 from specbench.engine.backends.fused_llama import rotate
 from specbench.engine.cache import KVCache
 from specbench.engine.interface import SIZE_STEP, TargetStates
+from specbench.engine.weights import Checkpoint
 
 ATTENTION = "specbench_visible"  # what `visible_attention` is called in a Transformers configuration
 BLOCK = 128  # queries a block: fewer attend to fewer keys, more make wider, faster products
@@ -157,6 +159,45 @@ def _narrower(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
     dims = {f"mlp.{name}_proj.{part}": 0 for name in ("up", "gate") for part in ("weight", "bias")}
     dims["mlp.down_proj.weight"] = 1
     return {name: t.index_select(dims[name], neurons) if name in dims else t for name, t in tensors.items()}
+
+
+def _rope(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As `rope_parameters`, which older configurations spread over two entries; None without a base."""
+    rope = dict(options.get("rope_scaling") or {}) | dict(options.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", options.get("rope_theta"))
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    return rope if rope["rope_theta"] else None
+
+
+def attention_shape(part: str, checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A released attention's part of a Llama configuration; empty if its tensors are not there.
+
+    A projection's rows are those of all heads together; the number of heads and the rope base are in the configuration
+    alone. Without them the file is refused, since a wrong guess that divides the rows would load and draft badly.
+
+    part: how the names of its tensors begin. options: of this attention, as the checkpoint's configuration has them.
+    """
+    q, k = (checkpoint.tensors.get(f"{part}.self_attn.{x}_proj.weight") for x in "qk")
+    gate = checkpoint.tensors.get(f"{part}.mlp.gate_proj.weight")
+    if q is None or k is None or gate is None:
+        return {}
+    heads, head_dim, rope = options.get("num_attention_heads", 0), options.get("head_dim", 0), _rope(options)
+    lacks = ["num_attention_heads"] * (not heads and not head_dim) + ["rope_theta"] * (rope is None)
+    if lacks:
+        raise checkpoint.refuse(
+            f"its configuration does not say the {' and '.join(lacks)} of {part}, and tensors cannot tell"
+        )
+    heads = heads or len(q) // head_dim
+    head_dim = head_dim or len(q) // heads
+    kv_heads = options.get("num_key_value_heads") or len(k) // max(head_dim, 1)
+    if (heads * head_dim, kv_heads * head_dim) != (len(q), len(k)) or heads % kv_heads or head_dim % 2:
+        raise checkpoint.refuse(
+            f"its configuration gives {part} {heads} heads of {head_dim} and {kv_heads} for keys and values, its tensors "
+            f"have {len(q)} and {len(k)} rows for them"
+        )
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    eps = {"rms_norm_eps": options["rms_norm_eps"]} if "rms_norm_eps" in options else {}  # else the target's
+    return shape | eps | {"rope_parameters": rope, "intermediate_size": len(gate)}
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

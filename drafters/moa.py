@@ -51,7 +51,7 @@ from drafters.base import Pick, TrainedDrafter, likeliest_at, llama_config
 from drafters.distillation import DistillationLoss, mean
 from drafters.layers import CrossAttention, unread_tokens
 from drafters.lsa import LayerSelfAttention
-from drafters.moa_checkpoint import PARTS, attention_shape, map_tensors
+from drafters.moa_checkpoint import map_tensors, shapes_of
 from drafters.windows import random_windows
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Few, Ids, Name, Ratio, Share, Text, Times, Tokens, Weight
@@ -162,7 +162,7 @@ class MoA(CrossAttention, TrainedDrafter):
             raise checkpoint.refuse(
                 "it was trained without layer self-attention (no Ekv2E); the layout of such a file is not known here"
             )
-        self.shapes = {part: attention_shape(released, checkpoint) for part, released in PARTS.items()}
+        self.shapes = shapes_of(checkpoint)
 
     def map_checkpoint(self, checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Tensor], set[str]]:
         return map_tensors(checkpoint, trained(self))

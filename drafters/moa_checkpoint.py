@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drafters.layers import attention_shape
 from specbench.engine.weights import Checkpoint
 
 PARTS = {"lsa": "layer_self_attention", "sa": "self_attention", "ca": "cross_attention"}  # ours -> released
@@ -48,44 +49,9 @@ def _options(part: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _rope(options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """As `rope_parameters`, which older configurations spread over two entries; None without a base."""
-    rope = dict(options.get("rope_scaling") or {}) | dict(options.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", options.get("rope_theta"))
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    return rope if rope["rope_theta"] else None
-
-
-def attention_shape(part: str, checkpoint: Checkpoint, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """One attention's part of a Llama configuration; empty if its tensors are not there.
-
-    A projection's rows are those of all heads together; the number of heads and the rope base are in the configuration
-    alone. Without them the file is refused, since a wrong guess that divides the rows would load and draft badly.
-
-    options: of this attention, where they are not one of MoA's layouts.
-    """
-    q, k = (checkpoint.tensors.get(f"{part}.self_attn.{x}_proj.weight") for x in "qk")
-    gate = checkpoint.tensors.get(f"{part}.mlp.gate_proj.weight")
-    if q is None or k is None or gate is None:
-        return {}
-    options = _options(part, checkpoint.config) if options is None else options
-    heads, head_dim, rope = options.get("num_attention_heads", 0), options.get("head_dim", 0), _rope(options)
-    lacks = ["num_attention_heads"] * (not heads and not head_dim) + ["rope_theta"] * (rope is None)
-    if lacks:
-        raise checkpoint.refuse(
-            f"its configuration does not say the {' and '.join(lacks)} of {part}, and tensors cannot tell"
-        )
-    heads = heads or len(q) // head_dim
-    head_dim = head_dim or len(q) // heads
-    kv_heads = options.get("num_key_value_heads") or len(k) // max(head_dim, 1)
-    if (heads * head_dim, kv_heads * head_dim) != (len(q), len(k)) or heads % kv_heads or head_dim % 2:
-        raise checkpoint.refuse(
-            f"its configuration gives {part} {heads} heads of {head_dim} and {kv_heads} for keys and values, its tensors "
-            f"have {len(q)} and {len(k)} rows for them"
-        )
-    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    eps = {"rms_norm_eps": options["rms_norm_eps"]} if "rms_norm_eps" in options else {}  # else the target's
-    return shape | eps | {"rope_parameters": rope, "intermediate_size": len(gate)}
+def shapes_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """By our names of the attentions, each one's part of a Llama configuration; empty for those without tensors."""
+    return {ours: attention_shape(part, checkpoint, _options(part, checkpoint.config)) for ours, part in PARTS.items()}
 
 
 def map_tensors(checkpoint: Checkpoint, own: Collection[str]) -> tuple[dict[str, Tensor], set[str]]:

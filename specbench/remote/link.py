@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,6 +35,12 @@ class Link:
     on_disconnect: OnDisconnect = "wait"
     condense: Name | None = None
     states: Literal["exact", "int8"] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.local and (given := [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]):
+            raise SpecBenchError(
+                f"link.{given[0]} is for a target on a server; choose a link, such as link=lan, or leave it out"
+            )
 
     @property
     def local(self) -> bool:

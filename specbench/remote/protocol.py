@@ -31,7 +31,7 @@ from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless, Rule, Typical, VerifyConfig
 
-VERSION = 4
+VERSION = 5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
@@ -40,6 +40,10 @@ Layer = Annotated[int, Field(ge=0, lt=4096)]
 Naturals = Annotated[list[Natural], FailFast()]  # one error, not one for each of a million items
 Layers = Annotated[list[Layer], FailFast()]
 Float = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class ServerFull(SpecBenchError):
+    """The server has as many clients as it takes."""
 
 
 class WireTensor(TypedDict):
@@ -159,9 +163,12 @@ class Answer(TypedDict):
 
 
 class Error(TypedDict):
+    """full: the server has its clients already, so that the request may succeed later."""
+
     kind: Literal["error"]
     n: Natural
     message: Annotated[str, Field(max_length=1000)]
+    full: NotRequired[bool]
 
 
 class Alive(TypedDict):

@@ -236,7 +236,8 @@ class Server:
             message = f"the server failed at this request: {message}"
         elif (client := self.clients.get(peer)) is not None:
             client.streaming = False
-        self._send(peer, protocol.encode({"kind": "error", "message": message[:1000], "n": number}))
+        full = {"full": True} if isinstance(error, protocol.ServerFull) else {}
+        self._send(peer, protocol.encode({"kind": "error", "message": message[:1000], "n": number, **full}))
 
     def _welcome(self, peer: bytes, request: protocol.Hello) -> dict[str, Any]:
         if request["version"] != protocol.VERSION:
@@ -246,7 +247,7 @@ class Server:
         if peer not in self.clients and len(self.clients) >= self.limits["clients"]:
             self._drop_gone()
         if peer not in self.clients and len(self.clients) >= self.limits["clients"]:
-            raise SpecBenchError(f"this server has its {self.limits['clients']} clients already; try again later")
+            raise protocol.ServerFull(f"this server has its {self.limits['clients']} clients already; try again later")
         if peer not in self.clients:
             self.clients[peer] = Client(self.sessions.new())
         description = {"version": protocol.VERSION, "fingerprint": self.fingerprint, "limits": self.limits}

@@ -269,7 +269,7 @@ class RemoteTarget(LanguageModel):
         """The answer to a first attempt, or to further ones on new connections until `timeout_s` are over."""
         try:
             return first()
-        except LinkLost:
+        except (LinkLost, protocol.ServerFull):
             if self.on_disconnect != "wait":
                 raise
         deadline = time.monotonic() + self.connection.timeout_s
@@ -277,7 +277,7 @@ class RemoteTarget(LanguageModel):
             try:
                 self._open()
                 return again()
-            except LinkLost:
+            except (LinkLost, protocol.ServerFull):  # full: the server may still count the lost connection
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(RETRY_S)

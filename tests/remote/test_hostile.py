@@ -316,6 +316,17 @@ def test_no_more_clients_than_allowed_and_who_leaves_makes_room():
             pass
 
 
+def test_a_client_that_waits_gets_the_place_that_its_lost_connection_held(folder):  # noqa: F811
+    """The server may notice a lost connection after the client's next one."""
+    with serving(tiny(), clients=1) as small, client(small, folder, on_disconnect="wait") as there:
+        expected, drop_gone = plain(tiny(), PROMPT, 8), small._drop_gone
+        late = iter([lambda: None, lambda: None])
+        small._drop_gone = lambda: next(late, drop_gone)()
+        there.connection.close()
+        assert generate(there, make("none", there), cap=8)[0] == expected
+        assert next(late, None) is None
+
+
 def test_another_target_is_refused(server, tmp_path):  # noqa: F811
     tiny(seed=5).model.save_pretrained(tmp_path)
     with pytest.raises(SpecBenchError, match="serves another target"), client(server, tmp_path):

@@ -97,6 +97,7 @@ def test_a_delay_below_a_millisecond_is_no_millisecond():
     ("arguments", "refusal"),
     [
         (["link=direct"], "link.to is missing"),
+        (["link.cut_after=25"], "link.cut_after is for a target on a server"),
         (["link=tcp://127.0.0.1:1", "link.timeout_s=0.5"], "is specbench.serve running there"),
         (["link=tcp://192.0.2.1:5555"], "SPECBENCH_TOKEN"),
         (["link=lan", "replay=true"], "replay=true runs no target passes"),
