@@ -154,16 +154,20 @@ class Beagle(CrossAttention, TrainedDrafter):
         return stage(batch, window, int(torch.randint(window, ())))
 
     def early(self, batch: Batch, window: int, offset: int) -> dict[str, Tensor]:
-        """Block attention over true states; see `DistillationLoss` for the objective."""
+        """Block attention over true states; see `DistillationLoss` for the objective.
+
+        Behind the first of a window, a query does not see all tokens that its label depends on.
+        """
         keys, values = self.keys_values(noisy(batch.states, self.noise, "normal", batch), batch.positions)
         mask = early_mask(batch, window, offset)
         predicted = self.network(batch.tokens, batch.positions, keys, values, mask)
-        return DistillationLoss(batch, self.head).loss(predicted, self.regression, self.classification)
+        teacher = DistillationLoss(batch, self.head, unbiased=window > 1)
+        return teacher.loss(predicted, self.regression, self.classification)
 
     def late(self, batch: Batch, steps: int, offset: int) -> dict[str, Tensor]:
         """The loss of every simulated step, earlier steps weighing more; step 1's metrics are logged."""
         index = batch.positions - window_starts(batch.positions, steps, offset)  # [B, T] step of each position, from 0
-        teacher = DistillationLoss(batch, self.head, uses=steps if self.ahead else 1)
+        teacher = DistillationLoss(batch, self.head, uses=steps if self.ahead else 1, unbiased=self.ahead)
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
         for predicted, weights in self.predictions(batch, index, steps, offset):

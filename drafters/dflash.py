@@ -65,7 +65,7 @@ class DFlash(LevelDrafter):
 
     batches = True
     phased = ("gamma", "anchors")
-    shape_options = ("layers", "features", "intermediate_size")
+    shape_options = ("block", "layers", "features", "intermediate_size")
 
     def __init__(
         self,

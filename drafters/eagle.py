@@ -87,6 +87,7 @@ class Eagle(TrainedDrafter):
     observed = ("rows", "row_tokens")
     detached = True  # no gradient flows from a draft pass into the one before
     phased: tuple[str, ...] = ("regression", "classification", "noise")
+    shape_options: tuple[str, ...] = ("inputs", "fc", "layers", "intermediate_size", "bias")
     formats: tuple[str, ...] = ("vllm", "sglang")
 
     def __init__(
@@ -280,7 +281,13 @@ class Eagle(TrainedDrafter):
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Pairs i = (f_i, t_{i+1}) predict f_{i+1}; see `DistillationLoss` for the objective."""
         predicted = self.predict(self.noisy(batch), batch)
-        return DistillationLoss(following(batch), self.head).loss(predicted, self.regression, self.classification)
+        teacher = DistillationLoss(following(batch), self.head, unbiased=self.lacks_a_token)
+        return teacher.loss(predicted, self.regression, self.classification)
+
+    @property
+    def lacks_a_token(self) -> bool:
+        """Do predictions depend on a token that the inputs do not have? Then see `DistillationLoss.unbiased`."""
+        return self.inputs in ("unshifted", "feature")
 
     def predict(self, states: Tensor, batch: Batch) -> Tensor:
         """f_hat of all pairs of a batch with these states. [B, T - 1, D] -> [B, T - 1, D]"""

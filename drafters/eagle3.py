@@ -81,6 +81,7 @@ class Eagle3(Eagle):
 
     detached = False
     phased: tuple[str, ...] = ("steps", "beta")
+    shape_options = ("draft_vocabulary", "own_head", "tapped", "fc_norm", "norm_output", "intermediate_size")
     served_as = "eagle3"
 
     def __init__(

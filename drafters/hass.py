@@ -74,7 +74,7 @@ class Hass(Eagle):
 
     def teacher(self, truth: Batch) -> DistillationLoss:
         """What every step is held to."""
-        return DistillationLoss(truth, self.head, uses=self.steps)
+        return DistillationLoss(truth, self.head, uses=self.steps, unbiased=self.lacks_a_token)
 
     @property
     def regression_weight(self) -> float:

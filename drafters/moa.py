@@ -86,6 +86,7 @@ class MoA(CrossAttention, TrainedDrafter):
     compresses_states = True
     networks = ("across_layers", "self_attention", "cross")
     phased = ("periods", "window", "draws", "confine", "regression", "classification")
+    shape_options = ("tli", "lsa", "inputs", "mlp_ratios")
 
     def __init__(
         self,

@@ -429,7 +429,7 @@ def test_training_on_the_text_itself(home):
         (["drafter=none"], "nothing to train"),
         (["train.corpus.source=songs"], "must be 'answers' or 'text'"),
         (["train.text.path=/nowhere"], "no training text"),
-        (["train.settings.optimizer=sgd"], "must be 'adamw' or 'muon'"),
+        (["train.settings.decay=steps"], "must be 'constant', 'linear' or 'cosine'"),
         (["train.settings.phases=[{share: 0.5}]"], "do not sum to 1"),
         (["train.settings.phases=[{share: 1.0, drafter: {colour: 3}}]"], "phases[0].drafter.colour: no such option"),
     ],

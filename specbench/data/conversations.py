@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import user_path
 from specbench.common.types import Text
@@ -37,6 +38,10 @@ class Conversations:
         if not chats:
             raise SpecBenchError(f"{path} holds no whole conversation")
         return chats
+
+    def digest(self) -> str | None:
+        """Of a file of the user's own or from the hub; None for a wheel, which the configuration names with its SHA-256."""
+        return None if self.path is None and self.wheel is not None else hashing.of_file(self._file())
 
     def _file(self) -> Path:
         if self.path is not None:

@@ -56,7 +56,7 @@ class Drafter:
         counted: it is fitted by `count`, not by gradient steps.
         trains_target: the target is trained with it, see `prepare_training`.
         phased: options of its objective that may change between phases of a training.
-        shape_options: options on which the shapes of its weights depend; runs take them from the provenance of the weights.
+        shape_options: options that only fit weights trained with them; runs take them from the provenance of the weights.
         provenance: where its weights come from. contents: SHA-256 of the files read for them, by name.
         generation: arguments with which Transformers' `generate` drafts alike; empty if it cannot.
     """

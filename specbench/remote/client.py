@@ -105,7 +105,9 @@ class Connection:
         self.traffic.waited_s += time.perf_counter() - begin
         if answer["kind"] == "error":
             self.close()  # after a fault of its own the server does not know this client any more
-            raise (protocol.ServerFull if answer.get("full") else SpecBenchError)(f"{self.address} says: {answer['message']}")
+            raise (protocol.ServerFull if answer.get("full") else SpecBenchError)(
+                f"{self.address} says: {answer['message']}"
+            )
         _add(self.traffic.received, sizes)
         self.traffic.server_s += answer.get("seconds", 0.0)
         return answer

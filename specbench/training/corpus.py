@@ -8,7 +8,6 @@ Knows tokenised text and the target, no states (see `shards`), no drafter. A cor
 A finished corpus of answers can be packed into one compressed file of ids, from which states are computed anew.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Generator, Iterable, Iterator
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
+from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path, write_file
@@ -73,13 +73,20 @@ class CorpusSettings:
         left_out = NON_IDENTITY_KEYS if self.source == "answers" else (*NON_IDENTITY_KEYS, "precision")
         return {k: v for k, v in asdict(self).items() if k not in left_out}
 
-    def digest(self, fingerprint: str) -> str:
-        """Of a corpus of the target with this fingerprint, of any size: more text goes into the same folder."""
-        return hashlib.sha256(json.dumps([fingerprint, self.identity()], sort_keys=True).encode()).hexdigest()[:12]
+    def digest(self, fingerprint: str, conversations: str | None = None) -> str:
+        """Of a corpus of the target with this fingerprint, of any size: more text goes into the same folder.
+
+        conversations: see `Conversations.digest`.
+        """
+        return hashing.of([fingerprint, self.identity(), *([] if conversations is None else [conversations])])[:12]
 
 
 def settle_precision(
-    settings: CorpusSettings, fingerprint: str, device: torch.device, packed: Path | None
+    settings: CorpusSettings,
+    fingerprint: str,
+    device: torch.device,
+    packed: Path | None,
+    conversations: str | None = None,
 ) -> CorpusSettings:
     """Replace `auto` by the precision of a packed corpus with these settings, else by the one that is faster here.
 
@@ -90,7 +97,7 @@ def settle_precision(
     header = None if packed is None else corpus_file.read_header(packed)
     for precision in ("target", "int8"):
         candidate = replace(settings, precision=precision)
-        if header is not None and candidate.digest(fingerprint) == header["corpus"]:
+        if header is not None and candidate.digest(fingerprint, conversations) == header["corpus"]:
             return candidate
     return replace(settings, precision=fastest(device))
 
@@ -100,6 +107,7 @@ class CorpusText:
 
     Args:
         chats: conversations. root: of all corpora. packed: a folder that may hold this corpus in one file.
+        conversations: their digest, see `Conversations.digest`.
     """
 
     def __init__(
@@ -110,10 +118,12 @@ class CorpusText:
         chats: list[list[Message]],
         root: Path,
         packed: Path | None = None,
+        conversations: str | None = None,
     ):
         self.target, self.chat, self.packed, self.fingerprint = target, chat, packed, target.fingerprint()
-        self.settings = settings = settle_precision(settings, self.fingerprint, target.device, packed)
-        self.folder = root / f"{settings.source}-{settings.digest(self.fingerprint)}"
+        self.settings = settings = settle_precision(settings, self.fingerprint, target.device, packed, conversations)
+        self.digest = settings.digest(self.fingerprint, conversations)
+        self.folder = root / f"{settings.source}-{self.digest}"
         self.chats = self._select(chats)
         if len(self.chats) <= settings.validation:
             raise SpecBenchError(
@@ -144,15 +154,15 @@ class CorpusText:
 
     def texts(self) -> list[Dialogue]:
         """What there is of the corpus, in order: held-out first."""
+        texts = sorted(self.written().values(), key=lambda t: t.index)
         if self.settings.source == "answers":
-            return sorted(self.written().values(), key=lambda t: t.index)
-        texts: list[Dialogue] = []
+            return texts
         tokens = 0
-        for index, chat in enumerate(self.chats):
+        for index, chat in enumerate(self.chats[self.settings.validation :], self.settings.validation):
             if tokens >= self.token_limit:
                 break
             texts.append(self._encode(index, chat))
-            tokens += self._training_tokens(texts[-1:])
+            tokens += len(texts[-1].tokens)
         return texts
 
     def _encode(self, index: int, messages: list[Message]) -> Dialogue:
@@ -204,7 +214,7 @@ class CorpusText:
         """Make the folder; unpack the packed corpus into it if that has these settings and nothing is written yet."""
         write_file(self.folder / "settings.json", json.dumps(asdict(self.settings), indent=1))
         if self.settings.source == "answers" and self.packed is not None and not self.written():
-            texts = corpus_file.unpack_checked(self.packed, self.settings.digest(self.fingerprint))
+            texts = corpus_file.unpack_checked(self.packed, self.digest)
             if texts:
                 with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
                     temporary.write_bytes(b"".join(map(corpus_file.to_line, texts)))
@@ -212,10 +222,8 @@ class CorpusText:
     def write(self, process: int = 0, processes: int = 1, held_out: bool = False) -> None:
         """Write what is missing, after `prepare`. Of several processes each writes its own dialogues into its own file.
 
-        held_out: only the validation dialogues.
+        held_out: only the validation dialogues, which are all that is written where conversations are the training text.
         """
-        if self.settings.source == "text":
-            return
         written = self.written()
         own = [i for i in range(process, self._dialogues, processes) if i not in written]
         validation = [i for i in own if i < self.settings.validation]
@@ -223,7 +231,7 @@ class CorpusText:
         with progress("held-out answers", len(validation), "dialogues") as show:
             for count, _ in enumerate(self._write(validation, process, "target"), 1):
                 show(count)
-        if held_out:
+        if held_out or self.settings.source == "text":
             return
         tokens, limit = self._training_tokens(written.values()) // processes, self.token_limit / processes
         training = own[len(validation) :] if tokens < limit else []
@@ -313,7 +321,7 @@ class CorpusText:
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "corpus": self.settings.digest(self.fingerprint),
+            "corpus": self.digest,
             "settings": self.settings.identity(),
             "target_fingerprint": self.fingerprint,
         }

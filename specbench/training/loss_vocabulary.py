@@ -3,7 +3,8 @@
 Ids of the batch's own text, among them all labels, are always there; others by chance. A loss against the text's tokens
 would learn probabilities that are too low for ids that are often drawn and too high for rare ones, unless the logit of each
 id gets minus the log of its chance, as in sampled softmax (Jean et al., arXiv:1412.2007): the sum over drawn ids is then an
-unbiased estimate of that over all. A loss against the target's probabilities over the same ids needs no such correction.
+unbiased estimate of that over all. A loss against the target's probabilities over the same ids needs no such correction,
+unless the drafter does not see all that they depend on.
 """
 
 import math
@@ -53,8 +54,8 @@ class LossVocabulary:
         self.ids = torch.empty(0, device=device)
         counts = [count for phase in settings.phases if (count := settings.vocabulary_in(phase)) is not None]
         if counts:
-            self.ids = corpus.frequent(max(counts)) if not settings.others else _all_ids(corpus, len(drafter.head.weight))
-            self.ids = self.ids.to(device)
+            size = drafter.embedding.num_embeddings  # a head of the drafter's own may have fewer ids
+            self.ids = (_all_ids(corpus, size) if settings.others else corpus.frequent(max(counts))).to(device)
 
     def confine(self, batch: Batch, phase: Phase) -> None:
         """Set the ids of a batch's loss and their bias, drawn anew for each; leave both as they are for all ids."""

@@ -23,7 +23,12 @@ def trained_in(named: Named, patterns: Iterable[str] | None) -> set[str]:
 
 
 def check(named: Named, settings: TrainSettings) -> None:
-    """Raises `SpecBenchError` for a pattern of a group or a phase that matches nothing, and a phase that trains nothing."""
+    """Raises `SpecBenchError` for weights in half precision, and for a pattern or a phase that trains nothing."""
+    if settings.precision == "no" and (dtype := named[0][1].dtype) != torch.float32:
+        raise SpecBenchError(
+            f"train.settings.precision=no would train weights in {str(dtype).removeprefix('torch.')}, which is too coarse for "
+            "updates; set model.dtype=float32, or train.settings.precision=bf16, whose weights are in float32"
+        )
     patterns_of: dict[str, Iterable[str]] = {"train.settings.groups": settings.groups}
     for number, phase in enumerate(settings.phases):
         option = f"train.settings.phases[{number}].train"
@@ -37,26 +42,12 @@ def check(named: Named, settings: TrainSettings) -> None:
                 raise SpecBenchError(f"{option}: `{pattern}` is none of this drafter's parameters; they begin with {tops}")
 
 
-def optimizers(named: Named, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """AdamW; or Muon for the matrices and AdamW for the rest."""
-    muon = settings.optimizer == "muon"
-    matrices = [(name, p) for name, p in named if muon and p.ndim == 2]
-    others = [(name, p) for name, p in named if not muon or p.ndim != 2]
-    lr, weight_decay = (settings.vector_lr, 0.0) if muon else (settings.lr, settings.weight_decay)
-    result: list[torch.optim.Optimizer] = []
-    if matrices:
-        groups = _groups(matrices, settings, settings.lr)
-        result.append(torch.optim.Muon(groups, settings.lr, weight_decay=settings.weight_decay, momentum=0.95))
-    if others:
-        groups = _groups(others, settings, lr)
-        result.append(torch.optim.AdamW(groups, lr, settings.betas, weight_decay=weight_decay, fused=True))
-    return result
-
-
-def _groups(named: Named, settings: TrainSettings, lr: float) -> list[dict[str, object]]:
-    """Parameter groups, one for each factor on the learning rate."""
-    by_factor: dict[float, list[nn.Parameter]] = {}
+def optimizer(named: Named, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW, with one group for each pair of a factor on the learning rate and a weight decay."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
         factor = next((f for pattern, f in settings.groups.items() if matches(name, pattern)), 1.0)
-        by_factor.setdefault(factor, []).append(parameter)
-    return [{"params": parameters, "lr": lr * factor} for factor, parameters in by_factor.items()]
+        decay = settings.weight_decay if settings.decay_vectors or parameter.ndim > 1 else 0.0
+        groups.setdefault((factor, decay), []).append(parameter)
+    options = [{"params": p, "lr": settings.lr * factor, "weight_decay": decay} for (factor, decay), p in groups.items()]
+    return torch.optim.AdamW(options, settings.lr, settings.betas, fused=True)

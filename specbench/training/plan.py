@@ -29,10 +29,15 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool, processes: i
     online: the target computes states in the loop. processes: that share every batch; memory is that of one of them.
 
     Raises:
-        SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe.
+        SpecBenchError: disk or memory do not suffice, or the drafter cannot follow the recipe; or the target caps its
+            logits.
     """
     settings, text, target = job.settings, shards.text, shards.text.target
     check(drafter, settings)
+    if getattr(target.config, "final_logit_softcapping", None):
+        raise SpecBenchError(
+            "this target caps its logits (final_logit_softcapping), which the losses leave out; train for another model="
+        )
     missing = text.missing() if job.build else 0
     tokens, without_shard = shards.tokens()
     stored_anew = without_shard + missing if job.build else 0

@@ -128,12 +128,11 @@ class TrainSettings(Schedule):
 
     epochs: Times = 20
     steps: Steps | None = None
-    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: Positive = 3e-5
-    vector_lr: Positive = 1e-3
     groups: Mapping[str, Weight] = field(default_factory=dict)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Weight = 0.0
+    decay_vectors: bool = True
     clip: Positive | None = 0.5
     clip_by: Literal["norm", "value"] = "norm"
     accumulate: Times = 1

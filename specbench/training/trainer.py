@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from specbench.common.budget import Budget
@@ -46,7 +46,8 @@ def check(drafter: Any, settings: TrainSettings) -> None:
     """Refuse a recipe that this drafter cannot follow, before anything is trained or written.
 
     Raises:
-        SpecBenchError: nothing to train; a phase's option, or a phase's or group's parameter, that the drafter lacks.
+        SpecBenchError: nothing to train, or weights in half precision; a phase's option, or a phase's or group's parameter,
+            that the drafter lacks.
     """
     named = trainable(drafter)
     if not named:
@@ -107,12 +108,12 @@ class Trainer:
         self.parameters = [p for _, p in self.named]
         self.size = sum(p.numel() for p in self.parameters)
         device = self.parameters[0].device
-        precision = mixed(settings.precision, device, max(p.shape[-1] for p in self.parameters))
+        self.precision = self._settle_precision(device)
         self.dtype = self.parameters[0].dtype  # in which the drafter is used
-        if precision != "no":  # in half precision an update smaller than a 256th of a weight would be lost
+        if self.precision != "no":  # in half precision an update smaller than a 256th of a weight would be lost
             self._cast(torch.float32)
         self.accelerator = Accelerator(
-            mixed_precision=precision,
+            mixed_precision=self.precision,
             cpu=device.type == "cpu",
             # a phase that trains a part of the drafter leaves gradients out that DDP would wait for
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=any(p.train for p in settings.phases))],
@@ -121,8 +122,8 @@ class Trainer:
         self.drafter, self.objective = drafter, _Objective(drafter)
         if self.processes > 1:
             self.objective = self.accelerator.prepare(self.objective)
-        self.optimizers = [self.accelerator.prepare(o) for o in parameters.optimizers(self.named, settings)]
-        self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        self.optimizer = self.accelerator.prepare(parameters.optimizer(self.named, settings))
+        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.starts = self._starts()
         self.total = int(min(settings.steps or math.inf, self.starts[-1]))
         self.rates = rates(settings, self.total)
@@ -132,6 +133,16 @@ class Trainer:
         self.phase = -1  # before the first
         self.metrics = Metrics()
         self.history: list[dict[str, Any]] = []
+
+    def _settle_precision(self, device: torch.device) -> str:
+        """What `auto` stands for, by a trial of the first process; an interrupted training keeps what it had."""
+        if self.checkpoint.exists():
+            precision = unpickled(self.checkpoint, "remove it to begin anew").get("precision", self.settings.precision)
+        else:
+            precision = mixed(self.settings.precision, device, max(p.shape[-1] for p in self.parameters))
+        PartialState(cpu=device.type == "cpu")
+        settled: str = broadcast_object_list([precision])[0]
+        return settled
 
     def _cast(self, dtype: torch.dtype) -> None:
         for parameter in self.parameters:
@@ -264,11 +275,10 @@ class Trainer:
             accelerator = self.accelerator
             clip = {"norm": accelerator.clip_grad_norm_, "value": accelerator.clip_grad_value_}[settings.clip_by]
             clip(self.parameters, settings.clip)
-        for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * self.rates[self.step]
-            optimizer.step()
-            optimizer.zero_grad()
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * self.rates[self.step]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     @property
     def seconds_left(self) -> float:
@@ -309,7 +319,8 @@ class Trainer:
             "seconds": self.seconds,
             "history": self.history,
             "parameters": [p.detach().cpu() for p in self.parameters],
-            "optimizers": [o.state_dict() for o in self.optimizers],
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self.precision,
         }
         checkpoint.write(self.checkpoint, state, self.accelerator)
 
@@ -330,8 +341,7 @@ class Trainer:
             checkpoint.check(self.checkpoint, state, self.total, self.shaped_by, self.processes)
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.copy_(value)
-            for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(value)
+            self.optimizer.load_state_dict(state["optimizer"])
             checkpoint.restore_random_state(state, self.accelerator.process_index)
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.resumed = (self.step, self.tokens, self.seconds)

@@ -19,6 +19,7 @@ from specbench.engine.interface import Batch
 from specbench.training.corpus_reader import CorpusReader
 from specbench.training.loss_vocabulary import LossVocabulary, draw
 from specbench.training.overwriting import made_by
+from specbench.training.parameters import optimizer
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
 from specbench.training.shards import Sequence, save_shard
@@ -75,7 +76,7 @@ def test_the_bias_of_drawn_ids_makes_their_sum_an_estimate_of_that_over_all():
 
 def test_ids_that_the_corpus_lacks_are_drawn_beside_the_frequent_ones():
     corpus = SimpleNamespace(frequent=lambda count: torch.tensor([4, 1, 6])[:count])
-    drafter = SimpleNamespace(head=torch.nn.Linear(2, 8))
+    drafter = SimpleNamespace(embedding=torch.nn.Embedding(8, 2), head=torch.nn.Linear(2, 3))  # a narrower head of its own
     settings = TrainSettings(vocabulary=2, others=1)
     made = LossVocabulary(corpus, settings, drafter, torch.device("cpu"))
     assert made.ids.tolist() == [4, 1, 6, 0, 2, 3, 5, 7]
@@ -126,7 +127,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "decay": ({"decay": "steps"}, "train.settings.decay=steps: must be 'constant', 'linear' or 'cosine'"),
     "share": ({"warmup": 60}, "train.settings.warmup=60: must be less than or equal to 1"),
     "clipping": ({"clip_by": "vote"}, "'norm' or 'value'"),
-    "optimizer": ({"optimizer": "sgd"}, "'adamw' or 'muon'"),
     "shares": ({"phases": [{"share": 0.5}, {"share": 0.4}]}, "0.5 + 0.4 do not sum to 1"),
     "empty phase": ({"phases": [{"share": 0.0}, {"share": 1.0}]}, "phases[0].share=0.0: must be greater than 0"),
     "key": ({"phases": [{"share": 1.0, "rate": 2}]}, "phases[0].rate: no such option"),
@@ -170,13 +170,13 @@ def test_the_phases_are_said_in_one_line(tmp_path, capsys):
 def gradients(made: Any) -> list[torch.Tensor]:
     """Those of one step, as the optimiser meets them."""
     found: list[torch.Tensor] = []
-    step = made.optimizers[0].step
+    step = made.optimizer.step
 
     def remember() -> None:
         found.extend(p.grad.clone() for p in made.parameters)
         step()
 
-    made.optimizers[0].step = remember
+    made.optimizer.step = remember
     made.run()
     return found
 
@@ -199,11 +199,10 @@ def change(made: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach() - before[n] for n, p in made.drafter.named_parameters()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_groups_scale_the_learning_rate_of_what_they_name(tmp_path, optimizer):
-    plain = change(trainer(tmp_path / "plain", steps=1, optimizer=optimizer))
+def test_groups_scale_the_learning_rate_of_what_they_name(tmp_path):
+    plain = change(trainer(tmp_path / "plain", steps=1))
     groups = {"outputs.0.bias": 2.0, "outputs": 4.0, "*.bias": 0.5}
-    grouped = change(trainer(tmp_path / "grouped", steps=1, optimizer=optimizer, groups=groups))
+    grouped = change(trainer(tmp_path / "grouped", steps=1, groups=groups))
     factors = {"body.weight": 1.0, "body.bias": 0.5, "outputs.0.weight": 4.0, "outputs.0.bias": 2.0}
     for name, factor in factors.items():
         assert plain[name].abs().max() > 0
@@ -211,10 +210,35 @@ def test_groups_scale_the_learning_rate_of_what_they_name(tmp_path, optimizer):
     assert not grouped["shared.weight"].any()
 
 
+def test_vectors_decay_unless_the_recipe_says_otherwise(tmp_path):
+    for both, factors in ((True, {"matrix": 0.5, "vector": 0.5}), (False, {"matrix": 0.5, "vector": 1.0})):
+        named = [("matrix", torch.nn.Parameter(torch.ones(2, 2))), ("vector", torch.nn.Parameter(torch.ones(2)))]
+        made = optimizer(named, TrainSettings(lr=1.0, weight_decay=0.5, decay_vectors=both))
+        for _, parameter in named:
+            parameter.grad = torch.zeros_like(parameter)
+        made.step()
+        for name, parameter in named:
+            assert torch.equal(parameter.detach(), torch.full_like(parameter, factors[name])), (both, name)
+
+
+def test_a_training_that_goes_on_keeps_the_precision_that_it_had(tmp_path, monkeypatch):
+    monkeypatch.setattr("specbench.training.trainer.mixed", lambda *_: "bf16")
+    killed = trainer(tmp_path, Fake(stop=6), precision="auto")
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    monkeypatch.setattr("specbench.training.trainer.mixed", lambda *_: "no")
+    assert trainer(tmp_path, precision="auto").accelerator.mixed_precision == "bf16"
+
+
+def test_weights_in_half_precision_are_trained_in_float32_or_not_at_all(tmp_path):
+    with pytest.raises(SpecBenchError, match=r"train\.settings\.precision=no would train weights in bfloat16"):
+        trainer(tmp_path, Fake().bfloat16())
+
+
 def test_the_steps_really_get_the_rates_of_the_recipe(tmp_path):
     made, used = trainer(tmp_path, decay="linear", warmup=0.2, floor=0.1, groups={"body": 0.5}), []
-    step = made.optimizers[0].step
-    made.optimizers[0].step = lambda: (used.append([g["lr"] for g in made.optimizers[0].param_groups]), step())
+    step = made.optimizer.step
+    made.optimizer.step = lambda: (used.append([g["lr"] for g in made.optimizer.param_groups]), step())
     made.run()
     factors = rates(made.settings, 20)
     assert used == [pytest.approx([0.025 * f, 0.05 * f]) for f in factors] and factors[3] == 1.0 > factors[5] > 0.1
@@ -283,9 +307,8 @@ def test_validations_are_evenly_spaced_and_change_no_weights(tmp_path):
     trainer(tmp_path / "b", validations=9).run()  # not another recipe
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_killed_in_any_phase_ends_with_the_same_weights(tmp_path, optimizer):
-    options = {"vocabulary": 5, "phases": PHASES, "optimizer": optimizer, "groups": {"outputs": 2.0}, "decay": "cosine"}
+def test_a_run_killed_in_any_phase_ends_with_the_same_weights(tmp_path):
+    options = {"vocabulary": 5, "phases": PHASES, "groups": {"outputs": 2.0}, "decay": "cosine"}
     whole = trainer(tmp_path / "whole", **options)
     whole.run()
     for stop in (2, 6, 9, 12, 17):  # inside each phase, and between them
