@@ -6,6 +6,8 @@ import typing
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import make, tiny
+from drafting import batch_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters import distillation
@@ -194,3 +196,27 @@ def test_in_half_precision_the_gradient_is_the_one_autograd_finds():
     (expected,) = torch.autograd.grad(loss, half)
     torch.testing.assert_close(found, loss, atol=0, rtol=1e-5)
     torch.testing.assert_close(half.grad, expected, atol=1e-4, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "lacks_a_token"),
+    [
+        ("beagle", ["++drafter.window=1"], False),
+        ("beagle", ["++drafter.window=5"], True),
+        ("beagle", ["++drafter.stage=late"], False),
+        ("beagle", ["++drafter.stage=late", "++drafter.ahead=true"], True),
+        ("eagle2", [], False),
+        ("eagle2", ["++drafter.inputs=token"], False),
+        ("eagle2", ["++drafter.inputs=feature"], True),
+        ("hass", ["++drafter.inputs=unshifted"], True),
+    ],
+)
+def test_predictions_from_inputs_that_lack_a_token_are_corrected_for_the_chance_of_ids(drafter, options, lacks_a_token):
+    target = tiny()
+    made, batch = make(drafter, target, *options, "++drafter.noise=0"), batch_of(target)
+    losses = []
+    for bias in (0.0, 1.0):
+        torch.manual_seed(0)
+        batch.vocabulary, batch.vocabulary_bias = torch.arange(40), bias * torch.arange(40) / 10
+        losses.append(float(made.loss(batch)["loss"].detach()))
+    assert (abs(losses[0] - losses[1]) > 1e-4) == lacks_a_token

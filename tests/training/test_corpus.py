@@ -11,6 +11,7 @@ from decoding import plain
 from safetensors.torch import save_file
 
 from specbench.common.errors import SpecBenchError
+from specbench.data.conversations import Conversations
 from specbench.data.corpus_file import unpack
 from specbench.engine.backends.quantised import EXACT, Int8Linear, quantised
 from specbench.engine.interface import SIZE_STEP, Taps
@@ -177,6 +178,26 @@ def test_held_out_dialogues_are_greedy_whatever_the_rest_is(tmp_path):
         greedy = all(text.tokens[b:e] == plain(target, text.tokens[:b], e - b) for b, e in text.spans)
         assert greedy or text.index >= 6
     assert any(t.tokens[b:e] != plain(target, t.tokens[:b], e - b) for t in hot.texts() for b, e in t.spans)
+
+
+def test_where_conversations_are_the_text_the_target_still_answers_the_held_out_ones(tmp_path):
+    target = tiny()
+    made = writer(target, tmp_path, source="text", tokens=400)
+    made.write()
+    texts = made.texts()
+    assert [t.index for t in texts[:7]] == [*range(7)] and sum(len(t.tokens) for t in texts[6:]) >= 400
+    for text in texts[:6]:
+        assert text.spans and all(text.tokens[b:e] == plain(target, text.tokens[:b], e - b) for b, e in text.spans)
+    for text, chat in zip(texts[6:], made.chats[6:], strict=False):
+        whole = made.chat.encode(chat, answer_follows=False)
+        assert text.tokens == whole[: len(text.tokens)], "as they are"
+
+
+def test_other_conversations_are_another_corpus(tmp_path):
+    (tmp_path / "a.json").write_text('[{"id": "1", "conversations": []}]')
+    (tmp_path / "b.json").write_text('[{"id": "2", "conversations": []}]')
+    digests = {Conversations(str(tmp_path / name)).digest() for name in ("a.json", "b.json")}
+    assert len({CorpusSettings().digest("x", digest) for digest in (None, *digests)}) == 3
 
 
 def test_conversations_may_be_held_again(tmp_path):
