@@ -54,8 +54,10 @@ class LossVocabulary:
         self.ids = torch.empty(0, device=device)
         counts = [count for phase in settings.phases if (count := settings.vocabulary_in(phase)) is not None]
         if counts:
-            size = drafter.embedding.num_embeddings  # a head of the drafter's own may have fewer ids
-            self.ids = (_all_ids(corpus, size) if settings.others else corpus.frequent(max(counts))).to(device)
+            self.ids = corpus.frequent(max(counts))
+            if settings.others:  # of the target's vocabulary: a head of the drafter's own may have fewer ids
+                self.ids = _all_ids(corpus, drafter.embedding.num_embeddings)
+            self.ids = self.ids.to(device)
 
     def confine(self, batch: Batch, phase: Phase) -> None:
         """Set the ids of a batch's loss and their bias, drawn anew for each; leave both as they are for all ids."""
