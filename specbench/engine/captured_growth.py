@@ -35,7 +35,7 @@ class CapturedGrowth:
         self.target = target
         self.graphs = Graphs(target.device)
         self.at, self.root = (torch.zeros(1, dtype=torch.long, device=target.device) for _ in range(2))
-        self._made_for: tuple[Any, ...] = ()  # tree policy, cache, and which of its allocations
+        self._made_for: tuple[Any, ...] = ()  # cache, and which of its allocations
 
     def serves(self, drafter: Any, sampler: Any) -> bool:
         """Is this tree grown here? Not while passes run eagerly, and not of shapes that a draft decides."""
@@ -46,14 +46,14 @@ class CapturedGrowth:
         policy, cache = drafter.growth, drafter.cache
         if policy.rows:
             cache.reserve(policy.rows)
-        if self._made_for != (made_for := (policy, cache, cache.allocations)):
+        if self._made_for != (made_for := (cache, cache.allocations)):
             self.graphs.clear()
             self._made_for = made_for
         self.at.fill_(cache.length)
         self.root.fill_(root)
         states = [getattr(drafter, name) for name in drafter.observed]
         size = next(capacities(cache, cache.length + policy.rows))
-        if size not in self.graphs.captured:
+        if (policy, size) not in self.graphs.captured:
             for capacity in capacities(cache, policy.rows):  # all others, too: later cycles, which are timed, do not wait
                 self._graph(drafter, capacity, states).prepare(*states)
         tokens, parents, depths, ranks, ancestors, *confidence = self._graph(drafter, size, states)(*states)
@@ -70,7 +70,7 @@ class CapturedGrowth:
         )
 
     def _graph(self, drafter: Any, capacity: int, states: list[Tensor]) -> Any:
-        return self.graphs.get(capacity, partial(_grown, drafter, self.at, self.root, capacity), lambda: states)
+        return self.graphs.get((drafter.growth, capacity), partial(_grown, drafter, self.at, self.root, capacity), lambda: states)
 
 
 def _grown(drafter: Any, at: Tensor, root: Tensor, capacity: int, *states: Tensor) -> list[Tensor]:

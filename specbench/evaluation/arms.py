@@ -124,8 +124,8 @@ def build(
         "weights": _provenance(drafter.provenance),
         "contents": drafter.contents,
     }
-    if (dtype := drafter.trained.draft_dtype) is not None:
-        description["draft_dtype"] = str(dtype).removeprefix("torch.")
+    if (dtype := fitting.draft_dtype(drafter.trained)) is not None:
+        description["draft_dtype"] = dtype
     served = {"served": drafter.found} if isinstance(drafter, ServedEngine) else {}
     return Arm(BoundDrafter(label or drafter.name, drafter, rule), spec, description | fitted | served | more)
 

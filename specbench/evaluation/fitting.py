@@ -13,6 +13,7 @@ from specbench.common.storage import project_path
 from specbench.config.run_spec import RunSpec
 from specbench.engine.drafter import Drafter
 from specbench.engine.policies import TreePolicy
+from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.records import blocks, identity
 from specbench.records.metrics import BASELINE
@@ -35,9 +36,9 @@ def fit(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> dict[str
     if not spec.link.local:
         raise SpecBenchError("tree=: costs are timed of a target in this process; choose another tree=, or link=local")
     measured = acceptance.read(project_path(drafter.weights))
-    costs = _earlier_costs(spec, target, label)
+    costs = _earlier_costs(drafter, spec, target, label)
     if costs is None:
-        costs = cost_model.of(target, drafter, spec.model.name, _conditions(options, spec))
+        costs = cost_model.of(target, drafter, spec.model.name, _conditions(drafter, options, spec))
     policy.fit(measured, costs)
     drafter.set_tree_policy(policy)
     return {"fitted": {**policy.chosen, "costs": asdict(costs)}}
@@ -46,10 +47,10 @@ def fit(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> dict[str
 def takes_time(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> bool:
     """Would `fit` have to time cycles on this machine, which takes a minute or so?"""
     fitted = _fitted(drafter, spec)
-    if fitted is None or _earlier_costs(spec, target, label) is not None:
+    if fitted is None or _earlier_costs(fitted[0], spec, target, label) is not None:
         return False
     drafter, _, options = fitted
-    return not cost_model.known(target, drafter, spec.model.name, _conditions(options, spec))
+    return not cost_model.known(target, drafter, spec.model.name, _conditions(drafter, options, spec))
 
 
 def _fitted(drafter: Drafter, spec: RunSpec) -> tuple[Drafter, TreePolicy, Mapping[str, Any]] | None:
@@ -60,24 +61,40 @@ def _fitted(drafter: Drafter, spec: RunSpec) -> tuple[Drafter, TreePolicy, Mappi
     return grower, grower.growth, spec.drafter if grower is drafter else spec.drafter["base"]
 
 
-def _conditions(options: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
+def _conditions(drafter: Drafter, options: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
     """What costs depend on besides machine and target: not on the tree that is fitted to them."""
-    return {"drafter": {k: v for k, v in options.items() if k != "growth"}, "backend": spec.backend}
+    own = {k: v for k, v in options.items() if k != "growth"}
+    captured = getattr(drafter, "captured", None)
+    return {
+        "drafter": own,
+        "backend": spec.backend,
+        "forward": spec.model.forward,
+        "draft_dtype": draft_dtype(drafter),
+        "captured": captured is not None and captured.serves(drafter, Sampler()),
+    }
 
 
-def _earlier_costs(spec: RunSpec, target: Target, label: str) -> Costs | None:
+def draft_dtype(drafter: Drafter) -> str | None:
+    """In which a drafter's weights are multiplied, as headers name it; None: as the target's."""
+    return None if drafter.draft_dtype is None else str(drafter.draft_dtype).removeprefix("torch.")
+
+
+def _earlier_costs(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> Costs | None:
     """The costs behind this arm's tree in blocks of this cell; of several trees, the one with most rows; None without any.
+
+    drafter: whose tree is fitted.
 
     Blocks of other kinds of machines count only in a replay, which continues with the tree that it began with.
     """
     here = {"hardware": environment.hardware(target.device), "target": target.computed_by}
     header = {**here, "config": spec.shared, **identity.SPEEDS}
     machine, options = identity.machine_key(header), identity.plain_options(spec.drafter)
+    dtype = draft_dtype(drafter)
     rows: Counter[str] = Counter()  # by tree
     costs: dict[str, tuple[Any, Path]] = {}
     for block in blocks.scan_all(spec.cell_folder, BASELINE):
         arm: Any = block.header["arms"].get(label, {})
-        same = "fitted" in arm and identity.plain_options(arm["drafter"]) == options
+        same = "fitted" in arm and identity.plain_options(arm["drafter"]) == options and arm.get("draft_dtype") == dtype
         if same and (spec.replay or block.machine == machine):
             tree = block.arms[label][1]
             rows[tree] += sum(row[0] == label for row in block.rows)

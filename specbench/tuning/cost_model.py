@@ -105,7 +105,9 @@ def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[i
     Raises:
         SpecBenchError: the drafter grows no trees that could be fitted.
     """
-    before, deepest = drafter.growth, drafter.deepest or DEEP
+    before, deepest, captured = drafter.growth, drafter.deepest or DEEP, getattr(drafter, "captured", None)
+    if captured is not None and not captured.serves(drafter, Sampler()):
+        drafter.captured = None  # the trees of its own policy are not grown as graphs
     trees = _trees(deepest)
     if verify is not None:
         trees = {entry: tree for entry, tree in trees.items() if entry == PLAIN or entry[0] != "verify"}
@@ -113,6 +115,9 @@ def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[i
         steps = _timed(target, drafter, trees, min(context, target.max_context // 2))
     finally:
         drafter.set_tree_policy(before)
+        if captured is not None:
+            drafter.captured = captured
+            captured.graphs.clear()  # those of the timed trees
     rest = {entry: statistics.median(s.target_s + s.verify_s + s.rest_s for s in timed) for entry, timed in steps.items()}
     draft = {entry: statistics.median(s.draft_s for s in timed) for entry, timed in steps.items()}
     levels = min(DEEP, deepest) - 1
@@ -195,7 +200,8 @@ def of(target: Target, drafter: Any, model: str, options: Mapping[str, Any]) -> 
         costs: Costs = read(path, conditions)
         return costs
     print(f"timing cycles of {drafter.name} on this machine, to fit its tree (once) ...", file=sys.stderr, flush=True)
-    of_target = made_for(target, {"hidden": drafter.taps.hidden, "kv": drafter.taps.kv, "backend": options.get("backend")})
+    of_engine = {name: options.get(name) for name in ("backend", "forward")}
+    of_target = made_for(target, {"hidden": drafter.taps.hidden, "kv": drafter.taps.kv, **of_engine})
     shared = path_of(model, "target", of_target)
     load = timing.BackgroundLoad()
     load.start()
