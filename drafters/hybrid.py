@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from drafters.retrieval import Matching
+from specbench.common.errors import SpecBenchError
 from specbench.common.types import Count, Ids, Name
 from specbench.engine.drafter import Delegating, Drafter, State
 from specbench.engine.interface import DraftTree, Sampler, TargetStates
@@ -42,6 +43,10 @@ class Hybrid(Delegating, nn.Module):
         Drafter.__init__(self, name)
         self.retrieval, self.base, self.least = retrieval, base, least
         self.vocabulary = vocabulary
+        if retrieval.longest is not None and least > retrieval.longest:
+            raise SpecBenchError(
+                f"drafter.least={least}: {retrieval.name} matches {retrieval.longest} tokens at most; lower it"
+            )
 
     @property
     def nodes(self) -> int:  # type: ignore[override]

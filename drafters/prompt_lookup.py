@@ -40,6 +40,7 @@ class PromptLookup(Matching):
     ):
         super().__init__(name, 1 + length * matches)
         self.rule, self.max_ngram, self.length, self.matches = rule, max_ngram, length, matches
+        self.longest = max_ngram
 
     @property
     def generation(self) -> dict[str, int]:

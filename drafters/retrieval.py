@@ -69,7 +69,13 @@ class Retriever(Remembering):
 
 
 class Matching(Retriever):
-    """A retriever that knows how many last tokens of the text occurred in it before."""
+    """A retriever that knows how many last tokens of the text occurred in it before.
+
+    Attributes:
+        longest: so many at most; None: any number.
+    """
+
+    longest: int | None = None
 
     @property
     def matched(self) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from drafters.retrieval import Retriever
+from specbench.common.errors import SpecBenchError
 from specbench.common.types import Name, Width
 from specbench.engine.interface import DraftTree, Sampler, Taps, TargetStates
 from specbench.engine.policies import Static
@@ -37,6 +38,10 @@ class TokenRecycling(Retriever):
     observes_trees = True
 
     def __init__(self, name: Name, growth: Static, followers: Width = 8, state: Literal["none", "run"] = "none"):
+        if growth.fitted:
+            raise SpecBenchError(
+                f"drafter={name}: its acceptance is not measured, so no tree fits it; choose another tree="
+            )
         super().__init__(name, growth.nodes, state)
         self.growth, self.followers = growth, max(followers, growth.width)
         self.taps = Taps(last=False, observe_top_k=self.followers)

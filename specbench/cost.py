@@ -1,7 +1,7 @@
 """What a cycle costs on this machine, and which trees are the fastest for a drafter.
 
 python -m specbench.cost drafter=eagle2
-python -m specbench.cost drafter=eagle2 drafter.vocabulary=8192 contexts=[128,1024]
+python -m specbench.cost drafter=eagle2 drafter.vocabulary=8192 'contexts=[128,1024]'
 """
 
 from collections.abc import Sequence
@@ -35,11 +35,16 @@ class Options(RunOptions):
 def main(config: Any) -> None:
     """Time passes and cycles, fit the drafter's trees to them, print and draw both."""
     spec, options = run_spec.from_config(config, Options), validation.check(config, Options)
+    if options["drafters"] is not None:
+        raise SpecBenchError("drafter=[…]: costs are of one drafter at a time; name one")
     out = Path(options["out"] or spec.results / "costs")
     require_writable(out)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
     made = arms.make(spec)
-    if made[0].growth is None or not made[0].growth.fitted:
+    if not spec.link.local:
+        raise SpecBenchError(f"link={spec.link.name}: costs are timed of a target in this process; set link=local")
+    grower = made[0].grower
+    if grower is None or grower.growth is None or not grower.growth.fitted:
         raise SpecBenchError(
             f"tree=: costs are for trees that are fitted to them (fitted, fitted_static, rate), not "
             f"{spec.tree['_target_'].rpartition('.')[2]}"

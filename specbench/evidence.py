@@ -2,7 +2,7 @@
 
 python -m specbench.evidence plan=true                        # the whole plan: what is there, what is missing, how long
 python -m specbench.evidence minutes=120                      # work through it
-python -m specbench.evidence minutes=60 kind=replayed studies=[bench,hass]
+python -m specbench.evidence minutes=60 kind=replayed 'studies=[bench,hass]'
 """
 
 from dataclasses import dataclass

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import require_writable
@@ -16,6 +17,8 @@ from specbench.common.types import Text
 from specbench.config import catalog, validation
 from specbench.config.cli import command, run_cli
 from specbench.config.export_formats import Format, require_exportable
+from specbench.config.run_spec import weights_node
+from specbench.config.trained_shape import take_shape
 from specbench.engine.drafter import Drafter
 from specbench.engine.loading import ModelSpec, model_folder
 from specbench.engine.policies import TreePolicy
@@ -44,7 +47,10 @@ def main(config: Any) -> None:
     if out.exists():
         raise SpecBenchError(f"out={out} is there already; choose another folder or remove it")
     spec: ModelSpec = instantiate(config.model)
-    drafter: Any = instantiate(config.drafter)
+    options: Any = OmegaConf.to_container(config.drafter, resolve=True)
+    if weights_node(options).get("weights"):
+        take_shape(weights_node(options))
+    drafter: Any = instantiate(options)
     target, _ = spec.load(beside=[drafter])
     drafter.bind(target)
     tensors, settings = drafter.export_tensors(config.format, target)

@@ -1,7 +1,7 @@
 """Decode a dataset with a drafter beside the baseline, and print the results.
 
 python -m specbench.run drafter=eagle2 dataset=mtbench
-python -m specbench.run drafter=[suffix,eagle2] dataset=mtbench       # in one process, beside one baseline
+python -m specbench.run 'drafter=[suffix,eagle2]' dataset=mtbench     # in one process, beside one baseline
 python -m specbench.run -m drafter=none,vanilla,eagle2 dataset=mtbench,humaneval
 python -m specbench.run drafter=suffix prompts=FILE.jsonl
 """

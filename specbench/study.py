@@ -3,8 +3,8 @@
 python -m specbench.study study=bench
 python -m specbench.study study=bench minutes=20                      # whole questions, as long as they fit
 python -m specbench.study study=coral_table3,hass_steps minutes=120   # one after the other, the time shared
-python -m specbench.study study=coral_table3 seeds=[0]
-python -m specbench.study study=bench model=llama2-7b arms=[none,eagle2] datasets=[mtbench,gsm8k]
+python -m specbench.study study=coral_table3 'seeds=[0]'
+python -m specbench.study study=bench model=llama2-7b 'arms=[none,eagle2]' 'datasets=[mtbench,gsm8k]'
 """
 
 import sys
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from specbench.common.budget import Budget
+from specbench.common.budget import UNFINISHED, Budget
 from specbench.common.storage import require_writable
 from specbench.common.types import Name, Natural, Seed
 from specbench.config import validation
@@ -49,7 +49,7 @@ def main(config: Any) -> None:
     decoded = study.decode(run, trained, budget, console.live)
     command_output.show_study(run.name, run.study, decoded)
     if budget.seconds is not None and (left := study.unfinished(run, decoded, trained)):
-        print(left)
+        print(f"{left}; {UNFINISHED}")
     study.require_complete(run, decoded, trained)
 
 

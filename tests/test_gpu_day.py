@@ -16,6 +16,7 @@ from doors import arguments_of, read_rows, train
 from forked import FIXED
 from hydra.utils import instantiate
 
+from specbench.common.budget import UNFINISHED
 from specbench.common.errors import SpecBenchError
 from specbench.config.cli import expand_shorthands
 from specbench.engine.verify import Simulated
@@ -138,11 +139,12 @@ def test_a_step_that_fails_or_hangs_does_not_keep_the_others_from_running(tmp_pa
         Step("fails", "no_such_module", (), 1.0),
         Step("hangs", "timeit", ("-n1", "-r1", "import time; time.sleep(60)"), 0.02),
         Step("works", "timeit", ("-n1", "-r1", "1"), 1.0),
+        Step("pauses", "timeit", ("-n1", "-r1", f"print('3 of 8 steps; {UNFINISHED}')"), 1.0, budget="minutes"),
     ]
-    assert runner.run("probe", steps, tmp_path / "work", tmp_path / "out", [], 1.0) == 2
+    assert runner.run("probe", steps, tmp_path / "work", tmp_path / "out", [], 1.0) == 3
     assert runner.finished(tmp_path / "work") == {"works"}
     lines = [json.loads(line) for line in (tmp_path / "work" / runner.LOG).read_text().splitlines()]
-    assert [line["code"] for line in lines][1:] == [124, 0] and lines[0]["code"] not in (0, 124)
+    assert [line["code"] for line in lines][1:] == [runner.STOPPED, 0, runner.PAUSED] and lines[0]["code"] not in (0, 124)
     assert archives.read(tmp_path / "out", "probe", tmp_path / "back")
     assert runner.finished(tmp_path / "back") == {"works"}
     monkeypatch.setattr(runner, "_call", lambda step, *_: pytest.fail(step.name) if step.name == "works" else 0)

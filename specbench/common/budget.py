@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+UNFINISHED = "the same command goes on there"  # ends the last line of a command that stopped in time with something left
+
 
 @dataclass
 class Budget:

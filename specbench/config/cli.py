@@ -144,9 +144,16 @@ def expand_shorthands(typed: list[str]) -> list[str]:
     paths = [index for index, word in enumerate(words) if word.startswith("model.path=")]
     folder = words[paths[-1]].partition("=")[2] if paths else ""
     if folder not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
-        name = folder_name(Path(folder.strip(QUOTES)).resolve().name, "model")
+        swept = "," in folder and folder[:1] not in QUOTES  # each job's model has its own folder's name
+        name = "${folder:${model.path}}" if swept else _model_name(folder.strip(QUOTES))
+        words[paths[-1]] = f"model.path={','.join(map(_quoted, folder.split(','))) if swept else _quoted(folder)}"
         words.insert(paths[-1] + 1, f"model.name={name}")  # not at the end, where a flag such as --info would take it
     return words
+
+
+def _model_name(folder: str) -> str:
+    """What a model in a folder is called."""
+    return folder_name(Path(folder).expanduser().resolve().name, "model")
 
 
 def _quoted(value: str) -> str:
@@ -191,6 +198,7 @@ def for_model(name: str, value: Any, other: Any = None, *, _root_: Any) -> Any:
 
 OmegaConf.register_new_resolver("trained_drafter", trained_drafter)
 OmegaConf.register_new_resolver("for_model", for_model)
+OmegaConf.register_new_resolver("folder", _model_name)
 OmegaConf.register_new_resolver("stem", lambda path: folder_name(Path(str(path or "prompts")).stem, "prompts"))
 
 

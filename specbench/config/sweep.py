@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
@@ -135,7 +136,8 @@ def _overrides(config: DictConfig) -> list[Override]:
     fixed: Any = OmegaConf.to_container(config.hydra.sweeper.params) if config.hydra.sweeper.params else {}
     typed = set(map(_option, task))
     task += [f"{key}={value}" for key, value in fixed.items() if key not in typed]
-    return list(OverridesParser.create().parse_overrides(task))
+    loader = GlobalHydra.instance().config_loader()  # by which `glob(*)` finds what there is
+    return list(OverridesParser.create(loader).parse_overrides(task))
 
 
 def count_cells(config: DictConfig) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_json
 from specbench.common.storage import cached, sha256_of
 from specbench.common.types import Sha256, Text
 
@@ -89,6 +90,14 @@ def folder_in_hub_cache(hub_id: str, revision: str | None, file: str) -> Path | 
     return Path(path).parent if isinstance(path, str) else None
 
 
+def _has_weights(folder: Path) -> bool:
+    """Does a snapshot hold tensors, and all files that its index names?"""
+    for index in folder.glob("*.index.json"):
+        if not all((folder / name).is_file() for name in set(read_json(index).get("weight_map", {}).values())):
+            return False
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+
+
 def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
     """A model's snapshot (configuration, tokenizer, weights) from the hub client's cache or the hub.
 
@@ -107,8 +116,9 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
             folder = snapshot(with_older, local=True)
         except errors.LocalEntryNotFoundError:
             folder = snapshot(patterns)
-        has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-        return folder if has_weights else snapshot(with_older)
+        if not _has_weights(folder):  # another program may have fetched the tokenizer, or a part, alone
+            folder = snapshot(patterns)
+        return folder if _has_weights(folder) else snapshot(with_older)
     except errors.RepositoryNotFoundError as error:  # without a token gated models seem to be missing
         raise SpecBenchError(
             f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "

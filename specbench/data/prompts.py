@@ -108,7 +108,8 @@ class PromptSet:
     def _question(self, where: str, number: int, record: dict[str, Any]) -> Question:
         """A record's question. Its default id is its number from 0 on, in the user's own file its digest."""
         published = self.path is None and self.root is None
-        field = self.field if published else "turns" if self.path is None else own_field(record, where)
+        in_turns = self.path is None and "turns" in record
+        field = self.field if published else "turns" if in_turns else own_field(record, where)
         value = record.get(field)
         turns = [value] if isinstance(value, str) else value
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):

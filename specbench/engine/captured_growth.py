@@ -70,7 +70,8 @@ class CapturedGrowth:
         )
 
     def _graph(self, drafter: Any, capacity: int, states: list[Tensor]) -> Any:
-        return self.graphs.get((drafter.growth, capacity), partial(_grown, drafter, self.at, self.root, capacity), lambda: states)
+        key = drafter.growth, capacity
+        return self.graphs.get(key, partial(_grown, drafter, self.at, self.root, capacity), lambda: states)
 
 
 def _grown(drafter: Any, at: Tensor, root: Tensor, capacity: int, *states: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ says which rows a new one attends to: its ancestors and itself. Nothing here rea
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -98,6 +98,8 @@ class Static(TreePolicy):
             self.parents, self.ranks = tree.parents_of_rank_paths([list(p) for p in paths])
         except ValueError as error:
             raise SpecBenchError(f"tree.paths: {error}") from error
+        if candidates == "sample":
+            _require_earlier_draws(paths)
         self.candidates = candidates
         self.depths = tree.depths_of(self.parents)
         self.depth, self.nodes, self.width = max(self.depths), len(self.parents), max(self.ranks) + 1
@@ -161,6 +163,17 @@ class Static(TreePolicy):
         return torch.stack([draw(q, generator) for _ in range(count)], -1), q
 
 
+def _require_earlier_draws(paths: Iterable[Sequence[int]]) -> None:
+    """Refuse a candidate of rank r without that of rank r - 1: Algorithm S tests the draws of a node in their order."""
+    taken = {tuple(path) for path in paths}
+    for *parent, rank in paths:
+        if rank and (*parent, rank - 1) not in taken:
+            raise SpecBenchError(
+                f"tree.paths: {[*parent, rank]} without {[*parent, rank - 1]}, which is drawn and verified before it; add "
+                "that, or set tree.candidates=top"
+            )
+
+
 class Chain(Static):
     """gamma tokens in a row. Sampled by default where the target is: that is Leviathan's algorithm."""
 
@@ -183,9 +196,15 @@ class AccuracyTree(Static):
         self.guess(levels)
 
     def guess(self, levels: int) -> None:
-        """The tree before any accuracy is measured: `unmeasured`, or from an accuracy of 2^-(rank + 1) at every level."""
+        """The tree before any accuracy is measured: `unmeasured`, or from an accuracy of 2^-(rank + 1) at every level.
+
+        Of more `unmeasured` paths than there are nodes, those that this accuracy makes the likeliest.
+        """
         if self.unmeasured:
-            super().__init__([path for path in self.unmeasured if len(path) <= levels])
+            paths = [path for path in self.unmeasured if len(path) <= levels]
+            if len(paths) >= self.max_nodes:
+                paths = sorted(paths, key=lambda path: sum(path) + len(path))[: self.max_nodes - 1]
+            super().__init__(paths)
         else:
             self.calibrate([[0.5 ** (rank + 1) for rank in range(self.top_k)]] * levels)
 

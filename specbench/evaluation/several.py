@@ -20,13 +20,13 @@ def run_named(typed: Sequence[str], one: Callable[[], None]) -> None:
 
 
 def named(typed: Sequence[str]) -> tuple[list[str], list[str], float | None] | None:
-    """The studies of `study=a,b,c`, the other words, and the minutes; None for a single study, and in a sweep."""
+    """The studies of `study=a,b,c`, all words but the minutes, and these; None for a single study, and in a sweep."""
     words = [word for word in typed if word.startswith("study=")]
     names = words[-1].partition("=")[2].split(",") if words else []
     if len(names) < 2 or {"-m", "--multirun"} & set(typed):
         return None
     minutes = [word.partition("=")[2] for word in typed if word.startswith("minutes=")]
-    rest = [word for word in typed if not word.startswith(("study=", "minutes="))]
+    rest = [word for word in typed if word not in words[:-1] and not word.startswith("minutes=")]
     return [name for name in names if name], rest, _minutes(minutes[-1]) if minutes else None
 
 
@@ -39,7 +39,7 @@ def _minutes(text: str) -> float | None:
 
 
 def run(names: Sequence[str], rest: Sequence[str], minutes: float | None) -> int:
-    """Run all studies; returns the first exit code that is not 0. rest: other words of the command line."""
+    """Run all studies; returns the first exit code that is not 0. rest: words of the command line, one of them `study=`."""
     budget, code = Budget.of_minutes(minutes), 0
     for index, name in enumerate(names):
         left = budget.left
@@ -47,7 +47,8 @@ def run(names: Sequence[str], rest: Sequence[str], minutes: float | None) -> int
             print(f"{name}: no time left; run it again", file=sys.stderr)
             continue
         share = [] if left is None else [f"minutes={max(left / 60 / (len(names) - index), 0.01):.2f}"]
-        command = [sys.executable, "-m", "specbench.study", f"study={name}", *share, *rest]
+        words = [f"study={name}" if word.startswith("study=") else word for word in rest]  # flags stay in front
+        command = [sys.executable, "-m", "specbench.study", *words, *share]
         done = subprocess.run(command, preexec_fn=dying_with_parent()).returncode
         if was_interrupted(done):
             raise KeyboardInterrupt

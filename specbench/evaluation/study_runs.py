@@ -176,14 +176,17 @@ def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> 
 
 
 def cell_overrides(study: Study, numbers: Sequence[int], datasets: Sequence[str] | None) -> Iterator[tuple[int, list[str]]]:
-    """Numbers and overrides of these cells; with `datasets`, each cell once for each of these."""
-    runs = cell_runs(study)
+    """Numbers and overrides of these cells; with `datasets`, each cell once for each of these, and none twice."""
+    runs, seen = cell_runs(study), list[list[str]]()
     for number in numbers:
         if datasets is None:
             yield number, runs[number]
-        else:
-            rest = [o for o in runs[number] if not o.startswith("dataset=")]
-            yield from ((number, [*rest, f"dataset={dataset}"]) for dataset in datasets)
+            continue
+        rest = [o for o in runs[number] if not o.startswith("dataset=")]
+        for dataset in datasets:
+            if (overrides := [*rest, f"dataset={dataset}"]) not in seen:
+                seen.append(overrides)
+                yield number, overrides
 
 
 def base_of(overrides: Sequence[str], results: Path) -> RunSpec:

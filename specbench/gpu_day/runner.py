@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from specbench.common.budget import UNFINISHED
 from specbench.common.processes import dying_with_parent
 from specbench.common.storage import PROJECT
 from specbench.gpu_day import archives
@@ -15,6 +16,8 @@ from specbench.gpu_day.stages import Step
 
 GRACE_S = 45.0  # that a step which ends by itself may take beyond its minutes, for loading and its last question
 LOG = "steps.jsonl"  # one line for each step that ran: name, exit code, seconds
+STOPPED, PAUSED = 124, 75  # codes of steps that were stopped, and that ended in time with something left
+OUTCOMES = {0: "done", STOPPED: "stopped", PAUSED: "time over"}
 
 
 def run(stage: str, steps: Sequence[Step], work: Path, out: Path, options: Sequence[str], minutes: float) -> int:
@@ -28,17 +31,17 @@ def run(stage: str, steps: Sequence[Step], work: Path, out: Path, options: Seque
     """
     deadline = time.monotonic() + 60 * minutes
     (work / "logs").mkdir(parents=True, exist_ok=True)
-    done = finished(work)
+    done, planned = finished(work), sum(step.minutes for step in steps)
     for number, step in enumerate(steps, 1):
         left = (deadline - time.monotonic()) / 60
         if step.name in done or left <= 0:
             continue
-        share = min(step.minutes, left)
+        share = min(step.minutes * max(1.0, minutes / planned), left)
         print(f"{stage}: step {number} of {len(steps)}, {step.name}, at most {share:.1f} min", file=sys.stderr, flush=True)
         begin = time.monotonic()
         code = _call(step, work, options, share, deadline)
         seconds = round(time.monotonic() - begin, 1)
-        outcome = "done" if code == 0 else f"exit code {code}"
+        outcome = OUTCOMES.get(code, f"exit code {code}")
         print(f"{stage}: {step.name}: {outcome}, {seconds} s", file=sys.stderr, flush=True)
         with (work / LOG).open("a") as log:
             log.write(json.dumps({"step": step.name, "code": code, "seconds": seconds}) + "\n")
@@ -58,10 +61,11 @@ def finished(work: Path) -> set[str]:
 
 
 def _call(step: Step, work: Path, options: Sequence[str], minutes: float, deadline: float) -> int:
-    """The exit code of a step, whose output goes to a file; 124 if it had to be stopped. The output's end is printed."""
+    """The exit code of a step, or `STOPPED` or `PAUSED`. Its output goes to a file, and the end of that is printed."""
     path = work / "logs" / f"{step.name}.log"
     limit = 60 * minutes + (GRACE_S if step.budget else 0.0)
     with path.open("ab") as log:
+        before = log.tell()
         process = subprocess.Popen(
             [sys.executable, *step.command(options, minutes)],
             cwd=PROJECT, stdout=log, stderr=subprocess.STDOUT, env=_environment(), preexec_fn=dying_with_parent(),
@@ -75,9 +79,10 @@ def _call(step: Step, work: Path, options: Sequence[str], minutes: float, deadli
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            code = 124
-    print("".join(f"    {line}\n" for line in path.read_text(errors="replace").splitlines()[-12:]), end="", flush=True)
-    return code
+            code = STOPPED
+    output = path.read_bytes()[before:].decode(errors="replace")
+    print("".join(f"    {line}\n" for line in output.splitlines()[-12:]), end="", flush=True)
+    return PAUSED if code == 0 and step.budget and UNFINISHED in output else code
 
 
 def _environment() -> Mapping[str, str]:

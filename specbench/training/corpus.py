@@ -10,9 +10,10 @@ A finished corpus of answers can be packed into one compressed file of ids, from
 
 import json
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -106,8 +107,8 @@ class CorpusText:
     """The text of a corpus: writes it, as far as `tokens` asks, and reads it.
 
     Args:
-        chats: conversations. root: of all corpora. packed: a folder that may hold this corpus in one file.
-        conversations: their digest, see `Conversations.digest`.
+        load: reads the conversations, which takes a while, when they are needed. conversations: their digest, see
+            `Conversations.digest`. root: of all corpora. packed: a folder that may hold this corpus in one file.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class CorpusText:
         settings: CorpusSettings,
         target: Target,
         chat: Chat,
-        chats: list[list[Message]],
+        load: Callable[[], list[list[Message]]],
         root: Path,
         packed: Path | None = None,
         conversations: str | None = None,
@@ -124,12 +125,18 @@ class CorpusText:
         self.settings = settings = settle_precision(settings, self.fingerprint, target.device, packed, conversations)
         self.digest = settings.digest(self.fingerprint, conversations)
         self.folder = root / f"{settings.source}-{self.digest}"
-        self.chats = self._select(chats)
-        if len(self.chats) <= settings.validation:
+        self.load = load
+
+    @cached_property
+    def chats(self) -> list[list[Message]]:
+        """The usable conversations, see `_select`. Raises `SpecBenchError` if they are too few."""
+        chats, validation = self._select(self.load()), self.settings.validation
+        if len(chats) <= validation:
             raise SpecBenchError(
-                f"{len(self.chats)} usable conversations are too few for a corpus; lower train.corpus.validation "
-                f"({settings.validation}) or raise train.corpus.prompt_tokens"
+                f"{len(chats)} usable conversations are too few for a corpus; lower train.corpus.validation ({validation}) "
+                "or raise train.corpus.prompt_tokens"
             )
+        return chats
 
     def _select(self, chats: list[list[Message]]) -> list[list[Message]]:
         """The usable conversations in random order, each once (`answers`: each first question once).
@@ -205,6 +212,11 @@ class CorpusText:
         """Training tokens asked for; infinite for all conversations."""
         return math.inf if self.settings.tokens is None else self.settings.tokens
 
+    @property
+    def _unpacked(self) -> Path:
+        """The text of a packed corpus, all held-out dialogues included."""
+        return self.folder / "answers-packed.jsonl"
+
     def _training_tokens(self, texts: Iterable[Dialogue]) -> int:
         return sum(len(t.tokens) for t in texts if t.index >= self.settings.validation)
 
@@ -216,7 +228,7 @@ class CorpusText:
         if self.settings.source == "answers" and self.packed is not None and not self.written():
             texts = corpus_file.unpack_checked(self.packed, self.digest)
             if texts:
-                with atomic_path(self.folder / "answers-packed.jsonl") as temporary:
+                with atomic_path(self._unpacked) as temporary:
                     temporary.write_bytes(b"".join(map(corpus_file.to_line, texts)))
 
     def write(self, process: int = 0, processes: int = 1, held_out: bool = False) -> None:
@@ -224,6 +236,8 @@ class CorpusText:
 
         held_out: only the validation dialogues, which are all that is written where conversations are the training text.
         """
+        if self._unpacked.is_file() and (held_out or self.missing() == 0):  # of which no conversation has to be read
+            return
         written = self.written()
         own = [i for i in range(process, self._dialogues, processes) if i not in written]
         validation = [i for i in own if i < self.settings.validation]

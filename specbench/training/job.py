@@ -160,7 +160,7 @@ def open_workspace(job: TrainJob) -> Workspace:
         raise SpecBenchError(f"train.batch={job.batch}: so many rows of all {n} processes together; set it to {n} or more")
     target, chat = model.load(processes.num_processes if job.shard_target else 1, beside=drafters)
     root, conversations = cache_root() / "corpora", job.text.digest()
-    text = CorpusText(job.corpus, target, chat, job.text.load(), root, job.packed, conversations)
+    text = CorpusText(job.corpus, target, chat, job.text.load, root, job.packed, conversations)
     with processes.main_process_first():
         text.prepare()
     return Workspace(job, target, text, processes)

@@ -26,8 +26,8 @@ def check(named: Named, settings: TrainSettings) -> None:
     """Raises `SpecBenchError` for weights in half precision, and for a pattern or a phase that trains nothing."""
     if settings.precision == "no" and (dtype := named[0][1].dtype) != torch.float32:
         raise SpecBenchError(
-            f"train.settings.precision=no would train weights in {str(dtype).removeprefix('torch.')}, which is too coarse for "
-            "updates; set model.dtype=float32, or train.settings.precision=bf16, whose weights are in float32"
+            f"train.settings.precision=no would train weights in {str(dtype).removeprefix('torch.')}, which is too coarse "
+            "for updates; set model.dtype=float32, or train.settings.precision=bf16, whose weights are in float32"
         )
     patterns_of: dict[str, Iterable[str]] = {"train.settings.groups": settings.groups}
     for number, phase in enumerate(settings.phases):

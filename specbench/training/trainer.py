@@ -22,7 +22,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
 from torch import Tensor, nn
 
-from specbench.common.budget import Budget
+from specbench.common.budget import UNFINISHED, Budget
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.engine.interface import Batch
 from specbench.engine.tensors import unpickled
@@ -74,7 +74,7 @@ class Paused(Exception):
     """The budget ended before the last step; the checkpoint was written."""
 
     def __init__(self, step: int, total: int, seconds: float):
-        super().__init__(f"{step} of {total} steps, about {seconds / 60:.0f} minutes more; the same command goes on there")
+        super().__init__(f"{step} of {total} steps, about {seconds / 60:.0f} minutes more; {UNFINISHED}")
 
 
 class Trainer:

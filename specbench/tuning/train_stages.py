@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from specbench.common import hashing
+from specbench.common import environment, hashing
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError
 from specbench.engine import weights
@@ -128,8 +128,12 @@ def _search_layers(workspace: Workspace) -> str:
     target.optimize_for_inference()
     drafter = job.make_drafter(searched=None)
     drafter.bind(target)
-    journal = job.progress_folder / f"search-{target.fingerprint()[:12]}.jsonl"
-    result = layer_search.search(target, drafter, held_out(workspace.shards.folder, layer_search.ANSWERS), journal)
+    answers = held_out(workspace.shards.folder, layer_search.ANSWERS)
+    own = {name: value for name, value in job.drafter.items() if name not in ("name", "searched")}
+    timed = {"hardware": environment.hardware(target.device), "computed_by": target.computed_by}
+    digest = hashing.of([target.fingerprint(), own, timed, [answer.tokens for answer in answers]])
+    journal = job.progress_folder / f"search-{digest[:12]}.jsonl"
+    result = layer_search.search(target, drafter, answers, journal)
     names = {"target": job.model.name, "target_fingerprint": target.fingerprint()}
     layer_search.write(job.out, names | result | {"drafter": job.drafter} | workspace.provenance)
     return f"skipped sublayers in {job.out / SKIP}: {result['predicted']['speedup']:.2f}x plain decoding expected"

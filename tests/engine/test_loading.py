@@ -560,7 +560,7 @@ def test_a_damaged_shard_is_named_with_its_mend(kind, tmp_path):
 def writer(home, root, packed):
     target, chat = load(home / "model")
     settings = CorpusSettings(validation=4, answer_tokens=8, text_tokens=32, tokens=50, turns=1)
-    return CorpusText(settings, target, chat, Conversations(str(home / "talk.json")).load(), root, packed)
+    return CorpusText(settings, target, chat, Conversations(str(home / "talk.json")).load, root, packed)
 
 
 def pack(made):

@@ -238,7 +238,9 @@ def test_a_list_counts_the_training_text(tmp_path):
     from corpora import SMALL, Words, chats_of
 
     target = tiny()
-    text = CorpusText(CorpusSettings(**(SMALL | {"validation": 2, "tokens": 150})), target, Words(), chats_of(60), tmp_path)
+    text = CorpusText(
+        CorpusSettings(**(SMALL | {"validation": 2, "tokens": 150})), target, Words(), lambda: chats_of(60), tmp_path
+    )
     text.prepare()
     text.write()
     ids, provenance = text.frequent(61, "tiny")

@@ -318,11 +318,11 @@ def test_temperatures_are_compared_where_a_study_is_about_them(tmp_path):
 
 
 def test_a_training_that_starts_from_other_weights_is_another_one(home, monkeypatch):
-    spec = {"run": ["drafter=eagle2"], "train": ["train.start=start"], "seeds": [0]}
+    spec = {"run": ["drafter=eagle2"], "train": ["train.start=start/${model.name}"], "seeds": [0]}
     monkeypatch.setattr(storage, "PROJECT", home)
-    (home / "start").mkdir()
+    (home / "start" / "smollm2-135m").mkdir(parents=True)
     names = []
     for content in ("one", "two", "one"):
-        (home / "start" / WEIGHTS).write_text(content)
+        (home / "start" / "smollm2-135m" / WEIGHTS).write_text(content)
         names.append(training_of(Member("a", 0, "a@0", spec), {**SPEC, "arms": {"a": spec}}, [])[0])
     assert names[0] == names[2] != names[1]

@@ -145,7 +145,7 @@ def test_a_quantised_copy_leaves_the_model_alone():
 
 def writer(target, root, packed_at=None, **changes):
     target.stop_ids = (STOP,)
-    made = CorpusText(CorpusSettings(**(SMALL | changes)), target, Words(), chats_of(60), root, packed_at)
+    made = CorpusText(CorpusSettings(**(SMALL | changes)), target, Words(), lambda: chats_of(60), root, packed_at)
     made.prepare()
     return made
 
@@ -222,7 +222,8 @@ def test_one_file_carries_the_corpus(tmp_path):
         and provenance["held_out"] == 6
     )
     target.run = lambda *a, **k: pytest.fail("nothing is left to write")
-    taken = writer(target, tmp_path / "b", tmp_path / "shipped")
+    taken = writer(target, tmp_path / "b", tmp_path / "shipped", tokens=provenance["training_tokens"])
+    taken.load = lambda: pytest.fail("no conversation is needed")
     taken.write()
     assert taken.texts() == made.texts()
     path.write_bytes(path.read_bytes()[:-1] + b"x")
