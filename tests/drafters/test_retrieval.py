@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from tree_checks import check, paths_of
 
+from drafters.hybrid import Hybrid
 from drafters.prompt_lookup import PromptLookup
 from drafters.retrieval import Retriever
 from drafters.suffix import Automaton, Suffix
@@ -557,3 +558,8 @@ def test_a_replay_decodes_who_learns_from_rejected_drafts(tmp_path):
         mine = [r for key, r in rows.items() if key[0] == label]
         assert all(r.replayed and r.draft_s == r.target_s == r.decode_s == 0 for r in mine)
     assert {r.audit["verdict"] for key, r in rows.items() if key[0] == "token_recycling"} == {"identical"}
+
+
+def test_a_hybrid_that_could_never_copy_is_refused():
+    with pytest.raises(SpecBenchError, match=r"drafter\.least=4: lookup matches 3 tokens at most; lower it"):
+        Hybrid("both", PromptLookup("lookup"), "eagle2", SimpleNamespace(), least=4)

@@ -12,7 +12,7 @@ from tree_checks import check, paths_of
 from specbench.common.errors import SpecBenchError
 from specbench.engine import tree as trees
 from specbench.engine.cache import KVCache
-from specbench.engine.policies import Chain, Dynamic, Static
+from specbench.engine.policies import AccuracyTree, Chain, Dynamic, Static
 from specbench.engine.sampling import Sampler
 from specbench.engine.tree import Trie, ancestor_mask, depths_of, parents_of_rank_paths
 
@@ -120,6 +120,21 @@ def test_chain_is_a_chain():
     tree = Chain(4).grow(Tables(1), 5, Sampler(), None)
     assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
     assert paths_of(tree.parents.tolist()) == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("paths", [[[1]], [[0], [2]], [[0], [0, 1]]])
+def test_draws_are_verified_in_their_order_so_none_may_be_left_out(paths):
+    with pytest.raises(SpecBenchError, match=r"tree\.paths: .* without .*, which is drawn and verified before it"):
+        Static(paths, "sample")
+    for candidates in ("top", "sample_with_replacement"):
+        assert Static(paths, candidates).nodes == 1 + len(paths)
+
+
+def test_of_paths_that_were_measured_elsewhere_as_many_are_taken_as_there_are_nodes():
+    paths = [[0], [1], [2], [0, 0], [1, 0], [0, 0, 0]]
+    assert AccuracyTree(7, 3, unmeasured=paths).nodes == 7
+    fewer = AccuracyTree(4, 3, unmeasured=paths)
+    assert fewer.nodes == 4 and fewer.parents == [-1, 0, 0, 1]
 
 
 def test_shipped_eagle1_tree_is_the_papers():

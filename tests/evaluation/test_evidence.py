@@ -170,8 +170,8 @@ def typed_evidence(*arguments):
 
 
 def test_several_studies_share_the_time():
-    assert several.named(["study=a,b", "minutes=9", "x=1"]) == (["a", "b"], ["x=1"], 9.0)
-    assert several.named(["study=a,b"]) == (["a", "b"], [], None)
+    assert several.named(["study=a,b", "minutes=9", "x=1"]) == (["a", "b"], ["study=a,b", "x=1"], 9.0)
+    assert several.named(["study=c", "study=a,b"]) == (["a", "b"], ["study=a,b"], None)
     assert several.named(["study=a"]) is None and several.named(["-m", "study=a,b"]) is None
 
 
@@ -179,14 +179,17 @@ def test_a_study_that_the_system_kills_does_not_end_those_behind_it(monkeypatch,
     ran, codes = [], iter([-signal.SIGKILL, 0, -signal.SIGINT])
 
     def ended(command, **_):
-        ran.append(command[3])
+        ran.append(command[3:])
         return SimpleNamespace(returncode=next(codes))
 
     monkeypatch.setattr(several.subprocess, "run", ended)
-    assert several.run(["a", "b"], [], None) == 137
-    assert ran == ["study=a", "study=b"] and "a: its process was ended by SIGKILL" in capsys.readouterr().err
+    assert several.run(["a", "b"], ["-cd", "folder", "study=a,b", "x=1"], None) == 137
+    assert (
+        ran == [["-cd", "folder", f"study={name}", "x=1"] for name in "ab"]
+        and "a: its process was ended by SIGKILL" in capsys.readouterr().err
+    )
     with pytest.raises(KeyboardInterrupt):
-        several.run(["c", "d"], [], None)
+        several.run(["c", "d"], ["study=c,d"], None)
 
 
 # Continuing -----------------------------------------------------------------------------------------------------------
@@ -279,6 +282,12 @@ def test_the_plan_finds_a_cells_folder_where_the_study_writes_it(name):
     for number, overrides in study_runs.cell_overrides(study, range(len(studies.cell_runs(study))), None):
         spec = study_runs.base_of(overrides, Path("results"))
         assert CellOptions.of(overrides).folder == spec.cell_folder.name, number
+
+
+def test_cells_that_differ_in_their_prompts_alone_are_one_where_prompts_are_named():
+    study = {"cells": [["dataset=a", "data.limit=4"], ["dataset=b", "data.limit=4"], ["dataset=a", "data.limit=8"]]}
+    found = list(study_runs.cell_overrides(study, range(3), ["c"]))
+    assert found == [(0, ["data.limit=4", "dataset=c"]), (2, ["data.limit=8", "dataset=c"])]
 
 
 def test_a_cell_without_a_limit_is_complete_with_as_many_questions_as_mt_bench_has():

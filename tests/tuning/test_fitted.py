@@ -304,6 +304,11 @@ def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
     (timed, header) = asked.pop()
     assert asked == ["somewhere"] and timed is drafter.base
     assert header["drafter"] == {k: v for k, v in alone.drafter.items() if k != "growth"}
+    assert header["draft_dtype"] is None and header["forward"] == spec.model.forward and header["captured"] is False
+    drafter.base.draft_dtype = torch.bfloat16
+    fitting.fit(drafter, spec, target, "hybrid")
+    assert asked.pop()[1] == header | {"draft_dtype": "bfloat16"}, "drafts in another precision have other costs"
+    asked.pop()
     assert found["fitted"]["choice"] == drafter.base.growth.chosen["choice"]
     assert drafter.nodes == max(drafter.retrieval.nodes, drafter.base.nodes) and drafter.passes == drafter.base.passes
     assert configuration("hybrid").drafter.base.vocabulary is None
