@@ -55,13 +55,12 @@ from drafters.moa_checkpoint import map_tensors, shapes_of
 from drafters.windows import random_windows
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Depth, Few, Ids, Name, Ratio, Share, Text, Times, Tokens, Weight
-from specbench.engine.batch import DRAFT, by_row, in_one_pass, over_keys
+from specbench.engine.batch import DRAFT, by_row, in_one_pass, over_keys, slots_of
 from specbench.engine.cache import KVCache
 from specbench.engine.drafter import TimedFunction
 from specbench.engine.interface import Batch, LayerRows, Taps, TargetStates
 from specbench.engine.policies import TreePolicy
 from specbench.engine.pretrained import fingerprint
-from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint, trained
 
@@ -203,7 +202,7 @@ class MoA(CrossAttention, TrainedDrafter):
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
         rows, call = super().for_sequences(count, lockstep), lockstep.call
         layers, own, cross = by_row(self.across_layers), in_one_pass(self.self_attention), over_keys(self.cross)
-        for row, cache in zip(rows, Slots(self.tokens_cache, count).sequences, strict=True):
+        for row, cache in zip(rows, slots_of(self.tokens_cache, count, lockstep), strict=True):
             row.tokens_cache, row.states_cache = cache, KVCache(1, 0)
             row.across_layers, row.self_attention = partial(call, layers, DRAFT), partial(call, own, DRAFT)
             row.cross = partial(call, cross, DRAFT)

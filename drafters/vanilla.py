@@ -35,7 +35,7 @@ from drafters.layers import start_layer, start_norm, unread_tokens
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import user_path
 from specbench.common.types import Ids, Layers, Name, Text, Units, Weight
-from specbench.engine.batch import DRAFT, in_one_pass
+from specbench.engine.batch import DRAFT, in_one_pass, slots_of
 from specbench.engine.cache import KVCache
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.drafter import Outline
@@ -49,7 +49,6 @@ from specbench.engine.pretrained import (
     read_model,
     read_tokenizer,
 )
-from specbench.engine.slots import Slots
 from specbench.engine.target import Target
 from specbench.engine.weights import Checkpoint
 
@@ -165,8 +164,12 @@ class Vanilla(TrainedDrafter):
             super().capture(target)
 
     def for_sequences(self, count: int, lockstep: Any) -> list[Any]:
+        if self.lm.window is not None:
+            raise SpecBenchError(
+                "batch: the draft model has sliding windows, behind which passes cannot be shared; set batch=1"
+            )
         rows, run = super().for_sequences(count, lockstep), in_one_pass(self.lm.run)
-        for row, cache in zip(rows, Slots(self.cache, count).sequences, strict=True):
+        for row, cache in zip(rows, slots_of(self.cache, count, lockstep), strict=True):
             row.lm = copy.copy(self.lm)
             row.cache, row.lm.run = cache, partial(lockstep.call, run, DRAFT)
         return rows

@@ -37,6 +37,7 @@ from specbench.records.schema import PROVENANCE
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before a module's name
 NAME = re.compile(rf"(?:{re.escape(PREFIX)})?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.\w+)?\.weight")
+LEAVE_WEIGHTS = ("gaussian", "eva", "orthogonal")  # ways to begin that change no weight of the target
 HINT = "pass a folder with a LoRA adapter as PEFT writes it, such as the one of drafter=medusa2"
 
 
@@ -53,6 +54,8 @@ class AdapterConfig(TypedDict, total=False):
     rank_pattern: dict[str, int] | None
     alpha_pattern: dict[str, int | float] | None
     modules_to_save: list[str] | None
+    init_lora_weights: bool | str | None
+    alora_invocation_tokens: list[int] | None
 
 
 class Pair(NamedTuple):
@@ -122,6 +125,9 @@ def _unsupported(config: AdapterConfig) -> str:
     options |= {
         name: v for name, none in (("peft_type", "LORA"), ("bias", "none")) if (v := config.get(name, none)) != none
     }
+    if isinstance(start := config.get("init_lora_weights"), str) and start not in LEAVE_WEIGHTS:
+        options["init_lora_weights"] = start
+    options["alora_invocation_tokens"] = config.get("alora_invocation_tokens")
     return next((f"{name}={value}" for name, value in options.items() if value), "")
 
 

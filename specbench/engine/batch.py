@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specbench.common.errors import SpecBenchError
+from specbench.engine.cache import KVCache
 from specbench.engine.decode import Clock, Limits, Prefill, Step, decode
 from specbench.engine.drafter import Drafter
 from specbench.engine.interface import DraftTree, Taps, TargetStates
@@ -31,9 +32,10 @@ class DecodedBatch:
     """A decoded batch. Seconds are by one clock, from its start.
 
     Attributes:
-        events: of each sequence what `decode` yields; seconds in them mean nothing.
+        events: of each sequence what `decode` yields; their seconds are of what it does by itself.
         ended: when each sequence had its last token. prefilled: when all prompts had been read and the first cycle began.
-        drafting, verifying: seconds of the draft passes and of the target's, after that.
+        drafting, verifying: seconds of the draft passes and of the target's, after that: shared ones, and what sequences
+            do by themselves. checking: of verification.
     """
 
     events: list[list[Prefill | Step]]
@@ -41,6 +43,7 @@ class DecodedBatch:
     prefilled: float
     drafting: float
     verifying: float
+    checking: float
 
     @property
     def seconds(self) -> float:
@@ -63,29 +66,36 @@ def decode_together(
 
     Raises `SpecBenchError` as `decode`, or if drafter or target cannot run several sequences at once.
     """
-    lockstep, begin = Lockstep(clock), clock()
+    lockstep = Lockstep(clock)
     targets = target_rows(target, drafter.taps, len(prompts), lockstep)
     drafters = drafter.for_sequences(len(prompts), lockstep)
+    begin = clock()
     timed = lockstep.run(
         [
-            partial(_timed_events, clock, *parts, limits, rule, sampler, generator)
+            partial(_timed_events, clock, *parts, limits, rule, sampler, generator, lockstep.own_seconds)
             for *parts, generator in zip(targets, drafters, prompts, generators, strict=True)
         ]
     )
     events, prefills, ends = (list(part) for part in zip(*timed, strict=True))
     prefilled = max(prefills)
 
+    steps = [step for own in events for step in own if isinstance(step, Step)]
+
     def spent(order: int) -> float:
         return sum(end - start for kind, start, end in lockstep.spent if kind == order and start >= prefilled)
 
-    return DecodedBatch(events, [end - begin for end in ends], prefilled - begin, spent(DRAFT), spent(VERIFY))
+    return DecodedBatch(
+        events,
+        [end - begin for end in ends],
+        prefilled - begin,
+        spent(DRAFT) + sum(step.draft_s for step in steps),
+        spent(VERIFY) + sum(step.target_s for step in steps),
+        sum(step.verify_s for step in steps),
+    )
 
 
 def _timed_events(clock: Clock, *arguments: Any) -> tuple[list[Prefill | Step], float, float]:
-    """What `decode` yields, when the prompt was read, and when the last token was there.
-
-    The clock of `decode` itself does not wait for a GPU: seconds of one sequence's phases mean nothing here.
-    """
+    """What `decode` yields, when the prompt was read, and when the last token was there."""
     events = decode(*arguments)
     first, prefilled = next(events), clock()
     return [first, *events], prefilled, clock()
@@ -103,9 +113,18 @@ def target_rows(target: Target, taps: Taps, count: int, lockstep: Lockstep) -> l
     shared = in_common(target, taps)
     call = partial(lockstep.call, in_one_pass(shared.read, partial(shared.read, last_only=True)), VERIFY)
     rows = [copy.copy(target) for _ in range(count)]
-    for row, cache in zip(rows, Slots(target.new_cache(0), count).sequences, strict=True):
+    for row, cache in zip(rows, slots_of(target.new_cache(0), count, lockstep), strict=True):
         row.cache, row.read = cache, partial(_read, call)  # type: ignore[method-assign]
     return rows
+
+
+def slots_of(like: KVCache, count: int, lockstep: Lockstep) -> list[KVCache]:
+    """Caches of `count` sequences in one storage, which a sequence leaves when it is over. like: see `Slots`."""
+    slots = Slots(like, count)
+    caches: list[KVCache] = [*slots.sequences]
+    for number, cache in enumerate(caches):
+        lockstep.at_end(number, partial(slots.leave, cache))
+    return caches
 
 
 def in_common(target: Target, taps: Taps) -> Target:
@@ -150,7 +169,7 @@ def share_network(drafter: Any, rows: Sequence[Any], lockstep: Lockstep, name: s
     name: of the function, as `in_one_pass` takes it.
     """
     network = in_one_pass(getattr(drafter, name))
-    for row, cache in zip(rows, Slots(drafter.cache, len(rows)).sequences, strict=True):
+    for row, cache in zip(rows, slots_of(drafter.cache, len(rows), lockstep), strict=True):
         row.cache = cache
         setattr(row, name, partial(lockstep.call, network, DRAFT))
 

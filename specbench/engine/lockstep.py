@@ -43,6 +43,7 @@ class _Sequence:
     def __init__(self, body: Callable[[], Any]):
         self.body = body
         self.result: Any = None
+        self.waited = 0.0  # seconds, since its first turn
         self.error: BaseException | None = None  # raised by the body; or that it is to raise when it goes on
         self.over = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -55,8 +56,10 @@ class _Sequence:
 
     def wait(self) -> Any:
         """In its own thread: let the others go on; returns what its call gave."""
+        begin = time.perf_counter()
         self._stopped.release()
         self._go.acquire()
+        self.waited += time.perf_counter() - begin
         if self.error is not None:
             raise self.error
         return self.result
@@ -92,6 +95,16 @@ class Lockstep:
         self.spent: list[tuple[int, float, float]] = []
         self._waiting: list[_Call] = []
         self._running: _Sequence | None = None
+        self._at_end: dict[int, list[Callable[[], None]]] = {}  # by the number of a sequence
+
+    def at_end(self, number: int, action: Callable[[], None]) -> None:
+        """Do something as soon as a sequence, by its number in `run`, is over."""
+        self._at_end.setdefault(number, []).append(action)
+
+    def own_seconds(self) -> float:
+        """From a sequence: a clock that stands while it waits, so for shared functions and for other sequences."""
+        assert self._running is not None
+        return time.perf_counter() - self._running.waited
 
     def call(self, function: Shared, order: int, *arguments: Any) -> Any:
         """From a sequence: its own result of a shared function."""
@@ -109,6 +122,9 @@ class Lockstep:
             while ready:
                 for sequence in ready:
                     self._resume(sequence)
+                    if sequence.over:
+                        for action in self._at_end.get(sequences.index(sequence), ()):
+                            action()
                 ready = self._answer()
         finally:
             for sequence in sequences:

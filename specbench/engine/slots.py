@@ -50,6 +50,20 @@ class Slots:
         if len(self.free) == len(self.sequences):
             self.storage, self.sequences, self.free = {}, [], []
 
+    def leave(self, cache: KVCache) -> None:
+        """A sequence is over while others go on: its row goes, or every pass of the others would copy their rows."""
+        assert isinstance(cache, _Slot) and cache.slots is self and cache in self.sequences
+        self.sequences.remove(cache)
+        cache.storage = {}
+        kept = [other.row for other in self.sequences]
+        if not kept:
+            self.storage = {}
+        for device, stored in list(self.storage.items()):
+            self.storage[device] = stored[0][:, kept], stored[1][:, kept]
+        for row, other in enumerate(self.sequences):
+            other.row = row
+            other.storage = {device: (k[:, row : row + 1], v[:, row : row + 1]) for device, (k, v) in self.storage.items()}
+
     def reserve(self, end: int, device: torch.device, like: tuple[Tensor, Tensor], layers: int) -> None:
         """Make room up to slot `end` in every sequence. like: keys and values [1, H, N, Dh] of a layer there."""
         stored = self.storage.get(device)

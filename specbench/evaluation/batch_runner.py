@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specbench.common.budget import Budget, Pace
-from specbench.common.errors import format_exception
+from specbench.common.errors import SpecBenchError, format_exception
 from specbench.data.chat import Message
 from specbench.data.prompts import Question
 from specbench.engine.batch import DecodedBatch, decode_together
@@ -46,10 +46,9 @@ class BatchBench(Bench):
 
     def _decode_question(self, question: Question, index: int, ledger: Ledger, pace: Pace, wait: bool) -> bool:
         """Decode the batch that begins with a question, unless an earlier batch held it."""
-        if question.digest in self._tried:
+        group = self._batch_of(question, ledger)
+        if not group:
             return True
-        lacking = [q for q in self.questions if self._missing(q, ledger) and q.digest not in self._tried]
-        group = lacking[lacking.index(question) :][: self.batch]
         others = [q for q in self.questions if q not in group] or list(self.questions)
         filled = group + (others * self.batch)[: self.batch - len(group)]
         self._tried |= {q.digest for q in group}
@@ -61,6 +60,16 @@ class BatchBench(Bench):
         for q in group:
             ledger.write(QuestionEnd(q.id, count // len(group), round(seconds / len(group), 3)))
         return True
+
+    def _coming(self, question: Question, ledger: Ledger) -> int:
+        return sum(len(self._missing(q, ledger)) for q in self._batch_of(question, ledger))
+
+    def _batch_of(self, question: Question, ledger: Ledger) -> list[Question]:
+        """The questions of the batch that begins with this one; none if an earlier batch of this run held it."""
+        if question.digest in self._tried:
+            return []
+        lacking = [q for q in self.questions if self._missing(q, ledger) and q.digest not in self._tried]
+        return lacking[lacking.index(question) :][: self.batch]
 
     def _group(
         self, questions: Sequence[Question], real: int, bound_drafters: Sequence[BoundDrafter], ledger: Ledger
@@ -88,7 +97,10 @@ class BatchBench(Bench):
     ) -> list[Row] | None:
         """Write a turn's rows. Returns the baseline's; None if it failed."""
         prompts = [self.chat.encode(history) for history in histories]
-        wanted = {b.label: [i for i in range(real) if self._wants(b, questions[i], turn, ledger)] for b in bound_drafters}
+        own = self._own(questions, real, turn, prompts, ledger)
+        if not own:
+            return None
+        wanted = {b.label: [i for i in own if self._wants(b, questions[i], turn, ledger)] for b in bound_drafters}
         references: list[Row] | None = None
         for bound in bound_drafters:
             if bound is not self.bound_drafters[0] and not wanted[bound.label]:
@@ -100,27 +112,53 @@ class BatchBench(Bench):
             records = self._batched(rows, bound, prompts, references)
             if references is None:
                 references = rows if isinstance(records[0], Row) else None
-            asked = [i for i in range(real) if turn < len(questions[i].turns)]
+            asked = [i for i in own if turn < len(questions[i].turns)]
             for i in asked if bound is self.bound_drafters[0] else wanted[bound.label]:
-                ledger.write(records[i])
+                ledger.write(self._scored(records[i], questions[i]))
             if references is None:
                 return None
         return references
 
+    def _own(
+        self, questions: Sequence[Question], real: int, turn: int, prompts: list[list[int]], ledger: Ledger
+    ) -> list[int]:
+        """Indices of the questions that are written. Prompts that are too long are replaced by one that is not.
+
+        Such a question's turn, and the turns behind it, are failures of its own; those of others are decoded.
+        """
+        room = self.target.max_context
+        fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) < room]
+        for i in set(range(real)) - set(fitting):
+            try:
+                self.limits.within(len(prompts[i]), room)
+            except SpecBenchError as error:
+                question = questions[i]
+                if turn < len(question.turns):
+                    message = format_exception(error)
+                    ledger.write(Failure(self.bound_drafters[0].label, question.id, turn, message, question.digest))
+        if fitting:
+            prompts[:] = [prompts[i if i in fitting else fitting[0]] for i in range(len(prompts))]
+        return [i for i in range(real) if i in fitting]
+
     def _wants(self, bound: BoundDrafter, question: Question, turn: int, ledger: Ledger) -> bool:
         return turn < len(question.turns) and not ledger.done(bound.label, question.digest, turn)
+
+    def _scored(self, record: Row | Failure, question: Question) -> Row | Failure:
+        """The record of a question's last turn with its score, if the question has a check."""
+        if isinstance(record, Row) and question.check is not None and record.turn + 1 == len(question.turns):
+            return self._guarded(record, self._score, question.check)
+        return record
 
     def _batched(
         self, rows: list[Row], bound: BoundDrafter, prompts: list[list[int]], references: list[Row] | None
     ) -> Sequence[Row | Failure]:
         """Fill a batch's rows; or its failures, after which the other batches go on."""
-        limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
         generators = [self._generator(row, bound.rule) for row in rows]
         self.background.start()
         self.meter.start()
         try:
             batch = decode_together(
-                self.target, bound.drafter, prompts, limits, bound.rule, self.sampler, generators, self.clock
+                self.target, bound.drafter, prompts, self.limits, bound.rule, self.sampler, generators, self.clock
             )
             fill(rows, batch, self.background.read(), GpuUse.read(self.meter))
             for row, prompt, reference in zip(rows, prompts, references or [], strict=references is not None):
@@ -145,7 +183,9 @@ def fill(rows: Sequence[Row], batch: DecodedBatch, others: float | None, use: Gp
     for row, ended in zip(rows, batch.ended, strict=True):
         share = (len(row.tokens) - 1) / max(1, tokens)
         row.prefill_s, row.decode_s = batch.prefilled / len(rows), share * batch.seconds
-        row.draft_s, row.target_s, row.verify_s = share * batch.drafting, share * batch.verifying, 0.0
-        row.rest_s = row.decode_s - row.draft_s - row.target_s
+        row.draft_s, row.target_s, row.verify_s = (
+            share * seconds for seconds in (batch.drafting, batch.verifying, batch.checking)
+        )
+        row.rest_s = row.decode_s - row.draft_s - row.target_s - row.verify_s
         row.batch = Batched(len(rows), tokens, batch.prefilled, batch.seconds, max(0.0, ended - batch.prefilled))
         row.others, row.gpu = others, None if use is None else use.share(share)

@@ -70,6 +70,7 @@ class Bench:
     ):
         self.target, self.chat, self.bound_drafters = target, chat, bound_drafters
         self.sampler, self.settings, self.replay = sampler, settings, replay
+        self.limits = Limits(settings.max_new_tokens, target.stop_ids)
         self.clock, self.background, self.meter = Clock(target.device), BackgroundLoad(), Meter(target.device)
         self.phases = PhaseClock(target.device)
         self.left_out: set[str] = set()  # labels of drafters that wait until all others are complete
@@ -119,7 +120,7 @@ class Bench:
             reached(len(questions) - len(todo))
             queue = [(index, question, False) for index, question in enumerate(todo)]
             for index, question, wait in queue:  # questions of other processes are appended while it is read
-                if not budget.allows(pace.of(len(self._missing(question, ledger)))):
+                if not budget.allows(pace.of(self._coming(question, ledger))):
                     return
                 if not self._decode_question(question, index, ledger, pace, wait):
                     queue.append((index, question, True))
@@ -139,10 +140,12 @@ class Bench:
 
     def _lacking(self, question: Question, ledger: Ledger) -> list[tuple[str, int]]:
         """Labels and turns of a question that lack a good row."""
-        return [
-            (b.label, turn) for turn in range(len(question.turns)) for b in self.bound_drafters
-            if not ledger.done(b.label, question.digest, turn)
-        ]  # fmt: skip
+        all_turns = ((b.label, turn) for turn in range(len(question.turns)) for b in self.bound_drafters)
+        return [(label, turn) for label, turn in all_turns if not ledger.done(label, question.digest, turn)]
+
+    def _coming(self, question: Question, ledger: Ledger) -> int:
+        """How many generations are decoded with a question, before the budget is asked again."""
+        return len(self._missing(question, ledger))
 
     def _restart_persisting(self, questions: Sequence[Question], ledger: Ledger, budget: Budget) -> list[BoundDrafter]:
         """The `state=run` drafters that lack a row, whose rows no longer count.
@@ -254,11 +257,10 @@ class Bench:
 
     def _decoded(self, row: Row, bound: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with one timed generation. reference: the baseline's row, against which the answer is audited."""
-        limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
         generator = self._generator(row, bound.rule)
         self.background.start()
         self.meter.start()
-        events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler, generator, self.phases)
+        events = decode(self.target, bound.drafter, prompt, self.limits, bound.rule, self.sampler, generator, self.phases)
         with ExitStack() as stack:
             if self.remote is not None:
                 self.remote.cutting = bound.label != BASELINE  # the others are compared with its whole answer
@@ -271,7 +273,7 @@ class Bench:
             if self.remote is not None:
                 row.link = LinkUse(**asdict(self.remote.traffic), cut=None if lost is None else str(lost))
                 if lost is not None and self.remote.on_disconnect == "continue":
-                    phases.continue_alone(row, bound.drafter, self.remote, limits, self.clock)
+                    phases.continue_alone(row, bound.drafter, self.remote, self.limits, self.clock)
         self._check(row, bound.rule, prompt, reference, cut=lost is not None)
 
     def _check(self, row: Row, rule: Rule, prompt: list[int], reference: Row | None, cut: bool) -> None:
@@ -285,10 +287,8 @@ class Bench:
 
     def _served(self, row: Row, bound: BoundDrafter, prompt: list[int], reference: Row | None) -> None:
         """Fill a row with an answer of another engine."""
-        generator = self._generator(row, bound.rule)
-        seed = None if generator is None else generator.initial_seed()
-        limits = Limits(self.settings.max_new_tokens, self.target.stop_ids)
-        served.fill(row, bound.drafter, self.target, self.chat, prompt, limits, self.sampler, seed, reference)
+        seed = generator.initial_seed() if (generator := self._generator(row, bound.rule)) is not None else None
+        served.fill(row, bound.drafter, self.target, self.chat, prompt, self.limits, self.sampler, seed, reference)
 
     def _generator(self, row: Row, rule: Rule) -> torch.Generator | None:
         """The random numbers of one generation, seeded by run seed, question and turn; None where nothing is drawn."""

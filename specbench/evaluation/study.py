@@ -114,14 +114,20 @@ def _ready(run: StudyRun) -> Iterator[Ready]:
             warn(f"{title}: {error}")
 
 
+def _target_of(study_cell: StudyCell) -> tuple[Any, ...]:
+    """Cells in which this is equal have the same target: how it is loaded, reached and run, and how much room it needs."""
+    base = study_cell.base
+    return base.model, base.link, base.backend, base.batch
+
+
 class _Decoder:
-    """Decodes the cells of a study. The target stays until a cell needs it in another precision or over another link.
+    """Decodes the cells of a study. The target stays until a cell needs another one, see `_target_of`.
 
     Raises `SpecBenchError` if the first cell's target cannot be loaded.
     """
 
     target: Any = None
-    loaded: Any = None  # model and link of the target; None: the last one could not be loaded
+    loaded: Any = None  # `_target_of` the target; None: the last one could not be loaded
 
     def __init__(self, run: StudyRun, absent: Collection[str], budget: Budget, live: Live):
         self.run, self.absent, self.budget, self.live = run, absent, budget, live
@@ -132,20 +138,19 @@ class _Decoder:
         """Load a cell's target, once the last one is freed: memory may not hold both."""
         self.target = self.loaded = None
         free_unused()
-        cells = [one for one in self.run.cells if one.base.model == study_cell.base.model]
+        cells = [one for one in self.run.cells if _target_of(one) == _target_of(study_cell)]
         self.groups = {one.base.cell_folder: study_runs.groups(one, self.absent) for one in cells}
         largest = max((group for groups in self.groups.values() for group in groups), key=len)
         self.target, self.chat = arms.load(study_cell.base, [arm.made[0] for arm in largest], self.reused)
-        self.loaded = study_cell.base.model, study_cell.base.link
+        self.loaded = _target_of(study_cell)
 
     def decode(self, ready: Ready, total_work: float) -> CellResult | None:
         """Decode one cell, whose arms are freed afterwards; None, with a line, if its target cannot be loaded.
 
         total_work: see `cell.run`.
         """
-        base = ready.cell.base
         try:
-            if (base.model, base.link) != self.loaded:
+            if _target_of(ready.cell) != self.loaded:
                 self._load(ready.cell)
         except SpecBenchError as error:
             warn(f"{ready.title}: {error}")

@@ -239,12 +239,12 @@ def groups(cell: StudyCell, absent: Collection[str]) -> list[list[PlannedArm]]:
 
 
 def ready_early(planned: Sequence[PlannedArm], target: Target) -> list[PlannedArm]:
-    """The arms that can decode at once while trees of others have to be fitted; none if all can, or in a replay.
+    """The arms that can decode at once while trees of others have to be fitted; none if all can, in a replay or a batch.
 
     A `state=run` drafter is not among them, since it answers all questions in one go.
     """
     slow = [arm for arm in planned if fitting.takes_time(arm.made[0], arm.spec, target, arm.label)]
-    if not slow or slow[0].spec.replay:
+    if not slow or slow[0].spec.replay or slow[0].spec.batch > 1:
         return []
     return [arm for arm in planned if arm not in slow and arm.made[0].state != "run"]
 

@@ -20,7 +20,9 @@ TIMING = 3
 
 # To be raised when emulated networks delay differently: then speeds over them are not compared with those before.
 EMULATOR = 2
-SPEEDS = {"timing": TIMING, "emulator": EMULATOR}  # as headers have them
+# The same of several sequences at once.
+BATCHING = 2
+SPEEDS = {"timing": TIMING, "emulator": EMULATOR, "batching": BATCHING}  # as headers have them
 
 TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names
@@ -126,4 +128,6 @@ def machine_key(header: Mapping[str, Any]) -> str:
     chosen = [] if attention is None else [attention]
     if (config.get("link") or {}).get("name", "local") != "local" and "emulator" in header:  # older blocks name none
         chosen.append(f"emulator {header['emulator']}")
+    if (config.get("batch") or 1) > 1 and "batching" in header:
+        chosen.append(f"batching {header['batching']}")
     return digest([*machine, *engine, header["target"].get("kernels"), header.get("timing"), *chosen])

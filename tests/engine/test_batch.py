@@ -1,6 +1,7 @@
 """Several sequences at once: each is what it is alone."""
 
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -118,6 +119,37 @@ def test_one_pass_of_the_target_serves_all(monkeypatch):
     monkeypatch.setattr(target, "score", counted)
     together(target, make("none", target), Limits(10))
     assert passes == [1] * len(PROMPTS) + [len(PROMPTS)] * 9
+
+
+@pytest.mark.parametrize("name", ["none", "eagle2", "vanilla", "moa"])
+def test_sequences_that_are_over_leave_the_storage_so_that_passes_of_the_others_copy_nothing(name, monkeypatch):
+    target = tiny()
+    first = [ids(events) for events in alone(target, make("none", target), Limits(24), GREEDY)]
+    target.stop_ids = (first[1][4], first[2][9])
+    drafter, limits, views = make(name, target), Limits(24, target.stop_ids), []
+
+    class Watched(slots.SlotsOfPass):
+        def __init__(self, caches, counts):
+            super().__init__(caches, counts)
+            if len(caches) == len(self.slots.sequences):
+                views.append(self.rows)
+
+    monkeypatch.setattr("specbench.engine.batch.SlotsOfPass", Watched)
+    expected = [ids(events) for events in alone(target, drafter, limits, GREEDY)]
+    assert len({*map(len, expected)}) > 2, "they end one after the other"
+    assert [ids(events) for events in together(target, drafter, limits)] == expected
+    assert {view.stop for view in views} > {1, 4} and all(view.start == 0 for view in views)
+
+
+def test_a_sequences_own_clock_stands_while_it_waits():
+    lockstep = Lockstep()
+
+    def body(x):
+        begin = lockstep.own_seconds()
+        lockstep.call(lambda calls: time.sleep(0.2) or [None] * len(calls), 0, x)
+        return lockstep.own_seconds() - begin
+
+    assert all(seconds < 0.1 for seconds in lockstep.run([partial(body, x) for x in range(2)]))
 
 
 def test_tapped_layers_are_read_of_several_sequences_at_once():
