@@ -131,7 +131,7 @@ def _search_layers(workspace: Workspace) -> str:
     answers = held_out(workspace.shards.folder, layer_search.ANSWERS)
     own = {name: value for name, value in job.drafter.items() if name not in ("name", "searched")}
     timed = {"hardware": environment.hardware(target.device), "computed_by": target.computed_by}
-    digest = hashing.of([target.fingerprint(), own, timed, [answer.tokens for answer in answers]])
+    digest = hashing.of([target.fingerprint(), own, timed, [answer.ids for answer in answers]])
     journal = job.progress_folder / f"search-{digest[:12]}.jsonl"
     result = layer_search.search(target, drafter, answers, journal)
     names = {"target": job.model.name, "target_fingerprint": target.fingerprint()}

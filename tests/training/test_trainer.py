@@ -222,6 +222,7 @@ def test_vectors_decay_unless_the_recipe_says_otherwise(tmp_path):
 
 
 def test_a_training_that_goes_on_keeps_the_precision_that_it_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # it holds one precision a process
     monkeypatch.setattr("specbench.training.trainer.mixed", lambda *_: "bf16")
     killed = trainer(tmp_path, Fake(stop=6), precision="auto")
     with pytest.raises(KeyboardInterrupt):

@@ -318,12 +318,13 @@ def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
 def test_arms_that_need_no_timing_decode_first_where_others_do(monkeypatch):
     """Not those whose memory goes on from prompt to prompt; and nobody where all are ready, or where there is no clock."""
 
-    def side(label, slow=False, state="none", replay=False):
+    def side(label, slow=False, state="none", replay=False, batch=1):
         made = SimpleNamespace(slow=slow, state=state)
-        return SimpleNamespace(made=(made, None), spec=SimpleNamespace(replay=replay), label=label)
+        return SimpleNamespace(made=(made, None), spec=SimpleNamespace(replay=replay, batch=batch), label=label)
 
     monkeypatch.setattr(fitting, "takes_time", lambda drafter, *_: drafter.slow)
     ready, slow, ordered = side("a"), side("b", slow=True), side("c", state="run")
     assert study_runs.ready_early([ready, slow, ordered], None) == [ready]
     assert study_runs.ready_early([ready, ordered], None) == []
     assert study_runs.ready_early([ready, side("b", slow=True, replay=True)], None) == []
+    assert study_runs.ready_early([ready, side("b", slow=True, batch=2)], None) == [], "one question is no batch"
