@@ -136,10 +136,10 @@ class Trainer:
 
     def _settle_precision(self, device: torch.device) -> str:
         """What `auto` stands for, by a trial of the first process; an interrupted training keeps what it had."""
-        if self.checkpoint.exists():
-            precision = unpickled(self.checkpoint, "remove it to begin anew").get("precision", self.settings.precision)
-        else:
-            precision = mixed(self.settings.precision, device, max(p.shape[-1] for p in self.parameters))
+        precision = mixed(self.settings.precision, device, max(p.shape[-1] for p in self.parameters))
+        if self.settings.precision == "auto" and self.checkpoint.exists():
+            state = unpickled(self.checkpoint, "remove it to begin anew")
+            precision = state.get("precision", precision) if isinstance(state, dict) else precision
         PartialState(cpu=device.type == "cpu")
         settled: str = broadcast_object_list([precision])[0]
         return settled

@@ -230,7 +230,7 @@ def test_noise_is_on_the_states_that_are_keys_not_on_those_to_predict(stage, mon
     keys_values, teacher = made.keys_values, beagle.DistillationLoss
     monkeypatch.setattr(made, "keys_values", lambda states, at: seen.append(states) or keys_values(states, at))
     monkeypatch.setattr(
-        beagle, "DistillationLoss", lambda part, head, uses=1: taught.append(part) or teacher(part, head, uses)
+        beagle, "DistillationLoss", lambda part, *rest, **more: taught.append(part) or teacher(part, *rest, **more)
     )
     getattr(made, stage)(batch, 3, 0)
     assert (seen[0] - batch.states).std() == pytest.approx(0.2, rel=0.05)

@@ -41,7 +41,7 @@ def test_a_cells_result_keeps_neither_target_nor_drafters(home, tmp_path, monkey
 
 
 def cell_of(model, number=0):
-    base = SimpleNamespace(model=model, link=None, cell_folder=f"cell-{number}")
+    base = SimpleNamespace(model=model, link=None, backend="eager", batch=1, cell_folder=f"cell-{number}")
     return SimpleNamespace(base=base, arms=[], number=number, title=model)
 
 

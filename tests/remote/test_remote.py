@@ -98,7 +98,7 @@ def test_remote_equals_local_token_for_token(drafter, temperature, server, folde
 
 @pytest.mark.parametrize("drafter", [*sorted(NEEDS_LAYERS), "moa"])
 def test_drafters_that_run_the_targets_layers_are_refused_before_anything_is_loaded(drafter):
-    more = ["drafter.tli=1"] if drafter == "moa" else []
+    more = ["drafter.tli=1", "drafter.weights=null"] if drafter == "moa" else []
     spec = run_spec.from_config(composed("run", [f"drafter={drafter}", "link=lan", *more]))
     with pytest.raises(SpecBenchError, match="on the server"):
         spec.make_drafter()
