@@ -452,7 +452,7 @@ def test_bad_training_input_is_one_clear_line(home, arguments, message):
         (["model=llama2-7b", "model.path=/somewhere/x"], ["model=llama2-7b", "model.path=/somewhere/x"]),
         (["model.path=null"], ["model.path=null"]),
         (["model.path=~/x"], ["model.path='~/x'", "model.name=x"]),
-        (["-m", "model.path=/a/x,/b/y"], ["-m", "model.path=/a/x,/b/y", "model.name=${folder:${model.path}}"]),
+        (["-m", "model.path=/a/x,/b/y"], ["-m", "model.path=/a/x,/b/y", "model.name='${folder:${model.path}}'"]),
         (["drafter=none"], ["drafter=none"]),
     ],
 )
@@ -463,7 +463,7 @@ def test_a_folder_alone_names_its_model(typed, words):
 
 def test_in_a_sweep_each_folder_names_its_own_model():
     for folder in ("/a/x", "/b/y"):
-        words = [f"model.path={folder}", "model.name=${folder:${model.path}}"]
+        words = [f"model.path={folder}", "model.name='${folder:${model.path}}'"]
         assert composed("run", *words).model.name == Path(folder).name
 
 

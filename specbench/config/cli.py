@@ -145,7 +145,7 @@ def expand_shorthands(typed: list[str]) -> list[str]:
     folder = words[paths[-1]].partition("=")[2] if paths else ""
     if folder not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
         swept = "," in folder and folder[:1] not in QUOTES  # each job's model has its own folder's name
-        name = "${folder:${model.path}}" if swept else _model_name(folder.strip(QUOTES))
+        name = "'${folder:${model.path}}'" if swept else _model_name(folder.strip(QUOTES))
         words[paths[-1]] = f"model.path={','.join(map(_quoted, folder.split(','))) if swept else _quoted(folder)}"
         words.insert(paths[-1] + 1, f"model.name={name}")  # not at the end, where a flag such as --info would take it
     return words

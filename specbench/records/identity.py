@@ -20,7 +20,7 @@ TIMING = 3
 
 # To be raised when emulated networks delay differently: then speeds over them are not compared with those before.
 EMULATOR = 2
-# The same of several sequences at once.
+# To be raised when several sequences at once become faster or slower: rows with a lower number are of another cell.
 BATCHING = 2
 SPEEDS = {"timing": TIMING, "emulator": EMULATOR, "batching": BATCHING}  # as headers have them
 
@@ -108,7 +108,7 @@ def cell_key(header: Mapping[str, Any]) -> str:
             "seed": decode.get("seed") if sampled else None,
             "replay": bool(header.get("replay")),
             "link": None if link.get("name", "local") == "local" else shape,
-            **({"batch": config["batch"]} if config.get("batch", 1) > 1 else {}),  # older blocks have no such option
+            **({} if config.get("batch", 1) == 1 else {"batch": [config["batch"], header.get("batching", 1)]}),
             **({} if quantised is None else {"quantised": quantised}),
         }
     )
@@ -128,6 +128,4 @@ def machine_key(header: Mapping[str, Any]) -> str:
     chosen = [] if attention is None else [attention]
     if (config.get("link") or {}).get("name", "local") != "local" and "emulator" in header:  # older blocks name none
         chosen.append(f"emulator {header['emulator']}")
-    if (config.get("batch") or 1) > 1 and "batching" in header:
-        chosen.append(f"batching {header['batching']}")
     return digest([*machine, *engine, header["target"].get("kernels"), header.get("timing"), *chosen])
