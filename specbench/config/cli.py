@@ -136,7 +136,7 @@ def expand_shorthands(typed: list[str]) -> list[str]:
         if several:
             words += [f"drafter={several[1].split(',')[0].strip()}", f"drafters=[{several[1]}]"]
         elif name == "prompts":
-            words += ["dataset=prompts", f"dataset.path={','.join(map(_quoted, value.split(',')))}"]
+            words += ["dataset=prompts", f"dataset.path={_quoted_each(value)}"]
         elif name == "link" and value.startswith("tcp://"):
             words += ["link=direct", f"link.to={_quoted(value)}"]
         else:
@@ -146,7 +146,7 @@ def expand_shorthands(typed: list[str]) -> list[str]:
     if folder not in ("", "null") and not any(re.match(r"model(\.name)?=", word) for word in words):
         swept = "," in folder and folder[:1] not in QUOTES  # each job's model has its own folder's name
         name = "'${folder:${model.path}}'" if swept else _model_name(folder.strip(QUOTES))
-        words[paths[-1]] = f"model.path={','.join(map(_quoted, folder.split(','))) if swept else _quoted(folder)}"
+        words[paths[-1]] = f"model.path={_quoted_each(folder) if swept else _quoted(folder)}"
         words.insert(paths[-1] + 1, f"model.name={name}")  # not at the end, where a flag such as --info would take it
     return words
 
@@ -154,6 +154,11 @@ def expand_shorthands(typed: list[str]) -> list[str]:
 def _model_name(folder: str) -> str:
     """What a model in a folder is called."""
     return folder_name(Path(folder).expanduser().resolve().name, "model")
+
+
+def _quoted_each(values: str) -> str:
+    """The parts of a sweep, `a,b`, quoted for Hydra's grammar if necessary."""
+    return ",".join(map(_quoted, values.split(",")))
 
 
 def _quoted(value: str) -> str:

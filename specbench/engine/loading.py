@@ -25,6 +25,7 @@ from specbench.engine.language_model import LanguageModel
 from specbench.engine.model_files import CONFIG
 from specbench.engine.pretrained import config_of, read_config, read_gguf, read_tokenizer
 from specbench.engine.target import Target
+from specbench.engine.tensors import dtype_name
 from specbench.records import identity
 
 Source = tuple[str, str | None, str | None, str | None, Wheel | Wheels | None]  # the arguments of `model_folder`
@@ -162,7 +163,7 @@ class ModelSpec:
 
     def _require_quantisable(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raises `SpecBenchError` where a quantised target would be no faster than its original, or cannot be run."""
-        named = str(dtype).removeprefix("torch.")
+        named = dtype_name(dtype)
         for refused, reason in (
             (self.device_map is not None, f"not with model.device_map={self.device_map}; leave one of both out"),
             (device.type != "cpu", "is for CPUs; set model.device=cpu, or leave it out"),
@@ -282,7 +283,7 @@ class Room:
             several = environment.launched_processes() > 1
             options.append("train.shard_target=true" if several else "model.device_map=auto over several GPUs")
         return (
-            f"{self.spec.name} needs about {estimate.needed / 1e9:.1f} GB in {str(self.dtype).removeprefix('torch.')} "
+            f"{self.spec.name} needs about {estimate.needed / 1e9:.1f} GB in {dtype_name(self.dtype)} "
             f"({estimate}) and {self.device} has {free / 1e9:.1f} GB free; choose {', '.join(options)}, or a larger machine"
         )
 

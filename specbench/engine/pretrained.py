@@ -33,7 +33,7 @@ from specbench.engine.model_files import (
     settings_files,
     weight_files,
 )
-from specbench.engine.tensors import finite, open_tensors, some
+from specbench.engine.tensors import dtype_name, finite, open_tensors, some
 
 MODELS: Any = AutoModelForCausalLM  # whose stubs know half of its options
 # Constants that older tools wrote into a file and newer ones compute.
@@ -176,7 +176,7 @@ def _require_whole(model: Any, info: Mapping[str, Any], path: Path) -> None:
         raise SpecBenchError(f"{file} was not read whole: {some(' '.join(e.split()) for e in info['error_msgs'])}")
     named = model.state_dict(keep_vars=True).items()
     if bad := [name for name, tensor in named if not tensor.is_meta and not finite(tensor)]:
-        dtype = str(model.dtype).removeprefix("torch.")
+        dtype = dtype_name(model.dtype)
         raise SpecBenchError(f"{file}, read as {dtype}, holds NaN or infinity in {some(bad)}; fetch it again")
 
 

@@ -18,6 +18,11 @@ from specbench.common.errors import SpecBenchError, one_line, refusing
 CODE = re.compile(r"GLOBAL|Unsupported (global|class|operand 149)|instantiate")  # in torch's message on a pickle with code
 
 
+def dtype_name(dtype: Any) -> str:
+    """`float32` of `torch.float32`, as options, headers and messages name it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def unpickled(path: Path, hint: str = "fetch it again") -> Any:
     """What torch saved in a file: tensors and plain values, never code. Raises `SpecBenchError`, with the hint."""
     with refusing(f"{path} is damaged or cut off; {hint}"), warnings.catch_warnings():

@@ -25,7 +25,7 @@ from specbench.common.io import read_json
 from specbench.common.storage import atomic_path, sha256_of
 from specbench.common.types import Sha256
 from specbench.engine.interface import Sublayers
-from specbench.engine.tensors import read_tensors, some
+from specbench.engine.tensors import dtype_name, read_tensors, some
 from specbench.records.schema import PROVENANCE, SKIP, WEIGHTS
 
 
@@ -165,7 +165,7 @@ def fill(
     wrong = [f"{n} is {list(tensors[n].shape)}, not {list(t.shape)}" for n, t in own.items() if tensors[n].shape != t.shape]
     if wrong:
         raise refuse(f"made for another target: {some(wrong)}")
-    if odd := [f"{n} is of {str(t.dtype).removeprefix('torch.')}" for n, t in tensors.items() if not t.is_floating_point()]:
+    if odd := [f"{n} is of {dtype_name(t.dtype)}" for n, t in tensors.items() if not t.is_floating_point()]:
         raise refuse(f"{some(odd)}, where weights are floating-point numbers")
     with torch.no_grad():
         for name, tensor in own.items():

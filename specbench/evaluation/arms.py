@@ -17,6 +17,7 @@ from specbench.engine.backends.packed_linear import Timed
 from specbench.engine.device import free_unused
 from specbench.engine.drafter import ServedEngine
 from specbench.engine.target import Target
+from specbench.engine.tensors import dtype_name
 from specbench.engine.verify import Rule
 from specbench.evaluation import fitting
 from specbench.evaluation.runner import BoundDrafter
@@ -168,7 +169,7 @@ def header(
         "target": {
             "fingerprint": target.fingerprint(),
             "chat": identity.digest(chat.encode(PROBE)),
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
             **({} if target.quantised is None else {"quantised": target.quantised}),
             **({} if target.adapted is None else {"adapted": target.adapted.name}),
             "device": str(target.device),

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from specbench.common.budget import Budget, Pace
-from specbench.common.errors import SpecBenchError, format_exception
+from specbench.common.errors import format_exception
 from specbench.data.chat import Message
 from specbench.data.prompts import Question
 from specbench.engine.batch import DecodedBatch, decode_together
 from specbench.engine.decode import Limits, Prefill
-from specbench.evaluation import warm_up
+from specbench.evaluation import phases, warm_up
 from specbench.evaluation.audit import audit
 from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records.blocks import Ledger
@@ -97,7 +97,7 @@ class BatchBench(Bench):
     ) -> list[Row] | None:
         """Write a turn's rows. Returns the baseline's; None if it failed."""
         prompts = [self.chat.encode(history) for history in histories]
-        own = self._own(questions, real, turn, prompts, ledger)
+        own = self._that_fit(questions, real, turn, prompts, ledger)
         if not own:
             return None
         wanted = {b.label: [i for i in own if self._wants(b, questions[i], turn, ledger)] for b in bound_drafters}
@@ -105,10 +105,7 @@ class BatchBench(Bench):
         for bound in bound_drafters:
             if bound is not self.bound_drafters[0] and not wanted[bound.label]:
                 continue
-            rows = [
-                Row(bound.label, q.id, q.category, turn, len(prompt), [], 0.0, 0.0, text=q.digest)
-                for q, prompt in zip(questions, prompts, strict=True)
-            ]
+            rows = [phases.empty_row(bound.label, q, turn, prompt) for q, prompt in zip(questions, prompts, strict=True)]
             records = self._batched(rows, bound, prompts, references)
             if references is None:
                 references = rows if isinstance(records[0], Row) else None
@@ -119,35 +116,27 @@ class BatchBench(Bench):
                 return None
         return references
 
-    def _own(
+    def _that_fit(
         self, questions: Sequence[Question], real: int, turn: int, prompts: list[list[int]], ledger: Ledger
     ) -> list[int]:
-        """Indices of the questions that are written. Prompts that are too long are replaced by one that is not.
+        """Indices of the questions that are decoded and written; the others' prompts are too long.
 
-        Such a question's turn, and the turns behind it, are failures of its own; those of others are decoded.
+        That is a failure of theirs alone, and in `prompts` one that fits takes their place.
         """
-        room = self.target.max_context
-        fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) < room]
-        for i in set(range(real)) - set(fitting):
-            try:
-                self.limits.within(len(prompts[i]), room)
-            except SpecBenchError as error:
-                question = questions[i]
-                if turn < len(question.turns):
-                    message = format_exception(error)
-                    ledger.write(Failure(self.bound_drafters[0].label, question.id, turn, message, question.digest))
+        fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) < self.target.max_context]
+        for i in range(real):
+            if i not in fitting and turn < len(questions[i].turns):
+                row = phases.empty_row(self.bound_drafters[0].label, questions[i], turn, prompts[i])
+                ledger.write(self._guarded(row, self._within_context))
         if fitting:
             prompts[:] = [prompts[i if i in fitting else fitting[0]] for i in range(len(prompts))]
         return [i for i in range(real) if i in fitting]
 
+    def _within_context(self, row: Row) -> None:
+        self.limits.within(row.prompt_tokens, self.target.max_context)
+
     def _wants(self, bound: BoundDrafter, question: Question, turn: int, ledger: Ledger) -> bool:
         return turn < len(question.turns) and not ledger.done(bound.label, question.digest, turn)
-
-    def _scored(self, record: Row | Failure, question: Question) -> Row | Failure:
-        """The record of a question's last turn with its score, if the question has a check."""
-        if isinstance(record, Row) and question.check is not None and record.turn + 1 == len(question.turns):
-            return self._guarded(record, self._score, question.check)
-        return record
 
     def _batched(
         self, rows: list[Row], bound: BoundDrafter, prompts: list[list[int]], references: list[Row] | None
@@ -174,11 +163,7 @@ class BatchBench(Bench):
 def fill(rows: Sequence[Row], batch: DecodedBatch, others: float | None, use: GpuUse | None = None) -> None:
     """Counts of each sequence, and its share of the batch's seconds and energy by the tokens that its cycles emitted."""
     for row, events in zip(rows, batch.events, strict=True):
-        for event in events:
-            if isinstance(event, Prefill):
-                row.tokens.append(event.token)
-            else:
-                row.add(event)
+        phases.fill_untimed(row, events)
     tokens = sum(len(row.tokens) - 1 for row in rows)
     for row, ended in zip(rows, batch.ended, strict=True):
         share = (len(row.tokens) - 1) / max(1, tokens)

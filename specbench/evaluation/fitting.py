@@ -13,8 +13,8 @@ from specbench.common.storage import project_path
 from specbench.config.run_spec import RunSpec
 from specbench.engine.drafter import Drafter
 from specbench.engine.policies import TreePolicy
-from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
+from specbench.engine.tensors import dtype_name
 from specbench.records import blocks, identity
 from specbench.records.metrics import BASELINE
 from specbench.tuning import acceptance, cost_model
@@ -64,27 +64,25 @@ def _fitted(drafter: Drafter, spec: RunSpec) -> tuple[Drafter, TreePolicy, Mappi
 def _conditions(drafter: Drafter, options: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
     """What costs depend on besides machine and target: not on the tree that is fitted to them."""
     own = {k: v for k, v in options.items() if k != "growth"}
-    captured = getattr(drafter, "captured", None)
     return {
         "drafter": own,
         "backend": spec.backend,
         "forward": spec.model.forward,
         "draft_dtype": draft_dtype(drafter),
-        "captured": captured is not None and captured.serves(drafter, Sampler()),
+        "captured": cost_model.grows_as_graphs(drafter),
     }
 
 
 def draft_dtype(drafter: Drafter) -> str | None:
     """In which a drafter's weights are multiplied, as headers name it; None: as the target's."""
-    return None if drafter.draft_dtype is None else str(drafter.draft_dtype).removeprefix("torch.")
+    return None if drafter.draft_dtype is None else dtype_name(drafter.draft_dtype)
 
 
 def _earlier_costs(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> Costs | None:
     """The costs behind this arm's tree in blocks of this cell; of several trees, the one with most rows; None without any.
 
-    drafter: whose tree is fitted.
-
-    Blocks of other kinds of machines count only in a replay, which continues with the tree that it began with.
+    Blocks of other kinds of machines count only in a replay, which continues with the tree that it began with. drafter:
+    whose tree is fitted.
     """
     here = {"hardware": environment.hardware(target.device), "target": target.computed_by}
     header = {**here, "config": spec.shared, **identity.SPEEDS}

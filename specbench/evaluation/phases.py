@@ -1,9 +1,10 @@
-"""Fills a row with a generation that runs, without a wait for the device before its end."""
+"""Rows, and filling them with a generation that runs, without a wait for the device before its end."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from specbench.common.timing import Clock, PhaseClock
+from specbench.data.prompts import Question
 from specbench.engine.decode import Limits, Prefill
 from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Step
@@ -11,6 +12,11 @@ from specbench.records.rows import Row
 from specbench.remote.client import LinkLost
 from specbench.remote.draft_only import concatenated, draft_alone
 from specbench.remote.target import RemoteTarget
+
+
+def empty_row(drafter: str, question: Question, turn: int, prompt: list[int]) -> Row:
+    """The row of a generation that has yet to run. drafter: its label."""
+    return Row(drafter, question.id, question.category, turn, len(prompt), [], 0.0, 0.0, text=question.digest)
 
 
 def fill(row: Row, events: Iterable[Prefill | Step], clock: PhaseClock) -> LinkLost | None:
@@ -32,6 +38,16 @@ def fill(row: Row, events: Iterable[Prefill | Step], clock: PhaseClock) -> LinkL
     for step in cycles:
         row.add(in_seconds(step))
     return lost
+
+
+def fill_untimed(row: Row, events: Iterable[Prefill | Step], count: Callable[[Step], None] = lambda step: None) -> None:
+    """Take the events of `decode` without their seconds. count: called with every cycle."""
+    for event in events:
+        if isinstance(event, Prefill):
+            row.tokens.append(event.token)
+        else:
+            row.add(replace(event, draft_s=0.0, target_s=0.0, verify_s=0.0, rest_s=0.0))
+            count(event)
 
 
 def continue_alone(row: Row, drafter: Drafter, target: RemoteTarget, limits: Limits, clock: Clock) -> None:

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from specbench.engine.interface import Taps
 from specbench.engine.replay import ReplayTarget
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
+from specbench.engine.tensors import dtype_name
 from specbench.engine.verify import Rule
 from specbench.evaluation import drift, phases, served, warm_up
 from specbench.evaluation.audit import audit
@@ -78,8 +79,8 @@ class Bench:
         if self.remote is not None:
             self.remote.cutting = False  # but while a drafter decodes
         if replay and target.dtype != torch.float32:
-            dtype = str(target.dtype).removeprefix("torch.")
-            raise SpecBenchError(f"replay=true: {dtype} answers differ at ties; set model.dtype=float32, or replay=false")
+            message = f"replay=true: {dtype_name(target.dtype)} answers differ at ties"
+            raise SpecBenchError(f"{message}; set model.dtype=float32, or replay=false")
         taps = [b.drafter.taps.resolve(target.layers) for b in bound_drafters]
         self.taps = Taps(tuple({i for t in taps for i in t.hidden}), tuple({i for t in taps for i in t.kv}))
 
@@ -218,7 +219,7 @@ class Bench:
             lacking = [baseline, *lacking]  # seconds are compared inside one block
         shared: list[ReplayTarget] = []  # at most one, by all that draft against this answer
         for bound in lacking:
-            row = Row(bound.label, question.id, question.category, turn, len(prompt), [], 0.0, 0.0, text=question.digest)
+            row = phases.empty_row(bound.label, question, turn, prompt)
             record: Row | Failure
             if bound is baseline:
                 record = self._timed(row, bound, prompt, reference, question)
@@ -236,15 +237,19 @@ class Bench:
     def _timed(
         self, row: Row, bound: BoundDrafter, prompt: list[int], reference: Row | None, question: Question
     ) -> Row | Failure:
-        """A timed generation; the answer to a question's last turn is scored, if the question has a check."""
+        """A timed generation, scored."""
         fill = self._served if isinstance(bound.drafter, ServedEngine) else self._decoded
         record = self._guarded(row, fill, bound, prompt, reference)
         if not self.warned and row.link is None and (row.others or 0.0) > OTHERS * (os.cpu_count() or 1):
             self.warned = True
-            message = f"other processes take {row.others:.1f} cores; speeds will not count"
-            print(f"the machine is busy: {message}", file=sys.stderr)
-        if isinstance(record, Row) and question.check is not None and row.turn + 1 == len(question.turns):
-            record = self._guarded(row, self._score, question.check)
+            taken = f"other processes take {row.others:.1f} cores"
+            print(f"the machine is busy: {taken}; speeds will not count", file=sys.stderr)
+        return self._scored(record, question)
+
+    def _scored(self, record: Row | Failure, question: Question) -> Row | Failure:
+        """A record of the answer to a question's last turn, with its score if the question has a check."""
+        if isinstance(record, Row) and question.check is not None and record.turn + 1 == len(question.turns):
+            return self._guarded(record, self._score, question.check)
         return record
 
     def _guarded(self, row: Row, fill: Callable[..., None], *arguments: Any) -> Row | Failure:
@@ -316,12 +321,7 @@ class Bench:
         limits = Limits(len(answer), self.target.stop_ids)
         row.replayed = True
         events = decode(target, drafter, prompt, limits, bound.rule, self.sampler)  # type: ignore[arg-type]
-        for event in events:
-            if isinstance(event, Prefill):
-                row.tokens.append(event.token)
-            else:
-                row.add(replace(event, draft_s=0.0, target_s=0.0, verify_s=0.0, rest_s=0.0))
-                drafter.count(event)
+        phases.fill_untimed(row, events, drafter.count)
         row.confidence = drafter.bins()
         if target is self.target:
             row.audit = audit(self.target, prompt, answer, row.tokens)

@@ -26,7 +26,8 @@ def named(typed: Sequence[str]) -> tuple[list[str], list[str], float | None] | N
     if len(names) < 2 or {"-m", "--multirun"} & set(typed):
         return None
     minutes = [word.partition("=")[2] for word in typed if word.startswith("minutes=")]
-    rest = [word for word in typed if word not in words[:-1] and not word.startswith("minutes=")]
+    last = max(i for i, word in enumerate(typed) if word.startswith("study="))
+    rest = [word for i, word in enumerate(typed) if i == last or not word.startswith(("study=", "minutes="))]
     return [name for name in names if name], rest, _minutes(minutes[-1]) if minutes else None
 
 

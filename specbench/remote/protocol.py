@@ -29,6 +29,7 @@ from specbench.common.io import STRICT
 from specbench.common.types import Temperature
 from specbench.engine.interface import Taps
 from specbench.engine.sampling import Sampler
+from specbench.engine.tensors import dtype_name
 from specbench.engine.verify import Lossless, Rule, Typical, VerifyConfig
 
 VERSION = 5
@@ -275,7 +276,7 @@ def pack(tensor: Tensor, int8: bool = False) -> WireTensor:
         largest = plain.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
         rounded = (plain.float() * (127 / largest)).round().to(torch.int8)
         return {"d": "int8", "s": list(plain.shape), "b": _bytes(rounded), "m": _bytes(largest)}
-    name: Any = str(plain.dtype).removeprefix("torch.")
+    name: Any = dtype_name(plain.dtype)
     return {"d": name, "s": list(plain.shape), "b": _bytes(plain)}
 
 

@@ -17,6 +17,7 @@ import zmq
 from specbench.common.errors import SpecBenchError, one_line
 from specbench.engine.interface import DraftTree, TargetStates
 from specbench.engine.target import Target
+from specbench.engine.tensors import dtype_name
 from specbench.remote import protocol
 from specbench.remote.sessions import Session, Sessions
 from specbench.remote.transport import server_socket
@@ -251,7 +252,7 @@ class Server:
         if peer not in self.clients:
             self.clients[peer] = Client(self.sessions.new())
         description = {"version": protocol.VERSION, "fingerprint": self.fingerprint, "limits": self.limits}
-        description["dtype"] = str(self.sessions.target.dtype).removeprefix("torch.")
+        description["dtype"] = dtype_name(self.sessions.target.dtype)
         return {"kind": "welcome", **description, "condensers": list(self.sessions.condensers)}
 
     # Clients ------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from specbench.engine.interface import DraftTree, Taps, TargetStates, Verificati
 from specbench.engine.language_model import LanguageModel
 from specbench.engine.model_files import heads_of
 from specbench.engine.pretrained import read_ends
+from specbench.engine.tensors import dtype_name
 from specbench.engine.tree import root_only
 from specbench.engine.verify import Lossless, Sampler, Verifier, VerifyConfig
 from specbench.remote import protocol, requests
@@ -118,10 +119,9 @@ class RemoteTarget(LanguageModel):
         if served != self.fingerprint():
             self.connection.close()
             raise SpecBenchError(
-                f"{address} serves another target ({served}) than {self.path} ({self.fingerprint()}); start it with the "
-                "same model="
+                f"{address} serves another target ({served}) than {self.path} ({self.fingerprint()}); give both one model="
             )
-        theirs, own = self.connection.welcome["dtype"], str(self.dtype).removeprefix("torch.")
+        theirs, own = self.connection.welcome["dtype"], dtype_name(self.dtype)
         if theirs != own:  # of which answers, ties and the keys of rows depend
             self.connection.close()
             raise SpecBenchError(f"{address} computes in {theirs}, this side in {own}; set model.dtype={theirs}")

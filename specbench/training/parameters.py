@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from specbench.common.errors import SpecBenchError
+from specbench.engine.tensors import dtype_name
 from specbench.training.recipe import TrainSettings
 
 Named = list[tuple[str, nn.Parameter]]
@@ -26,7 +27,7 @@ def check(named: Named, settings: TrainSettings) -> None:
     """Raises `SpecBenchError` for weights in half precision, and for a pattern or a phase that trains nothing."""
     if settings.precision == "no" and (dtype := named[0][1].dtype) != torch.float32:
         raise SpecBenchError(
-            f"train.settings.precision=no would train weights in {str(dtype).removeprefix('torch.')}, which is too coarse "
+            f"train.settings.precision=no would train weights in {dtype_name(dtype)}, which is too coarse "
             "for updates; set model.dtype=float32, or train.settings.precision=bf16, whose weights are in float32"
         )
     patterns_of: dict[str, Iterable[str]] = {"train.settings.groups": settings.groups}

@@ -140,7 +140,7 @@ class Trainer:
         if self.settings.precision == "auto" and self.checkpoint.exists():
             state = unpickled(self.checkpoint, "remove it to begin anew")
             precision = state.get("precision", precision) if isinstance(state, dict) else precision
-        PartialState(cpu=device.type == "cpu")
+        PartialState(cpu=device.type == "cpu")  # begins the processes' connection, if nothing has
         settled: str = broadcast_object_list([precision])[0]
         return settled
 

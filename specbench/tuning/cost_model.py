@@ -96,6 +96,12 @@ def _trees(deepest: int) -> dict[Entry, Dynamic]:
     return trees
 
 
+def grows_as_graphs(drafter: Any) -> bool:
+    """Are the trees of a drafter's own policy grown in fixed shapes, see `captured_growth`? The timed ones are, then."""
+    captured = getattr(drafter, "captured", None)
+    return captured is not None and bool(captured.serves(drafter, Sampler()))
+
+
 def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[int, float] | None = None) -> Costs:
     """Time a drafter's cycles after so many tokens of context.
 
@@ -106,8 +112,8 @@ def take(target: Target, drafter: Any, context: int = CONTEXT, verify: Mapping[i
         SpecBenchError: the drafter grows no trees that could be fitted.
     """
     before, deepest, captured = drafter.growth, drafter.deepest or DEEP, getattr(drafter, "captured", None)
-    if captured is not None and not captured.serves(drafter, Sampler()):
-        drafter.captured = None  # the trees of its own policy are not grown as graphs
+    if captured is not None and not grows_as_graphs(drafter):
+        drafter.captured = None
     trees = _trees(deepest)
     if verify is not None:
         trees = {entry: tree for entry, tree in trees.items() if entry == PLAIN or entry[0] != "verify"}

@@ -171,7 +171,7 @@ def typed_evidence(*arguments):
 
 def test_several_studies_share_the_time():
     assert several.named(["study=a,b", "minutes=9", "x=1"]) == (["a", "b"], ["study=a,b", "x=1"], 9.0)
-    assert several.named(["study=c", "study=a,b"]) == (["a", "b"], ["study=a,b"], None)
+    assert several.named(["study=a,b", "study=a,b"]) == (["a", "b"], ["study=a,b"], None)
     assert several.named(["study=a"]) is None and several.named(["-m", "study=a,b"]) is None
 
 
