@@ -79,14 +79,40 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One id per row of [..., V], without a host synchronisation: argmax p / E is distributed as p, see `race`."""
-    return race(probabilities, generator).argmax(-1)
+    """One id per row of [..., V], without a host synchronisation; rows need not sum to 1.
+
+    On a CPU first a chunk of ids, then one of them: noise for every id, see `race`, would take a millisecond a row.
+    """
+    if probabilities.device.type != "cpu":
+        return race(probabilities, generator).argmax(-1)
+    if probabilities.shape[-1] % _CHUNK:
+        return _invert(probabilities, generator)
+    chunks = probabilities.unflatten(-1, (-1, _CHUNK))
+    chunk = _invert(chunks.sum(-1, dtype=torch.float64), generator)
+    return chunk * _CHUNK + _invert(chunks.take_along_dim(chunk[..., None, None], -2)[..., 0, :], generator)
+
+
+def _invert(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """An index per row with a probability in proportion to its weight, by the inverse of their sum. [..., n] -> [...]"""
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    u = torch.rand_like(sums[..., :1], generator=generator)  # below 1, so that the product stays below the last sum
+    index = torch.searchsorted(sums, u * sums[..., -1:], right=True)[..., 0]  # right: no index of weight 0
+    return index.clamp(max=weights.shape[-1] - 1)  # where the weights are NaN, or all of them 0
+
+
+_LAST = 1e-30  # stands for probability 0: never drawn while anything else is left
 
 
 def draw_without_replacement(probabilities: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """`count` distinct ids per row in draw order, [..., V] -> [..., count]; ids of probability 0 come last."""
     require_ids(count, probabilities.shape[-1])
-    return race(probabilities, generator).topk(count).indices
+    if probabilities.device.type != "cpu":
+        return race(probabilities, generator).topk(count).indices
+    left, ids = probabilities.clamp(min=_LAST), []
+    for _ in range(count):
+        ids.append(draw(left, generator))
+        left.scatter_(-1, ids[-1][..., None], 0)
+    return torch.stack(ids, -1)
 
 
 def require_ids(count: int, vocabulary: int) -> None:

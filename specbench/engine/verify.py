@@ -49,9 +49,33 @@ class Lossless:
     lossy, simulated = False, False
 
     def __call__(self, tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
-        if tree.q is not None and not sampler.greedy:
-            return algorithm_s(tree, sampler.probabilities(logits), generator)
-        return algorithm_d(tree, sampler.choose(logits, generator))
+        if sampler.greedy or logits.device.type != "cpu":
+            return decide(tree, logits, sampler, generator)
+        return decide_along_path(tree, logits, sampler, generator)
+
+
+def decide(tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
+    """What lossless verification decides for all nodes. logits: [M, V] after the first M nodes; the others are leaves."""
+    if tree.q is not None and not sampler.greedy:
+        return algorithm_s(tree, sampler.probabilities(logits), generator)
+    return algorithm_d(tree, sampler.choose(logits, generator))
+
+
+def decide_along_path(tree: DraftTree, logits: Tensor, sampler: Sampler, generator: torch.Generator | None) -> Decisions:
+    """The same from the root downwards, only for nodes that the path reaches; no other is accepted or has a bonus.
+
+    For a CPU, where a distribution and its draws take a millisecond a node and asking for the next node costs nothing.
+    """
+    accepted, bonus = torch.zeros_like(tree.tokens, dtype=torch.bool), torch.zeros_like(tree.tokens)
+    node: int | None = 0
+    while node is not None:
+        family = torch.cat([torch.tensor([node]), (tree.parents == node).nonzero()[:, 0]])  # the node and its children
+        q = None if tree.q is None else tree.q[node, None]
+        star = replace(_part(tree, family), width=int(tree.ranks[family].max()) + 1, q=q)
+        taken, emitted = decide(star, logits[node, None], sampler, generator)
+        accepted[node], bonus[node] = True, emitted[0]
+        node = next(iter(family[1:][taken[1:]].tolist()), None)
+    return accepted, bonus
 
 
 class Typical:
@@ -105,7 +129,10 @@ class Simulated:
 
 
 def algorithm_d(tree: DraftTree, next_tokens: Tensor) -> Decisions:
-    """A child is accepted if it is the target's own token after its parent. next_tokens [N]: argmax or draw."""
+    """A child is accepted if it is the target's own token after its parent.
+
+    next_tokens: [M] argmax or draw after the first M nodes; the others are leaves.
+    """
     accepted = tree.tokens == next_tokens[tree.parents.clamp(min=0)]
     accepted[0] = True
     return accepted, next_tokens
@@ -119,25 +146,27 @@ def algorithm_s(tree: DraftTree, p: Tensor, generator: torch.Generator | None) -
     accepted, the token after the node is drawn from the last residual. Each round emits exactly p (Leviathan's lemma), so
     by induction the whole does. All nodes are treated at once; a node's outcome matters only if the path reaches it.
 
-    p: [N, V] float32, the processed target distribution after every node.
+    p: [M, V] float32, the processed target distribution after the first M nodes; the others are leaves.
     """
     assert tree.q is not None
-    n, tiny = len(tree), torch.finfo(p.dtype).tiny
-    children = torch.full((n, tree.width), n, device=p.device)  # [N, width] node n's child by rank; n stands for none
+    n, m, tiny = len(tree), p.shape[0], torch.finfo(p.dtype).tiny
+    children = torch.full((m, tree.width), n, device=p.device)  # [M, width] a node's child by rank; n stands for none
     children[tree.parents[1:], tree.ranks[1:]] = torch.arange(1, n, device=p.device)
     tokens = torch.cat([tree.tokens, tree.tokens[:1]])  # one slot more, where missing children write
     accepted = torch.zeros(n + 1, dtype=torch.bool, device=p.device)
-    undecided = torch.ones(n, dtype=torch.bool, device=p.device)  # nodes with no accepted child yet
-    q = tree.q
+    undecided = torch.ones(m, dtype=torch.bool, device=p.device)  # nodes with no accepted child yet
+    q = tree.q[:m]
     for rank in range(tree.width):
         child = children[:, rank]
         token = tokens[child][:, None]
         p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
-        coin = torch.rand(n, device=p.device, generator=generator)
+        coin = torch.rand(m, device=p.device, generator=generator)
         drawn = undecided & (child < n) & (q_x > 0)  # what q could not have drawn is no candidate
         accept, reject = drawn & (coin * q_x < p_x), drawn & (coin * q_x >= p_x)
         accepted[child] = accept
         undecided = undecided & ~accept
+        if p.device.type == "cpu" and not undecided.any():
+            break  # on a GPU, asking would wait
         p = torch.where(reject[:, None], _residual(p, q), p)
         if not tree.replacement:
             without = q.scatter(1, token, 0.0)
@@ -259,17 +288,22 @@ def _acceptable(tree: DraftTree, logits: Tensor) -> tuple[DraftTree, Tensor, lis
     """
     assert tree.acceptable is not None
     nodes = (~(tree.ancestors & ~tree.acceptable).any(-1)).nonzero()[:, 0]
+    q = None if tree.q is None else tree.q[nodes]
+    return replace(_part(tree, nodes), q=q, acceptable=None, confidence=None), logits[nodes], nodes.tolist()
+
+
+def _part(tree: DraftTree, nodes: Tensor) -> DraftTree:
+    """The tree of a node and some of its descendants, each with its parent; without `q`. nodes: [n] in rising order"""
     index = torch.zeros_like(tree.parents)
     index[nodes] = torch.arange(nodes.shape[0], device=nodes.device)
-    part = replace(
+    parents = index[tree.parents[nodes].clamp(min=0)]
+    parents[0] = -1
+    return replace(
         tree,
         tokens=tree.tokens[nodes],
-        parents=torch.where(nodes > 0, index[tree.parents[nodes].clamp(min=0)], -1),
+        parents=parents,
         depths=tree.depths[nodes],
         ancestors=tree.ancestors[nodes][:, nodes],
         ranks=tree.ranks[nodes],
-        q=None if tree.q is None else tree.q[nodes],
-        acceptable=None,
-        confidence=None,
+        q=None,
     )
-    return part, logits[nodes], nodes.tolist()

@@ -22,7 +22,9 @@ TIMING = 3
 EMULATOR = 2
 # To be raised when several sequences at once become faster or slower: rows with a lower number are of another cell.
 BATCHING = 2
-SPEEDS = {"timing": TIMING, "emulator": EMULATOR, "batching": BATCHING}  # as headers have them
+# To be raised when sampled decoding becomes faster or slower: then speeds at temperature > 0 are not compared with earlier.
+SAMPLING = 2
+SPEEDS = {"timing": TIMING, "emulator": EMULATOR, "batching": BATCHING, "sampling": SAMPLING}  # as headers have them
 
 TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names
@@ -128,4 +130,6 @@ def machine_key(header: Mapping[str, Any]) -> str:
     chosen = [] if attention is None else [attention]
     if (config.get("link") or {}).get("name", "local") != "local" and "emulator" in header:  # older blocks name none
         chosen.append(f"emulator {header['emulator']}")
+    if config["sampler"]["temperature"] > 0 and "sampling" in header:
+        chosen.append(f"sampling {header['sampling']}")
     return digest([*machine, *engine, header["target"].get("kernels"), header.get("timing"), *chosen])

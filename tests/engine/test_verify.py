@@ -14,8 +14,8 @@ from specbench.common.errors import SpecBenchError
 from specbench.engine import tree as trees
 from specbench.engine.interface import DraftTree
 from specbench.engine.policies import Chain, Dynamic, Static
-from specbench.engine.sampling import Sampler, argmax, draw, draw_without_replacement, top
-from specbench.engine.verify import Lossless, Simulated, Typical, algorithm_d, verify
+from specbench.engine.sampling import Sampler, argmax, draw, draw_without_replacement, race, top
+from specbench.engine.verify import Lossless, Simulated, Typical, algorithm_d, decide, verify
 from specbench.engine.vocabulary import DraftVocabulary
 
 V = 6
@@ -70,6 +70,14 @@ class Tables:
         return torch.stack([self.p(p) for p in prefixes])
 
 
+class AllAtOnce(Lossless):
+    """What a GPU does: all nodes are decided together."""
+
+    def __call__(self, tree, logits, sampler, generator):
+        return decide(tree, logits, sampler, generator)
+
+
+RULES = {"cpu": Lossless(), "gpu": AllAtOnce()}
 GROWTHS = {
     "chain": Chain(3),
     "chain-deterministic": Chain(3, candidates="top"),
@@ -80,13 +88,13 @@ GROWTHS = {
 }
 
 
-def emitted(world, growth, sampler, runs, seed, length=3):
+def emitted(world, growth, sampler, runs, seed, length=3, rule=RULES["gpu"]):
     """The first `length` ids of many independent cycles, completed from p where a cycle was shorter. [runs, length]"""
     generator = torch.Generator().manual_seed(seed)
     out = np.empty((runs, length), dtype=int)
     for run in range(runs):
         tree = growth.grow(world, 0, sampler, generator)
-        verified = verify(tree, world.target_logits(tree), Lossless(), sampler, generator)
+        verified = verify(tree, world.target_logits(tree), rule, sampler, generator)
         ids = [*verified.tokens, verified.bonus][:length]
         while len(ids) < length:
             ids.append(int(draw(sampler.probabilities(world.p(tuple(ids))), generator)))
@@ -118,9 +126,10 @@ def p_value(samples, expected):
 
 @pytest.mark.parametrize("sampler", [SAMPLED, Sampler(0.7, top_p=0.9), Sampler(1.3, top_k=4)], ids=str)
 @pytest.mark.parametrize("growth", GROWTHS)
-def test_trees_emit_the_targets_distribution(growth, sampler):
+@pytest.mark.parametrize("rule", RULES)
+def test_trees_emit_the_targets_distribution(rule, growth, sampler):
     world = Tables(seed=3)
-    samples = emitted(world, GROWTHS[growth], sampler, runs=4000, seed=11)
+    samples = emitted(world, GROWTHS[growth], sampler, runs=4000, seed=11, rule=RULES[rule])
     assert p_value(samples, joint(world, sampler)) > 1e-3
 
 
@@ -134,6 +143,22 @@ def test_p_values_look_uniform(growth):
     from scipy.stats import kstest
 
     assert kstest(values, "uniform").pvalue > 1e-3, values
+
+
+def test_along_the_path_the_same_is_decided(monkeypatch):
+    """With coins and draws that depend on the node's distribution alone, both ways accept the same path."""
+    monkeypatch.setattr(module.torch, "rand", lambda n, device=None, generator=None: torch.full((n,), 0.4))
+    monkeypatch.setattr(module, "draw", lambda p, generator: (p.cumsum(-1) > 0.6).long().argmax(-1))
+    monkeypatch.setattr(module.Sampler, "choose", lambda self, x, g: module.draw(self.probabilities(x), g))
+    lengths = set()
+    for seed, growth in itertools.product(range(40), GROWTHS.values()):
+        world, generator = Tables(seed), torch.Generator().manual_seed(seed)
+        tree = growth.grow(world, 0, SAMPLED, generator)
+        logits = world.target_logits(tree)
+        once, along = (verify(tree, logits, rule, SAMPLED, generator) for rule in (AllAtOnce(), Lossless()))
+        assert once == along
+        lengths.add(len(once.path))
+    assert lengths == {0, 1, 2, 3}
 
 
 def single_node(p, q, replacement, order):
@@ -312,16 +337,43 @@ def test_two_stage_choices_are_torchs(rows, size, k, seed):
     assert argmax(logits)[0] == size // 2 and torch.isnan(top(logits, k)[0][0, 0])
 
 
-def test_draws_without_replacement_follow_sequential_draws():
-    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    generator = torch.Generator().manual_seed(0)
-    runs = 20000
-    ids = draw_without_replacement(p.expand(runs, -1), 2, generator)
-    counts = np.bincount((ids[:, 0] * 4 + ids[:, 1]).numpy(), minlength=16)
+def _by_race(p, count, generator):
+    return race(p, generator).topk(count).indices
+
+
+@pytest.mark.parametrize("take", [draw_without_replacement, _by_race])
+@pytest.mark.parametrize("size", [5, 256], ids=["whole", "by chunk"])
+def test_draws_without_replacement_follow_sequential_draws(take, size):
+    p, runs = torch.zeros(size), 20000
+    at = torch.tensor([0, 1, size - 3, size - 2])  # of 256 ids, two in each chunk
+    p[at] = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    ids = take(p.expand(runs, -1), 2, torch.Generator().manual_seed(0))
+    place = {int(x): i for i, x in enumerate(at)}
+    counts = np.bincount([place[a] * 4 + place[b] for a, b in ids.tolist()], minlength=16)
+    p = p[at]
     expected = np.array([0 if a == b else p[a] * p[b] / (1 - p[a]) for a in range(4) for b in range(4)]) * runs
     keep = expected > 0
     assert counts[~keep].sum() == 0
     assert chisquare(counts[keep], expected[keep] / expected[keep].sum() * runs).pvalue > 1e-3
+    every = take(p[:3].expand(50, -1), 3, None)
+    assert sorted(map(sorted, every.tolist())) == [[0, 1, 2]] * 50
+    certain = take(torch.tensor([0.0, 0.0, 1.0]).expand(50, -1), 3, None)
+    assert (certain[:, 0] == 2).all() and all(sorted(row) == [0, 1, 2] for row in certain.tolist())
+
+
+@pytest.mark.parametrize("size", [6, 640], ids=["whole", "by chunk"])
+def test_draws_follow_the_weights(size):
+    """Rows need not sum to 1; what has no weight is not drawn, not even beside weights of 1e-9."""
+    runs, weights = 20000, torch.zeros(size)
+    at = torch.tensor([1, 2, size // 2, size - 2])
+    weights[at] = torch.tensor([2.0, 4.0, 1.0, 1e-9])
+    rows = weights.expand(runs, -1)
+    for found in (draw(rows, torch.Generator().manual_seed(1)), race(rows, None).argmax(-1)):
+        counts = torch.bincount(found, minlength=size)
+        assert counts[at].sum() == runs
+        assert chisquare(counts[at[:3]].numpy(), np.array([2, 4, 1]) * counts[at[:3]].sum().item() / 7).pvalue > 1e-3
+    assert draw(weights, None).shape == () and draw(weights.expand(2, 3, -1), None).shape == (2, 3)
+    assert 0 <= int(draw(torch.full((size,), torch.nan), None)) < size
 
 
 @st.composite
