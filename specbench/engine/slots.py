@@ -51,21 +51,32 @@ class Slots:
             self.storage, self.sequences, self.free = {}, [], []
 
     def leave(self, cache: KVCache) -> None:
-        """A sequence is over while others go on: its row goes, or every pass of the others would copy their rows."""
+        """A sequence is over while others go on: its row goes before their next pass, or each would copy their rows."""
         assert isinstance(cache, _Slot) and cache.slots is self and cache in self.sequences
         self.sequences.remove(cache)
         cache.storage = {}
-        kept = [other.row for other in self.sequences]
-        if not kept:
+        if not self.sequences:
             self.storage = {}
+
+    def close_gaps(self) -> None:
+        """Drop the rows of sequences that have left, all at once: that copies those of the others."""
+        kept = [sequence.row for sequence in self.sequences]
+        if kept == list(range(len(kept))) and all(len(kept) >= x.shape[1] for x, _ in self.storage.values()):
+            return
         for device, stored in list(self.storage.items()):
             self.storage[device] = stored[0][:, kept], stored[1][:, kept]
-        for row, other in enumerate(self.sequences):
-            other.row = row
-            other.storage = {device: (k[:, row : row + 1], v[:, row : row + 1]) for device, (k, v) in self.storage.items()}
+        for row, sequence in enumerate(self.sequences):
+            sequence.row = row
+            self._give_row(sequence)
+
+    def _give_row(self, sequence: "_Slot") -> None:
+        """Views of its row become a sequence's cache."""
+        row = slice(sequence.row, sequence.row + 1)
+        sequence.storage = {device: (keys[:, row], values[:, row]) for device, (keys, values) in self.storage.items()}
 
     def reserve(self, end: int, device: torch.device, like: tuple[Tensor, Tensor], layers: int) -> None:
         """Make room up to slot `end` in every sequence. like: keys and values [1, H, N, Dh] of a layer there."""
+        self.close_gaps()
         stored = self.storage.get(device)
         count, kept = (0, 0) if stored is None else (stored[0].shape[1], stored[0].shape[-2])
         if end <= kept and count == len(self.sequences):
@@ -75,8 +86,8 @@ class Slots:
         for new, old in zip(grown, stored or (), strict=False):
             new[:, :count, :, :kept] = old
         self.storage[device] = grown[0], grown[1]
-        for b, sequence in enumerate(self.sequences):
-            sequence.storage[device] = grown[0][:, b : b + 1], grown[1][:, b : b + 1]
+        for sequence in self.sequences:
+            self._give_row(sequence)
 
 
 class _Slot(KVCache):
@@ -108,6 +119,7 @@ class SlotsOfPass(Cache):
         assert all(isinstance(cache, _Slot) for cache in caches)
         self.caches, self.counts = caches, counts
         self.slots: Slots = caches[0].slots  # type: ignore[attr-defined]
+        self.slots.close_gaps()
         rows: list[int] = [cache.row for cache in caches]  # type: ignore[attr-defined]
         neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
         self.rows: slice | list[int] = slice(rows[0], rows[0] + len(rows)) if neighbours else rows  # a slice copies nothing

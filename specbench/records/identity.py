@@ -21,7 +21,7 @@ TIMING = 3
 # To be raised when emulated networks delay differently: then speeds over them are not compared with those before.
 EMULATOR = 2
 # To be raised when several sequences at once become faster or slower: rows with a lower number are of another cell.
-BATCHING = 2
+BATCHING = 3
 # To be raised when sampled decoding becomes faster or slower: then speeds at temperature > 0 are not compared with earlier.
 SAMPLING = 2
 SPEEDS = {"timing": TIMING, "emulator": EMULATOR, "batching": BATCHING, "sampling": SAMPLING}  # as headers have them
