@@ -1,5 +1,6 @@
 """Evidence that accumulates: budgets, the plan of all studies, what is continued by another commit, and kills."""
 
+import json
 import random
 import re
 import shutil
@@ -24,7 +25,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation import plan, several, study_runs, workers
 from specbench.evaluation.runner import Bench, BoundDrafter
-from specbench.records import blocks, studies
+from specbench.records import blocks, identity, studies
 from specbench.records.blocks import Ledger, read_block
 from specbench.records.cell_options import CellOptions
 from specbench.records.rows import QuestionEnd, Row
@@ -319,6 +320,17 @@ def test_rows_of_another_training_than_the_planned_one_do_not_count(home, tmp_pa
     labels = ["none", "eagle2", "chain"]
     assert plan._done([block], labels, 2, {}) == 4
     assert plan._done([block], labels, 2, {"chain": "eagle2-0123456789ab"}) == 0
+
+
+def test_rows_of_batches_by_an_earlier_engine_do_not_count(home, tmp_path):
+    assert replayed(home, tmp_path, "counted", "data.limit=1").returncode == 0
+    (path,) = blocks.below(tmp_path)
+    header, rest = path.read_text().split("\n", 1)
+    header = json.loads(header)
+    header["config"]["batch"] = 2
+    for batching, counted in ((identity.BATCHING, 1), (identity.BATCHING - 1, 0)):
+        path.write_text(json.dumps({**header, "batching": batching}) + "\n" + rest)
+        assert len(plan._blocks(path.parent, "replayed")) == counted
 
 
 def test_evidence_works_through_the_plan_and_names_what_is_broken(home, tmp_path, capfd):
