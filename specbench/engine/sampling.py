@@ -86,17 +86,25 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     if probabilities.device.type != "cpu":
         return race(probabilities, generator).argmax(-1)
     if probabilities.shape[-1] % _CHUNK:
-        return _invert(probabilities, generator)
+        return inverse(probabilities, _uniform(probabilities, generator))
     chunks = probabilities.unflatten(-1, (-1, _CHUNK))
-    chunk = _invert(chunks.sum(-1, dtype=torch.float64), generator)
-    return chunk * _CHUNK + _invert(chunks.take_along_dim(chunk[..., None, None], -2)[..., 0, :], generator)
+    chunk = inverse(chunks.sum(-1, dtype=torch.float64), _uniform(probabilities, generator))
+    ids = chunks.take_along_dim(chunk[..., None, None], -2)[..., 0, :]  # [..., _CHUNK] the probabilities in that chunk
+    return chunk * _CHUNK + inverse(ids, _uniform(probabilities, generator))
 
 
-def _invert(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """An index per row with a probability in proportion to its weight, by the inverse of their sum. [..., n] -> [...]"""
+def _uniform(rows: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A number from [0, 1) for each row, [..., V] -> [...]"""
+    return torch.rand_like(rows[..., 0], dtype=torch.float64, generator=generator)
+
+
+def inverse(weights: Tensor, u: Tensor) -> Tensor:
+    """The index at a share u of each row's weights: drawn in proportion to them if u is uniform. [..., n], [...] -> [...]
+
+    u: from [0, 1), so that the product stays below the last sum and no index of weight 0 is found.
+    """
     sums = weights.cumsum(-1, dtype=torch.float64)
-    u = torch.rand_like(sums[..., :1], generator=generator)  # below 1, so that the product stays below the last sum
-    index = torch.searchsorted(sums, u * sums[..., -1:], right=True)[..., 0]  # right: no index of weight 0
+    index = torch.searchsorted(sums, u[..., None].to(sums) * sums[..., -1:], right=True)[..., 0]
     return index.clamp(max=weights.shape[-1] - 1)  # where the weights are NaN, or all of them 0
 
 

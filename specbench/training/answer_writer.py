@@ -18,7 +18,7 @@ from specbench.engine import memory
 from specbench.engine.backends.quantised import multiplies_bytes, quantised
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.rows import Rows
-from specbench.engine.sampling import Sampler
+from specbench.engine.sampling import Sampler, inverse
 from specbench.engine.target import Target
 
 Precision = Literal["auto", "target", "int8"]
@@ -177,7 +177,5 @@ def _choose(model: CausalLM, states: Tensor, rows: list[tuple[int, _Row]]) -> li
             by_temperature.setdefault(row.prompt.temperature, []).append(index)
     for temperature, indices in by_temperature.items():
         draws = torch.cat([torch.rand(1, generator=rows[i][1].generator) for i in indices])
-        cumulative = Sampler(temperature).probabilities(logits[indices]).double().cumsum(-1)
-        below = draws.to(cumulative)[:, None] * cumulative[:, -1:]
-        chosen[indices] = torch.searchsorted(cumulative, below, right=True)[:, 0].clamp(max=cumulative.shape[-1] - 1)
+        chosen[indices] = inverse(Sampler(temperature).probabilities(logits[indices]), draws.to(logits.device))
     return chosen.tolist()
