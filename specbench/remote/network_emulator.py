@@ -101,13 +101,12 @@ async def _main(host: str, port: str, network: str) -> None:
     server = await listen(host, int(port), Network(**json.loads(network)))
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    connections = asyncio.all_tasks() - {asyncio.current_task()}
+    for connection in connections:
+        connection.cancel()
+    await asyncio.gather(*connections, return_exceptions=True)
 
 
 if __name__ == "__main__":
     # `select` waits for microseconds, where asyncio's usual selector rounds up to milliseconds.
-    loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
-    loop.run_until_complete(_main(*sys.argv[1:]))
-    connections = asyncio.all_tasks(loop)
-    for connection in connections:
-        connection.cancel()
-    loop.run_until_complete(asyncio.gather(*connections, return_exceptions=True))
+    asyncio.SelectorEventLoop(selectors.SelectSelector()).run_until_complete(_main(*sys.argv[1:]))

@@ -141,6 +141,8 @@ def _compare_at(
     split = category is not None and "over_at" in test  # one category against all others
     paired = not split and (ours.dataset == theirs.dataset or ours.shares_questions(theirs))
     mine, yours = _part(ours, category), _part(theirs, category, others=split)
+    if metric == second == "tokens_per_s" and "over_at" not in test and _over_a_baseline(mine, yours):
+        metric = second = "speed_up"  # the same ratio, without what the machine's speed did between a cell's blocks
     rates = rate(ours, metric), rate(theirs, second)
     effect = estimate_contrast(rates[0], mine, yours, not is_difference(test), rates[1], paired, seed)
     size = _size(known, metric, None if split else category, ours, theirs)
@@ -149,6 +151,11 @@ def _compare_at(
     if effect is None:
         return None, replace(size, reason="no questions of both sides")
     return with_seeds(effect, [(rates[0], seeds_of(ours)), (rates[1], seeds_of(theirs))]), size
+
+
+def _over_a_baseline(*sides: Totals) -> bool:
+    """Was every question decoded plainly as well, in the same block?"""
+    return all(np.all(side.sums["base_seconds"] > 0) for side in sides)
 
 
 def _size(known: Evidence, metric: str, category: str | None, *entries: Entry) -> Comparison:

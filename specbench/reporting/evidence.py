@@ -75,7 +75,8 @@ def _expected(alpha: np.ndarray, cost: np.ndarray, gamma: int) -> np.ndarray:
 class Evidence:
     """The entries of one study on one target, by which its claims are judged.
 
-    If a cell was measured on several kinds of machine, seconds are those of the one with most generations.
+    If a cell was measured on several kinds of machine, seconds are those of one that suffices for a verdict, then of the
+    one with most generations.
     """
 
     def __init__(self, study: Study, entries: Iterable[Entry]):
@@ -93,7 +94,7 @@ class Evidence:
         fit = self._of_cell(arm, at, timed)
         if not fit:
             return None
-        best = max(fit, key=lambda e: (e.replayed, e.summary.prompts))
+        best = max(fit, key=lambda e: (e.replayed, *self._weight(e, timed)))
         if timed or best.replayed:
             return best
         cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
@@ -106,7 +107,12 @@ class Evidence:
             return ours, theirs
         pairs = itertools.product(self._of_cell(*one, timed), self._of_cell(*other, timed))
         comparable = [(a, b) for a, b in pairs if not self.incomparable(a, b, timed)]
-        return max(comparable, key=lambda pair: min(e.summary.prompts for e in pair), default=(ours, theirs))
+        return max(comparable, key=lambda pair: min(self._weight(e, timed) for e in pair), default=(ours, theirs))
+
+    def _weight(self, e: Entry, timed: bool) -> tuple[bool, int, bool]:
+        """Of entries alike that with most weight is taken: one that can decide, then the one with most questions."""
+        (done, planned), doubt = self.size(e), self.doubt(e, timed)
+        return done >= planned and not doubt, e.summary.prompts, not doubt
 
     def _of_cell(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> list[Entry]:
         """An arm's entries in one cell, of all kinds of machine."""

@@ -32,21 +32,25 @@ def abort(connection):
     connection.close()
 
 
+def emulator(server):
+    """The process of an emulator in front of a listening socket."""
+    network = json.dumps({"delay_ms": 100})
+    command = [sys.executable, "-m", "specbench.remote.network_emulator", "127.0.0.1", str(server.getsockname()[1]), network]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+
+
+def ended(process):
+    """Its code, and what it wrote until then, once its standard input is closed."""
+    out, err = process.communicate(timeout=10)
+    return process.returncode, out, err
+
+
 def test_connections_that_break_off_leave_no_traceback_of_the_emulator():
     """Of a client, of a server, and of one that is open when the emulator ends; bytes are in flight in each."""
     server = socket.create_server(("127.0.0.1", 0))
-    network = json.dumps({"delay_ms": 100})
-    command = [
-        sys.executable,
-        "-m",
-        "specbench.remote.network_emulator",
-        "127.0.0.1",
-        str(server.getsockname()[1]),
-        network,
-    ]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as emulator:
-        port = int(emulator.stdout.readline())
+    with emulator(server) as process:
+        port = int(process.stdout.readline())
         clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         accepted = [server.accept()[0] for _ in clients]
         for connection in (*clients, *accepted):
@@ -54,5 +58,10 @@ def test_connections_that_break_off_leave_no_traceback_of_the_emulator():
         abort(clients[0]), abort(accepted[1])
         time.sleep(0.3)
         assert clients[2].recv(10) == bytes(10)
-        out, err = emulator.communicate(timeout=10)
-    assert (emulator.returncode, out, err) == (0, "", "")
+        assert ended(process) == (0, "", "")
+
+
+def test_an_emulator_without_a_connection_ends_without_a_traceback():
+    with socket.create_server(("127.0.0.1", 0)) as server, emulator(server) as process:
+        process.stdout.readline()
+        assert ended(process) == (0, "", "")

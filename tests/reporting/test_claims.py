@@ -348,6 +348,26 @@ def test_seconds_are_compared_on_a_machine_that_measured_both(tmp_path):
         assert found.effect is not None and found.size == "6 of 24"
 
 
+def test_speeds_of_one_cell_are_free_of_what_the_machine_did_between_its_blocks(tmp_path):
+    """`good` was measured while the machine was fast, `poor` while everything took three times as long."""
+    write(tmp_path, header(), "none", "good")
+    write(tmp_path, header(), "none", "poor", change=lambda r: replace(r, decode_s=3 * r.decode_s))
+    found = compare({"metric": "tokens_per_s", "of": "good", "over": "poor", "is": "more"}, gathered(tmp_path))
+    assert found.effect is not None and found.effect.value == pytest.approx(2.0, rel=0.05)
+    for of, over, ratio in (("good", "none", 2.0), ("none", "poor", 1.0)):
+        found = compare({"metric": "tokens_per_s", "of": of, "over": over, "is": "more"}, gathered(tmp_path))
+        assert found.effect is not None and found.effect.value == pytest.approx(ratio, rel=0.05)
+
+
+def test_seconds_are_those_of_a_machine_that_suffices_for_a_verdict(tmp_path):
+    """A busy machine measured all questions first, then a quiet one, then a third more questions while busy."""
+    for device, others, questions in (("fridge", 0.9, 24), ("toaster", 0.0, 24), ("kettle", 0.9, 30)):
+        known = {**header(), "hardware": {"device": device, "cores": 1}}
+        write(tmp_path, known, "none", "good", "poor", questions=questions, change=lambda r, o=others: replace(r, others=o))
+    found = compare({"metric": "tokens_per_s", "of": "good", "over": "poor", "is": "more"}, gathered(tmp_path))
+    assert (found.done, found.doubt) == (24, "")
+
+
 def test_a_category_of_few_questions_decides_nothing(known):
     """Each has 8 of 24 questions."""
     alone = {"metric": "tau", "of": "good", "at": {"category": "coding"}, "over": "poor", "is": "more"}
