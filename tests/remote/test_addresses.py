@@ -34,8 +34,8 @@ def abort(connection):
 
 def emulator(server):
     """The process of an emulator in front of a listening socket."""
-    network = json.dumps({"delay_ms": 100})
-    command = [sys.executable, "-m", "specbench.remote.network_emulator", "127.0.0.1", str(server.getsockname()[1]), network]
+    place = ["127.0.0.1", str(server.getsockname()[1])]
+    command = [sys.executable, "-m", "specbench.remote.network_emulator", *place, json.dumps({"delay_ms": 100})]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
 
