@@ -160,10 +160,9 @@ def _free_of_drift(ours: Entry, theirs: Entry) -> tuple[str, str, Totals, Totals
     The ratio of their speed-ups over the baseline of their own blocks, other engines' included, is that of their speeds
     without what the machine's speed did between the blocks. None where a question was not decoded plainly as well.
     """
-    sides = [sum_rows(e.rows, e.baseline) for e in (ours, theirs)]
-    if not all(np.all(side.sums["base_seconds"] > 0) for side in sides):
-        return None
-    return "speed_up", "speed_up", *sides
+    mine, yours = (sum_rows(e.rows, e.baseline) for e in (ours, theirs))
+    known = all(np.all(side.sums["base_seconds"] > 0) for side in (mine, yours))
+    return ("speed_up", "speed_up", mine, yours) if known else None
 
 
 def _size(known: Evidence, metric: str, category: str | None, *entries: Entry) -> Comparison:
