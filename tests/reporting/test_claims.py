@@ -373,6 +373,19 @@ def test_seconds_are_those_of_a_machine_that_suffices_for_a_verdict(tmp_path):
     assert (found.done, found.doubt) == (24, "")
 
 
+@pytest.mark.parametrize(("length", "compared"), [(64, True), (32, False)])
+def test_answers_of_one_length_are_compared_wherever_the_code_stood_that_limited_them(tmp_path, length, compared):
+    for dataset, module, tokens in (("a", "specbench.bench", 64), ("b", "specbench.engine.decode", length)):
+        known = header()
+        decode = {"_target_": f"{module}.RunSettings", "max_new_tokens": tokens}
+        known["config"] = {**known["config"], "dataset": {"name": dataset}, "decode": decode}
+        write(tmp_path / dataset, known, "none", "good")
+    known = Evidence(STUDY, [e for dataset in "ab" for e in gathered(tmp_path / dataset).entries])
+    test = {"metric": "tau", "of": "good", "at": {"dataset": "a"}, "over_at": {"dataset": "b"}, "is": "more"}
+    found = compare(test, known)
+    assert ("length" in found.reason, found.effect is not None) == (not compared, compared)
+
+
 def test_a_category_of_few_questions_decides_nothing(known):
     """Each has 8 of 24 questions."""
     alone = {"metric": "tau", "of": "good", "at": {"category": "coding"}, "over": "poor", "is": "more"}
