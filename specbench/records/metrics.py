@@ -292,9 +292,8 @@ def summarise(
     baseline: Sequence[Row],
     measured: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
 ) -> Summary:
-    """Metrics of one drafter. Seconds of another engine are not compared with the baseline's."""
-    if any(r.served for r in rows):
-        baseline = ()
+    """Metrics of one drafter. Another engine has no speed-up, since its clock is its own."""
+    served = any(r.served for r in rows)
     both = compared(rows, baseline)
     totals = both if both.pooled["answers"] == len(rows) else sum_rows(rows, baseline)
     sampled = header["config"]["sampler"]["temperature"] > 0
@@ -303,7 +302,7 @@ def summarise(
         drafter=name,
         prompts=len(rows),
         speed=speed(rows),
-        speed_up=interval(RATES["speed_up"], both),
+        speed_up=None if served else interval(RATES["speed_up"], both),
         tau=tau(rows),
         tau_interval=interval(RATES["tau"], totals),
         tau_macro=tau_macro(rows),

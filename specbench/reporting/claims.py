@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from specbench.records.metrics import sum_rows
 from specbench.records.statistics import (
     LEVEL,
     Estimate,
@@ -142,8 +141,8 @@ def _compare_at(
     split = category is not None and "over_at" in test  # one category against all others
     paired = not split and (ours.dataset == theirs.dataset or ours.shares_questions(theirs))
     mine, yours = _part(ours, category), _part(theirs, category, others=split)
-    if metric == second == "tokens_per_s" and "over_at" not in test and category is None:
-        metric, second, mine, yours = _free_of_drift(ours, theirs) or (metric, second, mine, yours)
+    if metric == second == "tokens_per_s" and "over_at" not in test and _beside_baseline(mine, yours):
+        metric = second = "speed_up"  # the same ratio, without what the machine's speed did between a cell's blocks
     rates = rate(ours, metric), rate(theirs, second)
     effect = estimate_contrast(rates[0], mine, yours, not is_difference(test), rates[1], paired, seed)
     size = _size(known, metric, None if split else category, ours, theirs)
@@ -154,15 +153,9 @@ def _compare_at(
     return with_seeds(effect, [(rates[0], seeds_of(ours)), (rates[1], seeds_of(theirs))]), size
 
 
-def _free_of_drift(ours: Entry, theirs: Entry) -> tuple[str, str, Totals, Totals] | None:
-    """Metrics and sums by which two arms' speeds in one cell are compared, blocks measured hours apart among them.
-
-    The ratio of their speed-ups over the baseline of their own blocks, other engines' included, is that of their speeds
-    without what the machine's speed did between the blocks. None where a question was not decoded plainly as well.
-    """
-    mine, yours = (sum_rows(e.rows, e.baseline) for e in (ours, theirs))
-    known = all(np.all(side.sums["base_seconds"] > 0) for side in (mine, yours))
-    return ("speed_up", "speed_up", mine, yours) if known else None
+def _beside_baseline(*sides: Totals) -> bool:
+    """Was every question decoded plainly as well, in the same block?"""
+    return all(np.all(side.sums["base_seconds"] > 0) for side in sides)
 
 
 def _size(known: Evidence, metric: str, category: str | None, *entries: Entry) -> Comparison:
