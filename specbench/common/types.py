@@ -60,4 +60,5 @@ Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]  # 0: 
 # Texts.
 Name = Annotated[str, StringConstraints(pattern=NAME)]  # becomes the name of a folder or file
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Address = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+/.*[^/]$")]  # of a file on the web
 Text = Annotated[str, StringConstraints(min_length=1)]

@@ -18,10 +18,11 @@ from specbench.common.errors import SpecBenchError, nearest, shorten, visible
 from specbench.common.storage import cache_root, project_path, user_path
 from specbench.config import catalog
 from specbench.config.catalog import File
-from specbench.data.download import Wheel, Wheels, wheel_name
+from specbench.data.download import WebFile, Wheel, Wheels, wheel_name
 
 Rows = list[tuple[str, ...]]  # the first are the columns' names
 _WHEEL: TypeAdapter[Wheel | Wheels] = TypeAdapter(Wheel | Wheels)
+_WEB = TypeAdapter(WebFile)
 WIDTH = 80  # where there is no terminal
 MIN_WIDTH = 17  # characters of a column that is narrowed: as many as "Beagle, Figure 11" has
 
@@ -147,7 +148,7 @@ def datasets() -> Rows:
 
 def _source(file: File) -> str:
     """Where a file's data comes from, in the order in which sources are tried."""
-    sources = [source for source in ("path", "hub", "wheel") if file.content.get(source)]
+    sources = [source for source in ("path", "hub", "wheel", "web") if file.content.get(source)]
     return " or ".join(sources) + (", gated" if "Gated on the hub" in file.about else "")
 
 
@@ -166,11 +167,13 @@ def _here(file: File, gigabytes: float | None = None) -> str:
 
 def _in_cache(file: File) -> bool:
     """Is it in this project's cache, or in that of the hub's client?"""
-    wheel, hub = file.content.get("wheel"), file.content.get("hub")
+    wheel, web, hub = (file.content.get(key) for key in ("wheel", "web", "hub"))
     if wheel:
         entries = f"models/{file.path.stem}", wheel_name(_WHEEL.validate_python(wheel))
         if any((cache_root() / entry).exists() for entry in entries):
             return True
+    if web:
+        return (cache_root() / _WEB.validate_python(web).entry).exists()
     if isinstance(hub, Mapping):
         cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
         return _any(cache / hub["path"].replace("/", "___"), "**/*.arrow")

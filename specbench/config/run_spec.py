@@ -45,7 +45,7 @@ class GreedyOnly(SpecBenchError):
 
 @dataclass(frozen=True)
 class Data:
-    """Where prompts come from (a folder of JSONL files before wheel and hub), how many, and whether programs run."""
+    """Where prompts come from (a folder of JSONL files before wheel, web and hub), how many, and whether programs run."""
 
     root: Text | None
     limit: Count | None

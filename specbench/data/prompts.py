@@ -1,4 +1,4 @@
-"""Prompt sets to decode, from a local file, a wheel or the hub."""
+"""Prompt sets to decode, from a local file, a wheel, the web or the hub."""
 
 import gzip
 import sys
@@ -15,7 +15,7 @@ from specbench.common.io import parse_lines, read_bytes, read_text
 from specbench.common.storage import user_path
 from specbench.common.types import Count, Name, Text
 from specbench.data.chat import MAX_CHARACTERS
-from specbench.data.download import Wheel, file_from_wheel
+from specbench.data.download import WebFile, Wheel, file_from_web, file_from_wheel
 from specbench.data.scoring import Check, LastNumber, UnitTests
 from specbench.records.identity import question_digest
 
@@ -39,16 +39,16 @@ class Question:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Benchmark prompts by name. Resolved in this order: `path`, `root`, the wheel, the hub.
+    """Benchmark prompts by name. Resolved in this order: `path`, `root`, the wheel, the web, the hub.
 
     Attributes:
         name: also the file name `<name>.jsonl` under `root`.
         path: a file of the user's own prompts, see `own_prompts`.
         root: a folder of JSONL files with `turns` and optionally `question_id` and `category`.
         shared: a file under `root` with several sets, read if `<name>.jsonl` is missing.
-        wheel: of a JSONL file, gzipped or not.
+        wheel, web: of a JSONL file, gzipped or not.
         hub: {"path", "name", "split"} for `datasets.load_dataset`.
-        field: of a wheel's or the hub's record: a list of turns or a text.
+        field: of a published record: a list of turns or a text.
         template: wraps each text, which replaces `{text}`.
         categories: records of other categories are left out; None: all, as always with `path`.
         check: makes the checks of answers from records. score: score answers.
@@ -62,6 +62,7 @@ class PromptSet:
     root: Text | None = None
     shared: Name | None = None
     wheel: Wheel | None = None
+    web: WebFile | None = None
     hub: dict[str, str] | None = None
     field: Text = "turns"
     template: Annotated[str, StringConstraints(pattern=r"^[^{}]*\{text\}[^{}]*$")] = "{text}"
@@ -99,8 +100,10 @@ class PromptSet:
             if self.shared is not None and not path.is_file():
                 path = folder / self.shared
             records = list(read_jsonl(path))
+        elif self.wheel is not None:
+            records = list(read_jsonl(file_from_wheel(self.wheel)))
         else:
-            records = self._from_hub() if self.wheel is None else list(read_jsonl(file_from_wheel(self.wheel)))
+            records = self._from_hub() if self.web is None else list(read_jsonl(file_from_web(self.web)))
         numbered = enumerate(records, 1)
         chosen = ((n, r) for n, r in numbered if self.categories is None or r.get("category") in (None, *self.categories))
         return f"dataset {self.name}, record", chosen
@@ -145,7 +148,7 @@ class PromptSet:
 
     def _from_hub(self) -> list[dict[str, Any]]:
         if self.hub is None:
-            raise SpecBenchError(f"dataset {self.name} has neither path, data.root, wheel nor hub; give prompts=FILE.jsonl")
+            raise SpecBenchError(f"dataset {self.name} names no place to read from; give prompts=FILE.jsonl")
         from datasets import load_dataset
 
         try:

