@@ -20,6 +20,7 @@ from specbench.records.cell_options import CellOptions, option
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import WEIGHTS
 from specbench.records.studies import ON_DEMAND, Study, measuring_cell
+from specbench.tuning.train_stages import lacking
 
 Kind = Literal["replayed", "trained", "timed"]
 ORDER: Mapping[str, int] = {"replayed": 0, "trained": 1, "timed": 2}
@@ -34,7 +35,7 @@ class Task:
         planned, done: questions, all and those that every arm has decoded. measured: are all other quantities there?
         records: number of rows and measurements that there are, of whichever arms.
         generations: that are missing. pace: seconds of one, without trainings; None: unknown.
-        claims: of the study, which its rows decide. missing: needs of the study that this machine does not meet.
+        claims: of the study, which its rows decide. trainings: of its arms, that come first. missing: needs of the study that this machine does not meet.
     """
 
     study: str
@@ -48,6 +49,7 @@ class Task:
     generations: int
     pace: float | None
     claims: int
+    trainings: int = 0
     missing: tuple[str, ...] = ()
     records: int = 0
 
@@ -58,7 +60,7 @@ class Task:
 
     @property
     def seconds(self) -> float | None:
-        """Estimate of the time that the rest takes."""
+        """Estimate of the time that the rest takes, without trainings."""
         return None if self.pace is None else self.pace * self.generations
 
     @property
@@ -120,9 +122,9 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         members = [member for member in members if not _greedy_only(member)]
     labels = [BASELINE, *(member.label for member in members)]
     typed = [f"model={scope.model}", *scope.overrides]
-    trained = {m.label: folder.name for m in members if (folder := weights_folder(m, study, typed)) is not None}
+    folders = {m.label: folder for m in members if (folder := weights_folder(m, study, typed)) is not None}
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
-    done = min(options.questions, _done(known, labels, turns, trained))
+    done = min(options.questions, _done(known, labels, turns, {label: folder.name for label, folder in folders.items()}))
     return Task(
         study=name,
         cell=number,
@@ -135,6 +137,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         generations=(options.questions - done) * len(labels) * turns,
         pace=blocks.pace(known),
         claims=len(study.get("claims", [])),
+        trainings=sum(lacking(folder) is not None for folder in set(folders.values())),
         missing=(
             *studies.unmet(studies.cell_needs(study, number), None, cuda),
             *["trained drafters"] * (absent != [] and not here),

@@ -1,4 +1,4 @@
-"""The plan of all studies as a table: what is measured, what is missing, and how long that takes."""
+"""The plan of all studies as a table: what is measured, what is missing, and how long that takes after the trainings."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ COLUMNS: dict[str, Callable[[Task], str]] = {
     "kind": lambda task: task.kind,
     "questions": lambda task: str(task.done),
     "planned": lambda task: f"{task.planned}{'' if task.measured else ' and measurements'}",
+    "trainings left": lambda task: str(task.trainings if task.open else 0),
     "minutes left": _minutes_left,
     "claims waiting": lambda task: str(task.claims if task.open else 0),
 }

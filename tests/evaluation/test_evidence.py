@@ -322,6 +322,15 @@ def test_rows_of_another_training_than_the_planned_one_do_not_count(home, tmp_pa
     assert plan._done([block], labels, 2, {"chain": "eagle2-0123456789ab"}) == 0
 
 
+def test_the_plan_counts_trainings_that_arms_wait_for_each_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
+    tasks = plan.all_tasks(plan.Scope(tmp_path / "results", "smollm2-135m"), ["eagle_figure10", "n_alpha"])
+    # four inputs of the draft model, each in a chain and in a tree
+    assert {(task.study, task.kind): task.trainings for task in tasks if not task.missing} == {
+        ("eagle_figure10", "trained"): 4, ("n_alpha", "replayed"): 0,
+    }  # fmt: skip
+
+
 def test_rows_of_batches_by_an_earlier_engine_do_not_count(home, tmp_path):
     assert replayed(home, tmp_path, "counted", "data.limit=1").returncode == 0
     (path,) = blocks.below(tmp_path)
