@@ -33,9 +33,10 @@ class Task:
     Attributes:
         cell: its number in the study. kind: `timed`, or replayed with arms that are `trained` for the study or not.
         planned, done: questions, all and those that every arm has decoded. measured: are all other quantities there?
+        claims: of the study, which its rows decide. trainings: of its arms, that come first.
+        missing: needs of the study that this machine does not meet.
         records: number of rows and measurements that there are, of whichever arms.
         generations: that are missing. pace: seconds of one, without trainings; None: unknown.
-        claims: of the study, which its rows decide. trainings: of its arms, that come first. missing: needs of the study that this machine does not meet.
     """
 
     study: str
