@@ -286,7 +286,7 @@ def _papers(report: "Report") -> list[Block]:
     note = "Only rows and columns with something measured; what a paper measured on another target is in its file."
     blocks: list[Block] = [Paragraph(note, "note")]
     for paper in measured:
-        title = f"{paper.title}: study {paper.study}, {paper.measured} cells measured"
+        title = f"{paper.title}: study {paper.study}, {paper.measured} cell{'s' * (paper.measured > 1)} measured"
         blocks.append(Details(title, [Paragraph(paper.targets, "note"), paired(paper)], f"tables/{paper.slug}.md"))
     if rest := [Link(p.title, f"tables/{p.slug}.md") for p in report.papers if not p.measured]:
         title = f"{len(rest)} published tables and figures of which nothing was measured here"
