@@ -108,10 +108,11 @@ class Workspace:
                 self._in_all_processes(self.text.write)
 
     def build_corpus(self) -> None:
-        """Write the missing text, then the missing states."""
-        with self._lock():
-            self._in_all_processes(self.text.write)
-            self._in_all_processes(self.shards.build)
+        """Write the missing text, then the missing states; where all are there, do not wait for jobs that write others."""
+        if self.processes.num_processes > 1 or self.text.missing() or self.shards.tokens()[1]:
+            with self._lock():
+                self._in_all_processes(self.text.write)
+                self._in_all_processes(self.shards.build)
 
     def _in_all_processes(self, write: Callable[[int, int], Any]) -> None:
         """Write each process's share, and wait for the others."""

@@ -4,11 +4,13 @@ import json
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from conftest import ROOT
 from doors import arguments_of, environment, run, start, train
+from filelock import FileLock
 from safetensors.torch import load_file
 
 # What `accelerate launch` starts for several GPUs of one machine; for CPUs it wants MPI instead.
@@ -87,3 +89,17 @@ def test_a_batch_must_have_a_row_for_every_process(home):
 def test_a_target_in_parts_writes_no_corpus(home):
     message = run(home, "train", *train(home, "parts"), "train.shard_target=true", ok=False)
     assert "train.build=false" in message
+
+
+def test_a_training_waits_for_a_job_that_writes_the_corpus_only_where_states_are_missing(home):
+    corpus = ("train.corpus.seed=77", "train.corpus.tokens=400")  # a corpus of its own, whose text is complete
+    run(home, "train", *train(home, "first"), *SHORT, *corpus)
+    settings = (home / "cache" / "corpora").glob("*/settings.json")
+    (folder,) = (path.parent for path in settings if '"seed": 77' in path.read_text())
+    with FileLock(folder / ".lock"):
+        run(home, "train", *train(home, "second"), *SHORT, *corpus)
+        next(folder.glob("shard-*.safetensors")).unlink()
+        third = start(home, "train", *train(home, "third"), *SHORT, *corpus)
+        time.sleep(8)
+        assert third.poll() is None
+    assert third.completed().returncode == 0 and outcome(home, "third")
