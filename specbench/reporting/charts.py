@@ -10,9 +10,11 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from specbench.records.statistics import Interval
@@ -22,6 +24,7 @@ from specbench.reporting.study_figures import error_bars, new_axes
 from specbench.reporting.text import mathtext
 
 ACROSS = 3  # panels in a row
+OPAQUE = 0.85  # bars
 PARTS = "#3d5a80", "#8fa3bf", "#d5dbe3", "#e0c9a6"  # colours of stacked bars; no drafter has them
 PRINTED = "printed by the source"  # in legends: open markers
 Point = tuple[float, float]
@@ -119,7 +122,12 @@ def _legend(figure: Figure, chart: Chart, looks: Mapping[str, dict[str, Any]]) -
         figure.legend(parts, labels, fontsize="small", ncols=len(labels), loc="outside upper center", frameon=False)
         return
     shown = {s.label: looks[s.label] for panel in chart.panels for s in panel.series if s}
-    handles = [Line2D([], [], **look, label=mathtext(label)) for label, look in shown.items()]
+    handles: list[Artist] = [
+        Patch(color=look["color"], alpha=OPAQUE, label=mathtext(label))
+        if shapes == {"bars"}
+        else Line2D([], [], **look, label=mathtext(label))
+        for label, look in shown.items()
+    ]
     if any(s.printed for panel in chart.panels for s in panel.series):
         handles.append(Line2D([], [], color="black", label=PRINTED, **OPEN))
     if len(handles) > 1:
@@ -211,8 +219,8 @@ def _bars(axes: Axes, panel: Panel, looks: Mapping[str, dict[str, Any]]) -> None
         values = [value for _, value in s.points]
         thin = {"linewidth": 0.9, "ecolor": "#222222"}
         axes.bar([places[x] for x, _ in s.points], [v.value for v in values], 0.92 * width, yerr=_errors(values),
-                 capsize=2, error_kw=thin, color=look["color"], alpha=0.85)  # fmt: skip
-        _printed(axes, [(places[x], y) for x, y in s.printed], {"color": "black", "marker": look["marker"]})
+                 capsize=2, error_kw=thin, color=look["color"], alpha=OPAQUE)  # fmt: skip
+        _printed(axes, [(places[x], y) for x, y in s.printed], {"color": "black", "marker": OPEN["marker"]})
     for guide in (panel.guides or {}).values():
         axes.plot([x for x, _ in guide], [y for _, y in guide], color="black", linewidth=1)
     crowded = sum(map(len, panel.ticks)) > 30
