@@ -29,6 +29,7 @@ TREES = {  # names of tree policies by class
 }  # fmt: skip
 PAPER = "paper"
 CELLS = ("link", "top_p", "top_k")  # options of whole cells, named wherever they differ
+LABEL = "label"  # the arm's own name, where no option distinguishes it
 SEPARATOR = " · "
 
 
@@ -64,7 +65,8 @@ def _parts(group: Sequence[Entry]) -> list[list[str]]:
         if len({own.get(key, "") for own in options}) > 1:
             for part, own in zip(parts, options, strict=True):
                 part += filter(None, [own.get(key)])
-    for key in dict.fromkeys(key for own in options for key in own if key not in CELLS):
+    keys = dict.fromkeys(key for own in options for key in own if key not in (*CELLS, LABEL))
+    for key in (*keys, LABEL):
         values: dict[tuple[str, ...], set[str]] = {}  # by label so far
         for part, own in zip(parts, options, strict=True):
             values.setdefault(tuple(part), set()).add(own.get(key, ""))
@@ -123,7 +125,7 @@ def _options(e: Entry) -> Iterator[tuple[str, str]]:
     yield from _flat({key: v for key, v in drafter.items() if key not in ("growth", "name", "weights", "searched")})
     if checkpoint := e.arm.get("checkpoint"):
         yield "checkpoint", f"checkpoint={Path(str(checkpoint)).name}"
-    yield "label", e.name
+    yield LABEL, re.sub(rf"^{re.escape(str(drafter.get('name', e.name)))}($|[_·\s-])", "", e.name)
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

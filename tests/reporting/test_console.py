@@ -70,6 +70,14 @@ def test_options_that_tell_rows_apart_are_named_and_no_others(tmp_path):
     }
 
 
+def test_an_arms_own_name_comes_last_and_does_not_repeat_its_drafters(tmp_path):
+    plain = {"name": "eagle2", "growth": EAGLE2, "weights": "shipped"}
+    drafters = {"eagle2": plain, "eagle2_8192": plain | {"vocabulary": 8192}, "eagle2_longer": plain | {"weights": "other"}}
+    assert labels(tmp_path, drafters) == {
+        "none": "plain", "eagle2": "eagle2", "eagle2_8192": "eagle2 · vocabulary=8192", "eagle2_longer": "eagle2 · longer",
+    }  # fmt: skip
+
+
 def test_cells_of_a_sweep_over_links_and_sampling_are_told_apart(tmp_path):
     found = []
     for number, (link, top_p) in enumerate((("4g", 1.0), ("lan", 1.0), ("local", 0.9))):
