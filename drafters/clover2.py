@@ -119,7 +119,8 @@ class Clover2(PrefixLayers, TrainedDrafter):
     def build(self, target: Target) -> None:
         width, heads = target.hidden_size, target.config.num_attention_heads
         if width % heads:
-            raise SpecBenchError(f"drafter={self.name}: states of {width} cannot be cut into {heads} heads; choose another")
+            sizes = f"states of {width}, {heads} heads, which do not divide them"
+            raise SpecBenchError(f"drafter={self.name}: the target has {sizes}; use another drafter")
         self.share_ends(target)
         self.tap = target.layers - 1
         self.taps = Taps(hidden=(self.tap,), last=False)

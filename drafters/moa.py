@@ -315,7 +315,7 @@ class MoA(CrossAttention, TrainedDrafter):
         rows, (cos, sin) = dict(batch.kv), self.cross_rotary(self.q.weight, positions)
         for step in range(1, steps + 1):
             hidden = self.cross(s, cos, sin, keys, values, batch.restrict_mask(distance >= step))
-            if self.tli:  # at i - j + m lies the row that step m computed, as in `Hass`
+            if self.tli:  # at i - j + m lies the row that step m computed, as in `Eagle.aligned`
                 own = [distance == step - earlier for earlier in range(1, step + 1)]
                 hidden = self._tail(hidden, batch, batch.restrict_mask(torch.cat([distance >= step, *own], -1)), rows)
             yield likeliest_at(hidden, self.target_logits)

@@ -109,7 +109,7 @@ class NGram(Drafter):
         if not right or any(int(t.min()) < 0 for t in tables.values() if len(t)):
             raise SpecBenchError(
                 f"{path} holds no counts of {self.size} ids with drafter.order={self.order}; count them again "
-                f"(python -m specbench.train drafter={self.name}) or check the drafter's options"
+                f"(python -m specbench.train drafter={self.name} and the same model) or check the drafter's options"
             )
 
     def _fill(self, tables: Mapping[str, Tensor]) -> None:

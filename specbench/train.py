@@ -3,8 +3,8 @@
 python -m specbench.train drafter=eagle2 train.out=FOLDER
 python -m specbench.train drafter=eagle2 train=paper model=llama2-7b
 accelerate launch --num_processes 4 -m specbench.train drafter=eagle2 train=paper model=llama2-7b
-python -m specbench.train train.until=corpus train.pack=LICENCE       # the corpus alone, its ids also as one file
-python -m specbench.train train.until=vocabulary                      # its text, and the list of its most frequent ids
+python -m specbench.train train.until=corpus train.pack=LICENCE       # corpus and frequent ids; also as one file
+python -m specbench.train train.until=vocabulary                      # its text and its frequent ids
 python -m specbench.train drafter=eagle2 train.until=acceptance       # acceptance of trees, for weights that are there
 python -m specbench.train drafter=self_speculation train.until=search # which sublayers to skip
 """

@@ -68,9 +68,16 @@ def drafters(model: str | None = None) -> Rows:
     published = catalog.file("model", model).content.get("published") or {}
     rows: Rows = [("drafter", "what", "needs", "here")]
     for file in _files("drafter"):
-        needs = "training" if _trained(file.node) else "a corpus" if "corpus" in file.node else "nothing"
-        rows.append((file.path.stem, file.sentence, needs, drafter_here(file, model, published)))
+        rows.append((file.path.stem, file.sentence, _needs(file), drafter_here(file, model, published)))
     return rows
+
+
+def _needs(file: File) -> str:
+    """What a drafter needs beside the target."""
+    if _trained(file.node):
+        return "training"
+    needs = {"corpus": "a corpus", "endpoint": "a server", "arithmetic": "its package"}
+    return next((words for option, words in needs.items() if option in file.node), "nothing")
 
 
 def drafter_here(file: File, model: str, published: Mapping[str, str]) -> str:

@@ -127,7 +127,7 @@ class KVCache(Cache):
         if end > self.capacity:
             raise SpecBenchError(
                 f"the cache holds {self.capacity} rows but position {end - 1} is needed; "
-                "shorten the prompt, lower max_new_tokens or raise model.max_context"
+                "shorten the prompt, lower decode.max_new_tokens or raise model.max_context"
             )
         stored = self.storage.get(key.device)
         if stored is None or end > stored[0].shape[-2]:

@@ -52,7 +52,9 @@ class Limits:
         if not prompt:
             raise SpecBenchError("the prompt is empty; give it at least one token")
         if prompt >= room:
-            raise SpecBenchError(f"the prompt has {prompt} tokens, the context {room}; shorten it or raise max_context")
+            raise SpecBenchError(
+                f"a prompt of {prompt} tokens in a context of {room}; shorten it or raise model.max_context"
+            )
         return Limits(min(self.max_new_tokens, room - prompt), self.stop_ids)
 
 

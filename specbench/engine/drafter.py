@@ -1,4 +1,5 @@
-"""The base class of drafters: every member that the harness uses, with the defaults of its optional parts.
+"""The base class of drafters: every member that decoding uses, with the defaults of its optional parts. What
+training uses beside them is in `drafters.base.TrainedDrafter`.
 
 `bind(target)` is called once; then per prompt `reset()`, `observe(prefill states, root)` and, each cycle, `propose(root)`
 followed by `observe(states of root + accepted path, bonus)`.

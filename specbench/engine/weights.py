@@ -81,7 +81,7 @@ def matching(folder: Path) -> dict[str, Any]:
     for file in (path, folder / PROVENANCE):
         if not file.is_file():
             raise SpecBenchError(
-                f"no drafter weights at {file}; train them (python -m specbench.train drafter=…) "
+                f"no drafter weights at {file}; train them (python -m specbench.train drafter=… and the same model) "
                 "or point drafter.weights at a folder that has them"
             )
     provenance: dict[str, Any] = read_json(folder / PROVENANCE, Provenance)

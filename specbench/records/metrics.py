@@ -1,4 +1,4 @@
-"""Metrics of rows. Definitions as in the README's "What the numbers mean".
+"""Metrics of rows. Definitions as in docs/results.md, "Numbers".
 
 tau           emitted tokens / target passes, pooled over cycles, bonus included, prefill excluded; macro: mean by prompt
 step-alpha_i  cycles that accept depth i / cycles that accept depth i - 1 and drafted depth i

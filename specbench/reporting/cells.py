@@ -84,9 +84,9 @@ class Entry:
     @property
     def precision(self) -> str:
         """In which the target computes, and how its passes are run."""
-        compiled = {"compile": " compiled", "graphs": " with graphs"}.get(self.header["config"].get("backend", ""), "")
+        graphs = " with graphs" if self.header["config"].get("backend") == "graphs" else ""
         quantised = f" with {self.quantised} weights" if self.quantised else ""
-        return self.header["target"]["dtype"] + quantised + compiled
+        return self.header["target"]["dtype"] + quantised + graphs
 
     @property
     def quantised(self) -> str | None:

@@ -257,7 +257,7 @@ def judge_study(name: str, study: Study, entries: Sequence[Entry], cuda: bool = 
             shown = f". Measured nevertheless: {summary}" if any(effects) else ""
             summary = f"needs {', '.join(missing)}{shown}"
         elif not known.entries:
-            summary = f"python -m specbench.study study={name}"
+            summary = f"study {name} was not run"
         else:
             notes = [_unequal(known, claim), *(["one seed"] if _trained_once(known, claim) else [])]
             summary += f" ({'; '.join(filter(None, notes))})" if any(notes) else ""

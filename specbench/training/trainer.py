@@ -1,4 +1,4 @@
-"""The one trainer, on Accelerate. Of a drafter it uses `loss(batch)`, `configure` and `phased`, nothing else.
+"""The one trainer, on Accelerate. Of a drafter it uses `loss(batch)`, `configure`, `phased` and the size of `embedding`.
 
 A killed run resumes exactly: its checkpoint holds weights, optimisers, step and random state, and the order of the data
 is a function of seed and epoch.

@@ -104,7 +104,7 @@ def test_walking_the_table_counts_what_replay_counts():
 def test_states_that_heads_cannot_cut_are_refused():
     target = tiny()
     target.config.num_attention_heads = 5
-    with pytest.raises(SpecBenchError, match="states of 32 cannot be cut into 5 heads"):
+    with pytest.raises(SpecBenchError, match="states of 32, 5 heads, which do not divide them"):
         make("clover2", target)
 
 

@@ -109,7 +109,7 @@ def test_a_prompt_that_is_too_long_fails_alone(tmp_path, long):
     assert failed == {QUESTIONS[long].id} == {row.question for row in rows if row.question == QUESTIONS[long].id}
     others = [q for q in QUESTIONS if q.id not in failed]
     assert not made.missing(others, ledger), "its neighbours were decoded"
-    assert all("64 tokens, the context 64" in row.error for row in rows if isinstance(row, Failure))
+    assert all("a prompt of 64 tokens in a context of 64" in row.error for row in rows if isinstance(row, Failure))
 
 
 def test_answers_of_batches_are_scored(tmp_path):
