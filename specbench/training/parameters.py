@@ -1,7 +1,8 @@
-"""Which parameters are trained, how fast, and by which optimiser, all by their names. Knows no drafter."""
+"""Which parameters are trained, how fast, and by which optimiser, all by their names."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,11 @@ from specbench.engine.tensors import dtype_name
 from specbench.training.recipe import TrainSettings
 
 Named = list[tuple[str, nn.Parameter]]
+
+
+def trainable(module: nn.Module) -> Named:
+    """The parameters that require a gradient, by name."""
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -23,7 +29,23 @@ def trained_in(named: Named, patterns: Iterable[str] | None) -> set[str]:
     return {name for name, _ in named if patterns is None or any(matches(name, p) for p in patterns)}
 
 
-def check(named: Named, settings: TrainSettings) -> None:
+def check(drafter: Any, settings: TrainSettings) -> None:
+    """Refuse a recipe that this drafter cannot follow, before anything is trained or written.
+
+    Raises:
+        SpecBenchError: nothing to train, or weights in half precision; a phase's option, or a phase's or group's parameter,
+            that the drafter lacks.
+    """
+    named = trainable(drafter)
+    if not named:
+        raise SpecBenchError("this drafter has nothing to train")
+    _check_named(named, settings)
+    for phase in settings.phases:
+        if unknown := {k: v for k, v in phase.drafter.items() if k not in drafter.phased}:
+            drafter.configure(**unknown)  # raises, and names the options that there are
+
+
+def _check_named(named: Named, settings: TrainSettings) -> None:
     """Raises `SpecBenchError` for weights in half precision, and for a pattern or a phase that trains nothing."""
     if settings.precision == "no" and (dtype := named[0][1].dtype) != torch.float32:
         raise SpecBenchError(

@@ -14,10 +14,10 @@ from specbench.engine.target import Target
 from specbench.training.answer_writer import row_bytes, rows_that_fit, writes_quantised
 from specbench.training.corpus import CorpusText
 from specbench.training.job import TrainJob
+from specbench.training.parameters import check
 from specbench.training.precision import mixed
 from specbench.training.recipe import TrainSettings
 from specbench.training.shards import Shards
-from specbench.training.trainer import check
 
 TRIAL_LENGTH = 192  # tokens a sequence in the trial: near an answer's usual length
 LOGIT_COPIES = 4  # float32 tensors of the logits' size that a loss over the vocabulary holds at once

@@ -37,27 +37,6 @@ from specbench.training.recipe import TrainSettings, describe, evenly_spaced, ph
 METRICS_EVERY = 20  # steps between two readings of the metrics
 
 
-def trainable(drafter: nn.Module) -> parameters.Named:
-    """The parameters that require a gradient, by name."""
-    return [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
-
-
-def check(drafter: Any, settings: TrainSettings) -> None:
-    """Refuse a recipe that this drafter cannot follow, before anything is trained or written.
-
-    Raises:
-        SpecBenchError: nothing to train, or weights in half precision; a phase's option, or a phase's or group's parameter,
-            that the drafter lacks.
-    """
-    named = trainable(drafter)
-    if not named:
-        raise SpecBenchError("this drafter has nothing to train")
-    parameters.check(named, settings)
-    for phase in settings.phases:
-        if unknown := {k: v for k, v in phase.drafter.items() if k not in drafter.phased}:
-            drafter.configure(**unknown)  # raises, and names the options that there are
-
-
 class _Objective(nn.Module):
     """A drafter whose forward is its loss: DDP averages gradients at a module's forward."""
 
@@ -87,7 +66,7 @@ class Trainer:
         shaped_by: what else determines the weights, as plain values: a checkpoint made with others is refused.
 
     Raises:
-        SpecBenchError: see `check`.
+        SpecBenchError: see `parameters.check`.
     """
 
     def __init__(
@@ -99,12 +78,12 @@ class Trainer:
         folder: Path,
         shaped_by: Mapping[str, Any] | None = None,
     ):
-        check(drafter, settings)
+        parameters.check(drafter, settings)
         self.settings, self.corpus, self.validate = settings, corpus, validate
         self.checkpoint = folder / checkpoint.FILE
         decisive = {k: v for k, v in asdict(settings).items() if k not in NON_IDENTITY_OPTIONS["settings"]}
         self.shaped_by = {"settings": decisive, "corpus": corpus.digest(), **(shaped_by or {})}
-        self.named = trainable(drafter)
+        self.named = parameters.trainable(drafter)
         self.parameters = [p for _, p in self.named]
         self.size = sum(p.numel() for p in self.parameters)
         device = self.parameters[0].device
@@ -182,6 +161,8 @@ class Trainer:
         self.accelerator.print(describe(settings, self.total), file=sys.stderr)
         self.drafter.train()
         milestones = evenly_spaced(self.total, settings.validations)
+        if self.step in milestones and not self._logged:  # killed while it validated
+            self._log()
         now = saved = validated = time.monotonic()
         for batches in self._remaining_steps():
             self._enter(phase_at(settings, self.step, self.total))
@@ -196,10 +177,11 @@ class Trainer:
                 self.metrics.read(self.step)
                 self._show_progress()
             due = now - validated > settings.validate_minutes * 60 or self.step in milestones
-            if self._agreed(due and not over):
+            if due := self._agreed(due and not over):
+                self._save()  # validation may take minutes
                 self._log()
                 now = validated = time.monotonic()  # validation is no training time
-            if self._agreed(now - saved > settings.checkpoint_minutes * 60 or over):
+            if self._agreed(now - saved > settings.checkpoint_minutes * 60 or due or over):
                 self._save()
                 saved = time.monotonic()
             if not over and self._agreed(not budget.allows(0)):
@@ -209,10 +191,15 @@ class Trainer:
         for parameter in self.parameters:
             parameter.requires_grad_(True)  # whatever the last phase trained
         self._cast(self.dtype)
-        if not self.history or self.history[-1]["step"] != self.step:
+        if not self._logged:
             self._log()
             self._save()
         return self.history
+
+    @property
+    def _logged(self) -> bool:
+        """Was this step validated?"""
+        return bool(self.history) and bool(self.history[-1]["step"] == self.step)
 
     def _enter(self, phase: int) -> None:
         """Begin a phase unless it has begun. Options stay set, so a resumed run sets those of earlier phases too."""
@@ -318,6 +305,8 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "history": self.history,
+            "phase": self.phase,
+            "smoothed": self.metrics.smoothed,
             "parameters": [p.detach().cpu() for p in self.parameters],
             "optimizer": self.optimizer.state_dict(),
             "precision": self.precision,
@@ -346,4 +335,7 @@ class Trainer:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.resumed = (self.step, self.tokens, self.seconds)
             self.history = state["history"]
+            if "smoothed" in state:  # older checkpoints have none
+                self._enter(state["phase"])
+                self.metrics.smoothed.update(state["smoothed"])
         self.accelerator.print(f"resuming at step {self.step} of {self.total}", file=sys.stderr)

@@ -24,7 +24,7 @@ from specbench.records.blocks import LOCKS
 from specbench.reporting import published
 from specbench.reporting.beside import assigned, matching
 from specbench.reporting.evidence import EXACT, TIMED
-from specbench.training.trainer import check
+from specbench.training.parameters import check
 
 STUDIES = studies.load()
 MODEL = "smollm2-135m"

@@ -19,11 +19,11 @@ from specbench.engine.interface import Batch
 from specbench.training.corpus_reader import CorpusReader
 from specbench.training.loss_vocabulary import LossVocabulary, draw
 from specbench.training.overwriting import made_by
-from specbench.training.parameters import optimizer
+from specbench.training.parameters import check, optimizer
 from specbench.training.plan import _training_seconds
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
 from specbench.training.shards import Sequence, save_shard
-from specbench.training.trainer import METRICS_EVERY, Trainer, check
+from specbench.training.trainer import METRICS_EVERY, Trainer
 
 # The learning rate of every step -----------------------------------------------------------------------------------------
 
@@ -306,6 +306,21 @@ def test_validations_are_evenly_spaced_and_change_no_weights(tmp_path):
     for name, value in validated.drafter.state_dict().items():
         assert torch.equal(value, plain.drafter.state_dict()[name])
     trainer(tmp_path / "b", validations=9).run()  # not another recipe
+
+
+@pytest.mark.parametrize("stop", [5, 20])  # at a milestone, and at the end
+def test_a_run_killed_while_it_validates_loses_neither_steps_nor_losses(tmp_path, stop):
+    whole = trainer(tmp_path / "whole", validations=3, checkpoint_minutes=1000)
+    whole.run()
+    killed = trainer(tmp_path / "killed", validations=3, checkpoint_minutes=1000)
+    killed.validate = lambda: {} if killed.step < stop else {}[stop]
+    with pytest.raises(KeyError):
+        killed.run()
+    resumed = trainer(tmp_path / "killed", validations=3, checkpoint_minutes=1000)
+    resumed.run()
+    assert len(resumed.drafter.seen) == 20 - stop
+    losses = [[(entry["step"], entry["loss"]) for entry in one.history] for one in (whole, resumed)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
 def test_a_run_killed_in_any_phase_ends_with_the_same_weights(tmp_path):
