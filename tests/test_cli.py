@@ -387,7 +387,7 @@ def test_training_on_stored_layers_equals_training_online(home):
 
 def test_training_says_what_it_takes_and_refuses_what_cannot_fit(home):
     message = run(home, "train", *train(home, "plan", "train.settings.steps=2"))
-    assert "plan: corpus" in message and "GB free" in message
+    assert "more tokens of text, states of" in message and "GB free" in message
     folder = home / "out" / "plan"
     before = (folder / "model.safetensors").stat().st_mtime_ns
     message = run(home, "train", *train(home, "plan", "train.missing=true"))

@@ -16,7 +16,10 @@ from torch import nn
 
 from specbench.common import timing
 from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_json
 from specbench.common.processes import end_with_parent
+from specbench.common.storage import project_path
+from specbench.config import validation
 from specbench.config.run_spec import RunSpec
 from specbench.engine.backends.packed_linear import Timed
 from specbench.engine.cache import KVCache
@@ -26,6 +29,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.target import Target
 from specbench.evaluation import arms, costs
 from specbench.evaluation.runner import BoundDrafter
+from specbench.records.schema import PROVENANCE
 
 
 def call(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -91,13 +95,29 @@ def _peak(peak: timing.PeakMemory, target: Target, bound: BoundDrafter, prompt: 
 def training(spec: RunSpec, target: Target | None = None) -> dict[str, float]:
     """The cost of a training step of a run's drafter, from its initial weights; see `costs.training`.
 
+    The objective is that of the last phase in which its weights were trained, if they are there, but for what the run sets.
+
     target: loaded already; None: it is loaded here.
     """
-    drafter = replace(spec, checkpoint=None).make_drafter(weights=None)
+    spec = replace(spec, checkpoint=None)
+    made, phase = _objective(spec, type(spec.make_drafter(weights=None)))
+    drafter = spec.make_drafter(weights=None, **made)
+    drafter.configure(**phase)
     target = target or loaded(spec, drafter)
     drafter.vocabulary = None  # a loss reads the whole head
     drafter.bind(target)
     return costs.training(target, drafter)
+
+
+def _objective(spec: RunSpec, drafter: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options that a drafter's weights were trained with and that its run does not set, and those of the last phase."""
+    path = project_path(str(spec.drafter.get("weights"))) / PROVENANCE
+    trained = read_json(path) if path.is_file() else {}
+    phases = (trained.get("recipe") or {}).get("settings", {}).get("phases") or [{}]
+    parts = trained.get("drafter") or {}, phases[-1].get("drafter") or {}
+    free = validation.options(drafter).keys() - spec.drafter.keys()
+    made, phase = ({name: value for name, value in part.items() if name in free} for part in parts)
+    return made, phase
 
 
 def loaded(spec: RunSpec, drafter: Any, timed: Timed | None = None) -> Target:

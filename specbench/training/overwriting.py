@@ -16,7 +16,7 @@ NON_IDENTITY_OPTIONS: Mapping[str, frozenset[str]] = {  # that say where, when a
     | {"packed", "pack"},
     "settings": frozenset({"checkpoint_minutes", "validate_minutes"})
     | {"validations", "validation_answers", "validation_trees"},
-    "corpus": frozenset({"precision", "states", "shard", "rows", "reading"}),
+    "corpus": frozenset({"precision", "states", "layers", "shard", "rows", "reading"}),
     "drafter": frozenset({"name", "weights", "vocabulary"}),
 }
 SHOWN = 4  # differences that a message names

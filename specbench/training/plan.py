@@ -56,7 +56,8 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool, processes: i
     _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
     seconds = training_tokens / processes * _training_seconds(drafter, target, settings, rows, online)
     return (
-        f"plan: corpus {missing:,} more tokens; training at most {training_tokens:,} tokens, about {seconds / 60:.0f} min; "
+        f"plan: {missing:,} more tokens of text, states of {stored_anew:,}; training at most {training_tokens:,} tokens, "
+        f"about {seconds / 60:.0f} min; "
         f"disk {disk / 1e9:.2f} GB of {_free_disk(shards.folder) / 1e9:.0f} GB free; memory "
         f"about {memory / 1e9:.1f} GB of {environment.free_memory(target.device) / 1e9:.0f} GB free"
     )

@@ -134,7 +134,10 @@ class Shards:
             show(total - left)
             for path, texts in missing.items():
                 settings, layers = self.settings, self._layers_of(path)
-                save_shard(path, read(self.target, texts, settings.states, settings.reading, layers))
+                sequences = read(self.target, texts, settings.states, settings.reading, layers)
+                save_layers(path, sequences)
+                if not self._has_states(path, texts):  # what trainings have read stays as it is
+                    save_shard(path, sequences)
                 left -= sum(len(t.tokens) for t in texts)
                 show(total - left)
         return self.folder
@@ -157,15 +160,16 @@ class Shards:
 
     def _is_complete(self, path: Path, texts: list[Dialogue]) -> bool:
         """Does this shard hold these texts, with the states and layers that the settings ask for?"""
+        tokens = sum(len(t.tokens) for t in texts)
+        layers = [layer_file(path, layer) for layer in self._layers_of(path)]
+        return self._has_states(path, texts) and all(file.is_file() and len(_read_layer(file)) == tokens for file in layers)
+
+    def _has_states(self, path: Path, texts: list[Dialogue]) -> bool:
+        """The same without layers."""
         if not path.exists():
             return False
         shard = read_shard(path)
-        layers = [layer_file(path, layer) for layer in self._layers_of(path)]
-        return (
-            shard.index == [t.index for t in texts]
-            and (shard.states is not None or not self.settings.states)
-            and all(file.is_file() and len(_read_layer(file)) == shard.starts[-1] for file in layers)
-        )
+        return shard.index == [t.index for t in texts] and (shard.states is not None or not self.settings.states)
 
     def _layers_of(self, path: Path) -> tuple[int, ...]:
         """The layers whose outputs are stored beside a shard: of held-out dialogues the target computes them."""
@@ -178,7 +182,7 @@ def layer_file(shard: Path, layer: int) -> Path:
 
 
 def save_shard(path: Path, sequences: list[Sequence]) -> None:
-    """Lay sequences end to end in one safetensors file, and in one for each layer, atomically; states in bfloat16."""
+    """Lay sequences end to end in one safetensors file, atomically; states in bfloat16."""
     tensors = {
         "tokens": torch.cat([s.tokens for s in sequences]).int(),
         "answer": torch.cat([s.answer for s in sequences]).to(torch.uint8),
@@ -188,12 +192,16 @@ def save_shard(path: Path, sequences: list[Sequence]) -> None:
     states = [s.states for s in sequences if s.states is not None]
     if len(states) == len(sequences):
         tensors["states"] = torch.cat(states).to(torch.bfloat16)
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
+
+
+def save_layers(path: Path, sequences: list[Sequence]) -> None:
+    """The same of the outputs of layers, each in a file beside that of a shard."""
     for layer in sequences[0].layers:
         layer_file(path, layer).parent.mkdir(exist_ok=True)
         with atomic_path(layer_file(path, layer)) as temporary:
             save_file({"states": torch.cat([s.layers[layer] for s in sequences]).to(torch.bfloat16)}, temporary)
-    with atomic_path(path) as temporary:
-        save_file(tensors, temporary)
 
 
 @dataclass(frozen=True)

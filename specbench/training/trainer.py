@@ -229,7 +229,7 @@ class Trainer:
                 metrics = self.objective(batch)
             own_tokens = sum(b - a for row in share for _, a, b in row)
             loss, metrics, tokens = self._over_processes(metrics, batch, own_tokens)
-            self.accelerator.backward(loss / self.settings.accumulate)
+            self.accelerator.backward(loss / len(batches))
             total += tokens
         return metrics, total
 

@@ -1,5 +1,6 @@
 """How memory is measured on a GPU, on the CPU: torch's allocator is a fake that counts the caches."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -67,8 +68,23 @@ def test_on_a_gpu_nothing_is_loaded_a_second_time(quantity, measure, device, mon
 def test_a_training_step_is_measured_beside_a_loaded_target(monkeypatch):
     target = tiny()
     drafter = instantiate(configuration("eagle2", "drafter.weights=null").drafter)
-    spec = SimpleNamespace(make_drafter=lambda weights: drafter)
+    spec = SimpleNamespace(make_drafter=lambda weights: drafter, drafter={})
     monkeypatch.setattr(isolated, "replace", lambda spec, **_: spec)
     monkeypatch.setattr(isolated, "loaded", lambda *_: pytest.fail("the target was loaded once more"))
     found = isolated.training(spec, target)
     assert found["tokens_per_s"] > 0 and found["parameters"] > 0
+
+
+def test_a_training_step_is_measured_with_the_objective_that_made_the_weights(tmp_path, monkeypatch):
+    """But for what the run says itself, and for options that there are no more."""
+    trained = {"name": "hass", "noise": 0.5, "topk": 3, "gone": 1}
+    recipe = {"settings": {"phases": [{"drafter": {"steps": 1}}, {"drafter": {"steps": 2, "beta": 0.25}}]}}
+    (tmp_path / "provenance.json").write_text(json.dumps({"drafter": trained, "recipe": recipe}))
+    options = configuration("hass", f"drafter.weights={tmp_path}", "+drafter.topk=7").drafter
+    spec = SimpleNamespace(drafter=dict(options), make_drafter=lambda **changes: instantiate(options, **changes))
+    seen = []
+    monkeypatch.setattr(isolated, "replace", lambda spec, **_: spec)
+    monkeypatch.setattr(isolated.costs, "training", lambda target, drafter: seen.append(drafter) or {})
+    isolated.training(spec, tiny())
+    (drafter,) = seen
+    assert (drafter.steps, drafter.beta, drafter.topk, drafter.noise) == (2, 0.25, 7, 0.5)

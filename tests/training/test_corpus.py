@@ -400,11 +400,14 @@ def test_outputs_of_layers_are_stored_beside_the_states(tmp_path):
     text.write()
     bare = Shards(text)
     folder, less = bare.build(), bare.bytes_per_token
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     shards = Shards(writer(target, tmp_path, **settings))
     used, unread = shards.tokens()
     assert shards.build() == folder and unread == used and shards.tokens()[1] == 0, "held-out dialogues need no layers"
     assert shards.bytes_per_token == less + 2 * 2 * target.hidden_size
     assert {p.parent.name for p in folder.glob("layer-*/*")} == {"layer-0", "layer-2"}
+    after = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    assert after == before, "states that trainings have read stay as they are"
     assert not bare.tokens()[1], "one that needs no layers finds its states"
     taps = Taps(hidden=(2,), last=False)
     stored, online = (
