@@ -76,7 +76,7 @@ def _needs(file: File) -> str:
     """What a drafter needs beside the target."""
     if _trained(file.node):
         return "training"
-    needs = {"corpus": "a corpus", "endpoint": "a server", "arithmetic": "its package"}
+    needs = {"corpus": "a corpus", "endpoint": "a server", "arithmetic": "its package"}  # by an option that such files have
     return next((words for option, words in needs.items() if option in file.node), "nothing")
 
 

@@ -178,7 +178,7 @@ class Trainer:
                 self._show_progress()
             due = now - validated > settings.validate_minutes * 60 or self.step in milestones
             if due := self._agreed(due and not over):
-                self._save()  # validation may take minutes
+                self._save()  # a validation takes minutes; its result is saved below
                 self._log()
                 now = validated = time.monotonic()  # validation is no training time
             if self._agreed(now - saved > settings.checkpoint_minutes * 60 or due or over):
