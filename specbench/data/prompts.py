@@ -47,9 +47,9 @@ class PromptSet:
         root: a folder of JSONL files with `turns` and optionally `question_id` and `category`.
         shared: a file under `root` with several sets, read if `<name>.jsonl` is missing.
         wheel, web: of a JSONL file, gzipped or not.
-        hub: {"path", "name", "split"} for `datasets.load_dataset`.
+        hub: {"path", "name", "split", "revision"} for `datasets.load_dataset`; a commit as revision pins it.
         field: of a published record: a list of turns or a text.
-        template: wraps each text, which replaces `{text}`.
+        template: wraps each published text, which replaces `{text}`.
         categories: records of other categories are left out; None: all, as always with `path`.
         check: makes the checks of answers from records. score: score answers.
         run_programs: score programs too, by running them; otherwise they are not scored.
