@@ -12,7 +12,7 @@ from specbench.common import environment, hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import project_path
 from specbench.config import catalog
-from specbench.evaluation import study_runs
+from specbench.evaluation import study_runs, study_training
 from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records import blocks, identity, studies
 from specbench.records.blocks import BlockIndex
@@ -118,7 +118,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     if options.replayed:
         kind = "trained" if any("train" in study["arms"][label] for label in here) else "replayed"
     known = _blocks(scope.results / name / target / options.folder, kind)
-    members = [m for m in study_runs.members(study, None, here) if studies.takes_part(m.spec, options.adapted)]
+    members = [m for m in study_training.members(study, None, here) if studies.takes_part(m.spec, options.adapted)]
     if options.temperature > 0:
         members = [member for member in members if not _greedy_only(member)]
     labels = [BASELINE, *(member.label for member in members)]

@@ -12,7 +12,7 @@ from specbench.common.types import is_name
 from specbench.config.cli import typed_overrides
 from specbench.data.prompts import Question
 from specbench.engine.device import free_unused, pick_device
-from specbench.evaluation import arms, cell, study_runs
+from specbench.evaluation import arms, cell, study_runs, study_training
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.cell import CellResult, Live
 from specbench.evaluation.study_runs import PlannedArm, StudyCell
@@ -71,7 +71,7 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
         chosen, absent = study_runs.without_untrained(study, chosen, options["model"], overrides)
     else:
         study_runs.require_packages(study, chosen)
-    members = list(study_runs.members(study, options["seeds"], chosen))
+    members = list(study_training.members(study, options["seeds"], chosen))
     folder = Path(options["results"]) / name
     numbers = study_runs.choose_cells(study, options["cells"], cuda)
     lines = study_runs.arms_left_out(study, [*chosen, *absent]) if options["arms"] is None else []

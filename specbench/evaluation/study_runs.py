@@ -163,18 +163,6 @@ def _install(package: str, arms: Sequence[str]) -> str:
     return f"arms left out without the package {package}: {', '.join(arms)}; pip install -e '.[peers]' installs it"
 
 
-def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> Iterator[Member]:
-    """Every named arm with each of its seeds; an arm that the study does not train has none."""
-    for name in dict.fromkeys(names):
-        spec = study["arms"][name]
-        trained = spec if "train" in spec else study["arms"].get(spec.get("weights", ""), spec)
-        if "train" not in trained:
-            yield Member(name, None, name, spec)
-            continue
-        for seed in seeds if seeds is not None else trained.get("seeds", [0]):
-            yield Member(name, seed, f"{name}@{seed}", spec)
-
-
 def cell_overrides(study: Study, numbers: Sequence[int], datasets: Sequence[str] | None) -> Iterator[tuple[int, list[str]]]:
     """Numbers and overrides of these cells; with `datasets`, each cell once for each of these, and none twice."""
     runs, seen = cell_runs(study), list[list[str]]()

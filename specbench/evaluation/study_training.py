@@ -1,11 +1,11 @@
 """Weights of a study's arms: their folders, and training what is missing, within a budget.
 
-A training is named by a digest of its overrides, so that studies with the same recipe share it.
+A training is named by a digest of its overrides and its objective's version, so that studies with the same recipe share it.
 """
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from specbench.common.budget import Budget
 from specbench.common.errors import warn
 from specbench.common.processes import dying_with_parent, signal_of, was_interrupted
 from specbench.common.storage import cache_root
-from specbench.records import studies
+from specbench.records import identity, studies
 from specbench.records.blocks import locked
 from specbench.records.schema import WEIGHTS
 from specbench.records.studies import Study
@@ -42,10 +42,23 @@ class TrainingOutcome:
     unfinished: frozenset[str]
 
 
+def members(study: Study, seeds: Sequence[int] | None, names: Sequence[str]) -> Iterator[Member]:
+    """Every named arm with each of its seeds; an arm that the study does not train has none."""
+    for name in dict.fromkeys(names):
+        spec = study["arms"][name]
+        trained = spec if "train" in spec else study["arms"].get(spec.get("weights", ""), spec)
+        if "train" not in trained:
+            yield Member(name, None, name, spec)
+            continue
+        for seed in seeds if seeds is not None else trained.get("seeds", [0]):
+            yield Member(name, seed, f"{name}@{seed}", spec)
+
+
 def training_of(member: Member, study: Study, typed: Sequence[str]) -> tuple[str, list[str]] | None:
     """Name and overrides of a member's training; None if the member takes weights that are there.
 
-    The name is a digest of the overrides and of the weights that the training starts from, so that it is unique.
+    The name is a digest of the overrides, the weights that the training starts from, and the version of the drafter's
+    objective (`identity.OBJECTIVES`), so that it is unique.
     """
     if member.seed is None:
         return None
@@ -61,10 +74,19 @@ def training_of(member: Member, study: Study, typed: Sequence[str]) -> tuple[str
     files = [storage.project_path(start) / WEIGHTS for start in starts]
     started = [hashing.of_file(path) for path in files if path.is_file()]
     named_by = sorted({*overrides} - {DEFAULT_MODEL} - {o for o in model if o.startswith("threads=")})  # in any order
+    if objective := identity.OBJECTIVES.get(drafter):
+        named_by.append(f"objective={objective}")
     if (start := start_of(member, study)) is not None and (before := training_of(start, study, typed)):
         started.append(before[0])
         overrides.append(f"train.start={studies_folder() / before[0]}")
     return f"{drafter}-{hashing.of([named_by, started])[:12]}", overrides
+
+
+def current_trainings(arm: str, study: Study, model: str) -> set[str]:
+    """Names of the trainings, one a seed, by which the study would make an arm's weights today; empty if it trains none."""
+    typed = [f"model={model}"]
+    named = (training_of(member, study, typed) for member in members(study, None, [arm]))
+    return {training[0] for training in named if training is not None}
 
 
 def studies_folder() -> Path:

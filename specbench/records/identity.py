@@ -24,6 +24,8 @@ EMULATOR = 2
 BATCHING = 3
 # To be raised when sampled decoding becomes faster or slower: then speeds at temperature > 0 are not compared with earlier.
 SAMPLING = 2
+# To be raised when a drafter's training makes other weights from the same options: then studies train them anew.
+OBJECTIVES = {"beagle": 2}  # 2: drawn ids are corrected for in predictions of its windows, too
 SPEEDS = {"timing": TIMING, "emulator": EMULATOR, "batching": BATCHING, "sampling": SAMPLING}  # as headers have them
 
 TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specbench.evaluation.study_training import current_trainings
 from specbench.records import identity
 from specbench.records.cell_options import CellOptions
 from specbench.records.metrics import BASELINE, RATES, sum_rows
@@ -82,6 +83,8 @@ class Evidence:
     def __init__(self, study: Study, entries: Iterable[Entry]):
         self.study = study
         self.entries = [e for e in entries if e.name == BASELINE or e.name in study["arms"]]
+        trained = {(e.name, e.header["config"]["model"]["name"]) for e in self.entries if "of" in e.arm}
+        self._trainings = {arm: current_trainings(arm, study, model) for arm, model in trained}
 
     def place(self, at: Mapping[str, Any] | None) -> dict[str, Any]:
         """What names one of the study's cells, see `At`."""
@@ -152,6 +155,9 @@ class Evidence:
         seeds = len(self.study["arms"].get(e.name, {"run": []}).get("seeds", [0]))
         if "of" in e.arm and e.seeds < seeds:
             return f"{e.seeds} of {seeds} seeds"
+        trainings = self._trainings.get(e.name)
+        if trainings and not any(training in str(e.arm["drafter"]) for training in trainings):
+            return "of another training than today's"
         length = (e.header["config"].get("decode") or {}).get("max_new_tokens")
         cells = self._planned_cells(e)
         if cells and length is not None and length not in {one.tokens for one in cells}:

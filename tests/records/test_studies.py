@@ -19,7 +19,7 @@ from specbench.config.cli import composed
 from specbench.config.run_spec import from_config
 from specbench.evaluation import study_runs, study_training
 from specbench.evaluation.study_training import Member, training_of, weights_folder
-from specbench.records import studies
+from specbench.records import identity, studies
 from specbench.records.blocks import LOCKS
 from specbench.reporting import published
 from specbench.reporting.beside import assigned, matching
@@ -224,6 +224,13 @@ def folder_of(name, arm, **changes):
     return weights_folder(Member(arm, 0, f"{arm}@0", one["arms"][arm] | changes), one, [])
 
 
+def test_another_objective_is_another_training(monkeypatch):
+    before = {drafter: folder_of("beagle_figure3", drafter) for drafter in ("beagle", "eagle2")}
+    monkeypatch.setitem(identity.OBJECTIVES, "beagle", identity.OBJECTIVES["beagle"] + 1)
+    assert folder_of("beagle_figure3", "beagle") != before["beagle"]
+    assert folder_of("beagle_figure3", "eagle2") == before["eagle2"]
+
+
 def test_studies_share_the_trainings_of_one_recipe():
     assert folder_of("beagle_figure3", "beagle") == folder_of("beagle_figure4", "k5") == folder_of("beagle_figure5", "k5")
     assert folder_of("beagle_figure3", "beagle_longer") == folder_of("beagle_figure5", "k5_longer")
@@ -265,7 +272,7 @@ def test_where_a_training_starts_is_trained_first_even_if_only_the_other_is_name
 
     monkeypatch.setattr(study_training, "_train", train)
     monkeypatch.setattr(study_training, "lacking", lambda folder: None if folder in there else "weights")
-    members = study_runs.members(one, None, ["b"])
+    members = study_training.members(one, None, ["b"])
     done = study_training.train_missing("s", list(members), one, [], Budget(None))
     found = {"done": set(), "failed": set(done.failed), "unfinished": set(done.unfinished)}
     assert found[outcome] == (set() if outcome == "done" else {"a@0", "b@0"})
@@ -293,7 +300,7 @@ def test_what_another_process_trains_is_waited_for_last_and_not_trained_twice(mo
 
     monkeypatch.setattr(study_training, "_train", train)
     monkeypatch.setattr(study_training, "lacking", lambda folder: None if folder in there else "weights")
-    members = list(study_runs.members(one, None, ["a", "b", "c"]))
+    members = list(study_training.members(one, None, ["a", "b", "c"]))
     done = study_training.train_missing("s", members, one, [], Budget(None))
     assert asked == ["medusa", "hass"] and not done.failed | done.unfinished
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fixtures import arm, block, settings
 
+from specbench.evaluation.study_training import current_trainings
 from specbench.records import metrics, statistics
 from specbench.records.blocks import below
 from specbench.records.rows import Batched, Measurement, Row, Served
@@ -394,6 +395,10 @@ def test_a_category_of_few_questions_decides_nothing(known):
         assert (verdict(test, known), compare(test, known).size) == (PRELIMINARY, "8 of 20")
 
 
+TRAINED = {"arms": {**STUDY["arms"], "good": {"run": ["drafter=eagle2"], "train": ["train=short"]}}}
+(TODAYS,) = current_trainings("good", {**STUDY, **TRAINED}, header()["config"]["model"]["name"])
+
+
 @pytest.mark.parametrize(
     ("metric", "change", "more", "size"),
     [
@@ -404,11 +409,14 @@ def test_a_category_of_few_questions_decides_nothing(known):
         ("tau", {"others": 0.9}, {}, ""),
         ("speed_up", {"others": 0.9}, {}, "on a busy machine"),
         ("speed_up", {"timing": 1, "limit": 30}, {}, "24 of 30, with an earlier engine"),
+        ("tau", {"weights": "eagle2-0123456789ab"}, TRAINED, "of another training than today's"),
+        ("tau", {"weights": TODAYS}, TRAINED, ""),
     ],
 )
 def test_rows_other_than_planned_decide_nothing_whatever_their_number(metric, change, more, size, tmp_path):
     said = header()
-    said["arms"]["good"]["of"] = "good"
+    arm = said["arms"]["good"]
+    said["arms"]["good"] = {**arm, "of": "good", "drafter": {**arm["drafter"], "weights": f"/cache/{change.get('weights')}"}}
     said["config"] = {**said["config"], "decode": {"max_new_tokens": change.get("length", 64)}}
     timing = {"timing": change["timing"]} if "timing" in change else {}
     write(tmp_path, {**said, **timing}, "none", *ARMS, change=lambda r: replace(r, others=change.get("others")))
