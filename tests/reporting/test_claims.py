@@ -416,7 +416,7 @@ TRAINED = {"arms": {**STUDY["arms"], "good": {"run": ["drafter=eagle2"], "train"
 def test_rows_other_than_planned_decide_nothing_whatever_their_number(metric, change, more, size, tmp_path):
     said = header()
     arm = said["arms"]["good"]
-    said["arms"]["good"] = {**arm, "of": "good", "drafter": {**arm["drafter"], "weights": f"/cache/{change.get('weights')}"}}
+    said["arms"]["good"] = {**arm, "of": "good", "drafter": {**arm["drafter"], "weights": f"/{change.get('weights')}"}}
     said["config"] = {**said["config"], "decode": {"max_new_tokens": change.get("length", 64)}}
     timing = {"timing": change["timing"]} if "timing" in change else {}
     write(tmp_path, {**said, **timing}, "none", *ARMS, change=lambda r: replace(r, others=change.get("others")))
