@@ -12,14 +12,14 @@ from specbench.common import environment, hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.storage import project_path
 from specbench.config import catalog
-from specbench.evaluation import study_runs, study_training
-from specbench.evaluation.study_training import Member, weights_folder
-from specbench.records import blocks, identity, studies
+from specbench.evaluation import study_runs
+from specbench.records import blocks, identity, studies, trainings
 from specbench.records.blocks import BlockIndex
 from specbench.records.cell_options import CellOptions, option
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import WEIGHTS
-from specbench.records.studies import ON_DEMAND, Study, measuring_cell
+from specbench.records.studies import ON_DEMAND, Study, measured_in
+from specbench.records.trainings import Member, weights_folder
 from specbench.tuning.train_stages import lacking
 
 Kind = Literal["replayed", "trained", "timed"]
@@ -118,7 +118,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     if options.replayed:
         kind = "trained" if any("train" in study["arms"][label] for label in here) else "replayed"
     known = _blocks(scope.results / name / target / options.folder, kind)
-    members = [m for m in study_training.members(study, None, here) if studies.takes_part(m.spec, options.adapted)]
+    members = [m for m in trainings.members(study, None, here) if studies.takes_part(m.spec, options.adapted)]
     if options.temperature > 0:
         members = [member for member in members if not _greedy_only(member)]
     labels = [BASELINE, *(member.label for member in members)]
@@ -134,7 +134,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         words=tuple(words),
         planned=options.questions,
         done=done,
-        measured=number != measuring_cell(study) or _measured(known, study),
+        measured=_measured(known, measured_in(study, number)),
         generations=(options.questions - done) * len(labels) * turns,
         pace=blocks.pace(known),
         claims=len(study.get("claims", [])),
@@ -200,10 +200,10 @@ def _stale(arm: Any, training: str) -> bool:
     return known is not None and path.is_file() and hashing.of_file(path) != known
 
 
-def _measured(known: Sequence[BlockIndex], study: Study) -> bool:
-    """Has every quantity of the study all repetitions, for every arm that it was measured of at least once?"""
+def _measured(known: Sequence[BlockIndex], planned: Mapping[str, int]) -> bool:
+    """Has every quantity of a cell all repetitions, for every arm that it was measured of at least once?"""
     measured = {key for k in known for key in k.measured}
-    for name, repetitions in study.get("measure", {}).items():
+    for name, repetitions in planned.items():
         counts = Counter(label for label, quantity, _ in measured if quantity == name)
         if repetitions and min(counts.values(), default=0) < repetitions:
             return False

@@ -12,13 +12,14 @@ from specbench.common.types import is_name
 from specbench.config.cli import typed_overrides
 from specbench.data.prompts import Question
 from specbench.engine.device import free_unused, pick_device
-from specbench.evaluation import arms, cell, study_runs, study_training
+from specbench.evaluation import arms, cell, study_runs
 from specbench.evaluation.arms import Arm
 from specbench.evaluation.cell import CellResult, Live
 from specbench.evaluation.study_runs import PlannedArm, StudyCell
-from specbench.evaluation.study_training import Member, TrainingOutcome
-from specbench.records import studies
+from specbench.evaluation.study_training import TrainingOutcome
+from specbench.records import studies, trainings
 from specbench.records.studies import Study
+from specbench.records.trainings import Member
 
 COMMAND_ONLY = ("study", "arms", "seeds", "cells", "datasets", "minutes")  # options that are no overrides of arms
 
@@ -71,7 +72,7 @@ def prepare(name: str, options: Mapping[str, Any]) -> StudyRun:
         chosen, absent = study_runs.without_untrained(study, chosen, options["model"], overrides)
     else:
         study_runs.require_packages(study, chosen)
-    members = list(study_training.members(study, options["seeds"], chosen))
+    members = list(trainings.members(study, options["seeds"], chosen))
     folder = Path(options["results"]) / name
     numbers = study_runs.choose_cells(study, options["cells"], cuda)
     lines = study_runs.arms_left_out(study, [*chosen, *absent]) if options["arms"] is None else []
@@ -172,8 +173,7 @@ class _Decoder:
         base, run = ready.cell.base, self.run
         cell_arms = self._bind(ready, planned)
         print(f"{ready.title}: {ready.cell.title}", file=sys.stderr, flush=True)
-        measured = ready.cell.number == studies.measuring_cell(run.study)
-        counts = study_runs.repetitions(run.study, base, run.overrides) if measured else {}
+        counts = study_runs.repetitions(run.study, ready.cell.number, base, run.overrides)
         questions = list(ready.questions)
         result = cell.run(
             base, self.target, self.chat, cell_arms, questions, run.name, counts, self.budget, self.live, total_work

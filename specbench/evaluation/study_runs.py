@@ -16,11 +16,11 @@ from specbench.engine.target import Target
 from specbench.engine.verify import Rule
 from specbench.evaluation import arms, fitting
 from specbench.evaluation.arms import Arm
-from specbench.evaluation.study_training import Member, weights_folder
 from specbench.records import studies
 from specbench.records.cell_options import option
 from specbench.records.metrics import BASELINE
 from specbench.records.studies import Study, absent_packages, arms_here, cell_needs, cell_runs, takes_part, unmet
+from specbench.records.trainings import Member, weights_folder
 
 GOLDEN = (5**0.5 - 1) / 2
 # Options that say where an arm's weights come from.
@@ -250,15 +250,17 @@ def bind(planned: PlannedArm, target: Target) -> Arm | None:
     return arm
 
 
-def repetitions(study: Study, base: RunSpec, typed: Sequence[str]) -> dict[str, int]:
-    """Repetitions by quantity.
+def repetitions(study: Study, number: int, base: RunSpec, typed: Sequence[str]) -> dict[str, int]:
+    """Repetitions by quantity in a cell.
 
-    Unless study or command line say otherwise, peak memory is measured beside timed rows, and once the floor of a local
-    target.
+    Unless study or command line say otherwise, peak memory is measured once beside timed rows, and so is the floor of a
+    local target.
     """
-    counts = {"memory": 0 if base.replay else base.memory, "floor": int(base.link.local and not base.replay)}
-    counts |= {str(quantity): count for quantity, count in study.get("measure", {}).items()}
-    return counts | ({"memory": base.memory} if any(o.startswith("memory=") for o in typed) else {})
+    counts = studies.measured_in(study, number)
+    if number == studies.measuring_cell(study):
+        counts = {"memory": 0 if base.replay else base.memory, "floor": int(base.link.local and not base.replay)} | counts
+    given = "memory" in counts and any(o.startswith("memory=") for o in typed)
+    return counts | ({"memory": base.memory} if given else {})
 
 
 def spread(questions: Sequence[Question]) -> list[Question]:

@@ -101,8 +101,7 @@ OWN = (
     "passes",
     "counted",
     "counted_draft",
-    "sent",
-    "received",
+    "travelled",
     "same",
     "whole",
     "scored",
@@ -154,7 +153,8 @@ def _own_counts(row: Row, reference: Sequence[int] | None) -> dict[str, float | 
     if row.draft_passes is not None:
         counts |= {"passes": row.draft_passes, "counted": len(row.accepted), "counted_draft": row.draft_s}
     if row.link is not None:
-        counts |= {"sent": sum(row.link.sent.values()), "received": sum(row.link.received.values())}
+        link = row.link
+        counts |= {"travelled": sum(link.sent.values()) + sum(link.received.values()) - link.prompt_bytes}
     if reference is not None:
         same = sum(a == b for a, b in zip(row.tokens + row.alone, reference, strict=False))
         counts |= {"whole": len(reference), "same": same}
@@ -182,8 +182,7 @@ RATES: dict[str, Rate] = {
     "late_alpha": lambda s: s["passed"][..., 1:].sum(-1) / s["tried"][..., 1:].sum(-1),  # all steps after the first
     "draft_ms": lambda s: 1000 * s["draft"] / s["cycles"],
     "target_calls": lambda s: s["cycles"] / s["answers"],  # passes over trees, without the prefill
-    "sent_bytes": lambda s: s["sent"] / s["cycles"],  # a cycle, the prompt included
-    "received_bytes": lambda s: s["received"] / s["cycles"],
+    "bytes_per_token": lambda s: s["travelled"] / s["tokens"],  # between client and server, without the prompt
     "same_share": lambda s: s["same"] / s["whole"],  # ids equal to the baseline's at the same index
     "solved": lambda s: s["solved"] / s["scored"],  # answers that pass their question's check
     "answer_perplexity": lambda s: np.exp(s["nll"] / s["judged"]),  # of sampled answers under the target

@@ -172,7 +172,7 @@ class Study(TypedDict):
 
     cells: for each the overrides for `specbench.run` (prompts, number of questions, length, temperature, `replay`), see
     `cell_runs`. varies: aspects in which compared arms may differ. priority: 1 is measured first, default 5, see
-    `ON_DEMAND`. ranks: the metric by which the report orders its arms. measure: quantity -> repetitions, in one cell.
+    `ON_DEMAND`. ranks: the metric by which the report orders its arms. measure: quantity -> repetitions, see `measured_in`.
     """
 
     title: Text
@@ -333,7 +333,21 @@ def cell_needs(study: Study, number: int) -> dict[str, Any]:
     return {**study.get("needs", {}), **({} if isinstance(cell, list) else cell["needs"])}
 
 
-def measuring_cell(study: Study) -> int:
-    """Index of the cell in which `measure` takes place: the first one that is not replayed, if possible without needs."""
-    timed = [number for number, options in enumerate(cell_options(study)) if not options.replayed]
+def measuring_cell(study: Study, dataset: str | None = None) -> int:
+    """Index of the cell in which `measure` takes place: the first one that is not replayed, if possible without needs.
+
+    dataset: of the cells of this data set, in which peak memory is measured.
+    """
+    options = enumerate(cell_options(study))
+    timed = [number for number, one in options if not one.replayed and dataset in (None, one.dataset)]
     return min(timed, key=lambda number: isinstance(study["cells"][number], dict), default=0)
+
+
+def measured_in(study: Study, number: int) -> dict[str, int]:
+    """What of `measure` takes place in a cell, with repetitions: in other data sets' cells peak memory alone."""
+    counts = {str(quantity): count for quantity, count in study.get("measure", {}).items()}
+    if number == measuring_cell(study):
+        return counts
+    dataset = cell_options(study)[number].dataset
+    of_prompts = dataset != cell_options(study)[measuring_cell(study)].dataset and number == measuring_cell(study, dataset)
+    return {"memory": counts["memory"]} if of_prompts and "memory" in counts else {}

@@ -108,7 +108,7 @@ class Beside:
         metric = MEASURED.get(cell.metric)
         if metric is None and cell.metric != MEMORY:
             return None, ""
-        e = self.evidence.find(arm, at, timed=metric in (None, *TIMED))
+        e = self.evidence.with_memory(arm, at) if metric is None else self.evidence.find(arm, at, metric in TIMED)
         value = None if e is None else _memory(e) if metric is None else _measured(e, metric)
         if e is None or value is None:
             return None, ""

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from specbench.evaluation.study_training import current_trainings
 from specbench.records import identity
 from specbench.records.cell_options import CellOptions
 from specbench.records.metrics import BASELINE, RATES, sum_rows
 from specbench.records.studies import PLACE, Study, cell_needs, cell_options, unmet
 from specbench.records.totals import Rate, Sums, Totals
+from specbench.records.trainings import current_trainings
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.fastest import QUESTIONS
 
@@ -138,13 +138,20 @@ class Evidence:
         return any(o.lstrip("+").startswith("verify") for o in self.study["arms"].get(arm, {"run": []})["run"])
 
     def measured(self, arm: str, quantity: str) -> Entry | None:
-        """The entry with an arm's measurements: those of the newest engine, on the machine that made most of any arm's."""
+        """The entry with an arm's measurements: those of the newest engine, on the machine that made most of any arm's.
+
+        Of several data sets, as peak memory has them, that of the study's first.
+        """
         repetitions: Counter[tuple[int, str]] = Counter()
         for e in self.entries:
             repetitions[_engine_of(e)] += len(e.measured.get(quantity, ()))
         best = max((k for k in repetitions if repetitions[k]), key=lambda k: (k[0], repetitions[k]), default=None)
         fit = (e for e in self.entries if e.name == arm and e.measured.get(quantity) and _engine_of(e) == best)
-        return next(fit, None)
+        return min(fit, key=lambda e: e.dataset != self.place(None)["dataset"], default=None)
+
+    def with_memory(self, arm: str, at: Mapping[str, Any] | None) -> Entry | None:
+        """An arm's timed entry in one of the study's data sets of which peak memory was measured."""
+        return next((e for e in self._of_cell(arm, at, timed=True) if e.summary.peak_bytes), None)
 
     def size(self, e: Entry) -> tuple[int, int]:
         """Questions of an entry, and those that the study plans for it on such a machine, 20 at least."""

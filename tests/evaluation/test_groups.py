@@ -16,9 +16,10 @@ from specbench.config import run_spec
 from specbench.engine import loading, memory
 from specbench.engine.memory import Estimate, NoRoom
 from specbench.engine.pretrained import config_of
-from specbench.evaluation import arms, run, study, study_runs, study_training
+from specbench.evaluation import arms, run, study, study_runs
 from specbench.evaluation.study import Ready, _Decoder
 from specbench.evaluation.targets import Targets
+from specbench.records import trainings
 from specbench.records.blocks import NAME
 from specbench.reporting.groups import Asked, measured
 
@@ -118,7 +119,7 @@ def test_drafters_of_a_run_that_do_not_fit_together_decode_in_turn(home, tmp_pat
 def study_of(home, folder, *names):
     """A study's decoder and its one cell, of arms that copy text."""
     checked = {"cells": [["dataset=mtbench"]], "arms": {name: {"run": [f"drafter={name}"]} for name in names}}
-    members = list(study_training.members(checked, None, names))
+    members = list(trainings.members(checked, None, names))
     prepared = study_runs.prepare(0, ["dataset=mtbench"], members, words_of(home, folder), checked, folder)
     ran = SimpleNamespace(name="s", study=checked, overrides=["memory=0"], cells=[prepared])
     return ran, Ready("s, cell 1 of 1", prepared, prepared.base.dataset.load())

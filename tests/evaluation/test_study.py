@@ -11,11 +11,11 @@ from fixtures import arm, random_row, settings
 
 from specbench.common import storage
 from specbench.evaluation import study_runs
-from specbench.evaluation.study_training import Member, training_of
 from specbench.records import blocks, studies
 from specbench.records.blocks import Block, read_block
 from specbench.records.rows import Measurement
 from specbench.records.schema import WEIGHTS
+from specbench.records.trainings import Member, training_of
 from specbench.reporting import cells, claims
 from specbench.reporting.claims import compare, judge_study
 from specbench.reporting.evidence import Evidence
@@ -182,14 +182,24 @@ def test_a_replay_has_the_precision_that_it_needs():
 
 
 def test_peak_memory_is_measured_beside_timed_rows_or_where_it_is_asked_for():
-    for replay, message, users, memory in [
+    for replay, measure, users, memory in [
         ("false", {}, [], 1),
         ("true", {}, [], 0),
-        ("true", {"measure": {"memory": 5}}, [], 5),
+        ("true", {"memory": 5}, [], 5),
         ("true", {}, ["memory=2"], 2),
     ]:
         base = settled("eagle2", f"replay={replay}", *users)
-        assert study_runs.repetitions(message, base, users)["memory"] == memory
+        message = {"cells": [["dataset=mtbench", f"replay={replay}"]], "measure": measure}
+        assert study_runs.repetitions(message, 0, base, users)["memory"] == memory
+
+
+def test_a_study_of_memory_measures_it_of_each_data_set_once():
+    places = ("mtbench replay=true", "mtbench", "mtbench sampler.temperature=1", "gsm8k", "gsm8k batch=2", "alpaca replay=true")
+    cells = [f"dataset={place}".split() for place in places]
+    study = {"cells": cells, "measure": {"memory": 5, "drafting": 3}}
+    base = settled("eagle2")
+    found = [study_runs.repetitions(study, number, base, []) for number in range(len(cells))]
+    assert found == [{}, {"memory": 5, "floor": 1, "drafting": 3}, {}, {"memory": 5}, {}, {}]
 
 
 def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, tmp_path):

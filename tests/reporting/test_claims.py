@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from fixtures import arm, block, settings
 
-from specbench.evaluation.study_training import current_trainings
 from specbench.records import metrics, statistics
 from specbench.records.blocks import below
 from specbench.records.rows import Batched, Measurement, Row, Served
 from specbench.records.totals import draws
+from specbench.records.trainings import current_trainings
 from specbench.reporting import cells, claim_text, claims, evidence
 from specbench.reporting.claims import (
     INCONCLUSIVE,
