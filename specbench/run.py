@@ -12,32 +12,29 @@ from specbench.common.storage import require_writable
 from specbench.config import run_spec
 from specbench.config.cli import command, run_cli
 from specbench.config.run_spec import RunOptions as Options
-from specbench.evaluation import cell, run
-from specbench.evaluation.targets import Targets
+from specbench.evaluation import arms, cell, run
 from specbench.records.metrics import BASELINE
 from specbench.reporting import command_output, console
 
 
 def main() -> None:
     """Run the job, or the jobs of a sweep one after the other, which share the known properties of targets."""
-    targets = Targets()
+    reused = arms.Reused()
 
     @command("run")
     def job(config: Any) -> None:
         with run.failure_recorded(config):
-            decode(config, targets)
+            decode(config, reused)
 
     job()
 
 
-def decode(config: Any, targets: Targets) -> None:
+def decode(config: Any, reused: arms.Reused) -> None:
     """Decode one cell, print its table, and fail if any of its generations did."""
     spec = run_spec.from_config(config, Options)
     require_writable(spec.folder)
     specs = [spec, *run.other_specs(config)]
-    if spec.rerun == "failed" and not any(run.has_failures(config, one) for one in specs):
-        return
-    result = run.decode(specs, targets, console.live)
+    result = run.decode(specs, reused, console.live)
     command_output.show_run(spec, result)
     if spec.minutes is not None and result.left:
         drafters = [label for label in result.ledger.arms if label != BASELINE] or [BASELINE]

@@ -2,12 +2,10 @@
 
 python -m specbench.study study=bench
 python -m specbench.study study=bench minutes=20                      # whole questions, as long as they fit
-python -m specbench.study study=coral_table3,hass_steps minutes=120   # one after the other, the time shared
 python -m specbench.study study=coral_table3 'seeds=[0]'
 python -m specbench.study study=bench model=llama2-7b 'arms=[none,eagle2]' 'datasets=[mtbench,gsm8k]'
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +19,7 @@ from specbench.common.types import Name, Natural, Seed
 from specbench.config import validation
 from specbench.config.cli import choice, command, run_cli
 from specbench.config.run_spec import RunOptions
-from specbench.evaluation import several, study
+from specbench.evaluation import study
 from specbench.evaluation.study_training import train_missing
 from specbench.records.studies import Study
 from specbench.reporting import command_output, console
@@ -54,4 +52,4 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(lambda: several.run_named(sys.argv[1:], main), "study")
+    run_cli(main, "study")

@@ -74,7 +74,7 @@ def test_a_whole_number_as_temperature_is_resumed_and_shown(home):
 
 def test_a_refusal_and_a_report_can_be_typed_too(home):
     refused = typed(home, "run", "drafter=none", "rerun=perhaps")
-    assert refused.returncode == 2 and refused.stderr == "specbench: rerun=perhaps: must be 'missing', 'failed' or 'all'\n"
+    assert refused.returncode == 2 and refused.stderr == "specbench: rerun=perhaps: must be 'missing' or 'all'\n"
     table = typed(home, "report", f"results={ROOT / 'tests' / 'golden' / 'rows'}", "format=markdown")
     assert table.returncode == 0 and "| eagle2" in table.stdout, table.stderr
 
@@ -173,7 +173,7 @@ BAD = {
     "a GPU where none is": (["model.device=cuda:7"], "model.device=cpu"),
     "a dtype that is none": (["model.dtype=floaty"], "floaty"),
     "negative temperature": (["sampler.temperature=-1"], "temperature"),
-    "odd rerun": (["rerun=perhaps"], "must be 'missing', 'failed' or 'all'"),
+    "odd rerun": (["rerun=perhaps"], "must be 'missing' or 'all'"),
     "no prompt left": (["data.limit=0"], "data.limit=0: must be greater than or equal to 1"),
     "a tree that is none": (["drafter=vanilla", "tree.gamma=0"], "gamma"),
 }

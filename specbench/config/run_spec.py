@@ -57,7 +57,7 @@ class Common:
     """Fields that `RunOptions` and `RunSpec` share."""
 
     threads: Threads | None
-    rerun: Literal["missing", "failed", "all"]
+    rerun: Literal["missing", "all"]
     show: bool
     details: bool
     trace: Natural
@@ -130,11 +130,6 @@ class RunSpec(Common):
     def own(self) -> dict[str, Any]:
         """The options in which drafters of one cell may differ."""
         return {name: deepcopy(getattr(self, name)) for name in OWN}
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """All options that can change a row."""
-        return {**self.shared, **self.own}
 
     def as_baseline(self) -> "RunSpec":
         """The same run with plain decoding."""
@@ -338,11 +333,10 @@ class FailureRecord:
         results = Path(str(selected(config, "results") or "results/local"))
         self.path = CellFailure.path(results / model / dataset, label or drafter, settings)
 
-    def write(self, error: Exception, announce: bool = True) -> None:
-        """Print an error, unless it is known already, and record it."""
+    def write(self, error: Exception) -> None:
+        """Print an error and record it."""
         self.failure.error = format_exception(error)
-        if announce:
-            warn(f"{self.failure.drafter} on {self.failure.dataset}: {self.failure.error}")
+        warn(f"{self.failure.drafter} on {self.failure.dataset}: {self.failure.error}")
         self.failure.write(self.path)
 
     def clear(self) -> None:

@@ -14,17 +14,15 @@ from specbench.config.run_spec import FailureRecord, RunSpec
 from specbench.engine.device import free_unused
 from specbench.evaluation import arms, cell
 from specbench.evaluation.cell import CellResult, Live
-from specbench.evaluation.targets import Targets, TargetUnavailable
-from specbench.records import blocks
 from specbench.records.metrics import BASELINE
 
 
-def decode(specs: Sequence[RunSpec], targets: Targets, live: Live | None = None) -> CellResult:
+def decode(specs: Sequence[RunSpec], reused: arms.Reused, live: Live | None = None) -> CellResult:
     """Decode what is missing of the cell of some drafters and the baseline.
 
     Args:
         specs: one a drafter; the first one says what they have in common.
-        live: makes the table that a terminal shows while decoding.
+        reused: what the cells of a sweep share. live: makes the table that a terminal shows while decoding.
     """
     spec, budget = specs[0], Budget.of_minutes(specs[0].minutes)
     torch.set_num_threads(spec.threads or torch.get_num_threads())
@@ -33,7 +31,7 @@ def decode(specs: Sequence[RunSpec], targets: Targets, live: Live | None = None)
     groups = arms.groups(spec, [drafter for drafter, _ in made])
     if sum(map(len, groups)) < len(made):
         groups = [list(range(len(made)))]  # one of them does not fit at all: loading says so
-    target, chat = targets.load(spec, [made[index][0] for index in max(groups, key=len)])
+    target, chat = arms.load(spec, [made[index][0] for index in max(groups, key=len)], reused)
     waiting, results = dict(enumerate(made)), []
     del made
     for group in groups:
@@ -69,21 +67,6 @@ def other_specs(config: Any) -> list[RunSpec]:
     return specs
 
 
-def has_failures(config: Any, spec: RunSpec) -> bool:
-    """Did this configuration fail, as a whole or in generations that were not repeated successfully since?"""
-    if FailureRecord(config).path.exists():
-        return True
-    name = spec.drafter["name"]
-    failed, good = set[tuple[str, str, int]](), set[tuple[str, str, int]]()
-    for known in blocks.scan_all(spec.cell_folder, BASELINE):
-        arm: Any = known.header["arms"].get(name)
-        own = None if arm is None else {option: arm.get(option) for option in run_spec.OWN}
-        if own is not None and {**known.header["config"], **own} == spec.identity:
-            failed |= known.failures
-            good |= known.rows
-    return any(label in (name, BASELINE) for label, *_ in failed - good)
-
-
 @contextmanager
 def failure_recorded(config: Any) -> Iterator[None]:
     """In a sweep, print a failure, and write it to the cell's folder. Raises it elsewhere, `Reported` in a sweep."""
@@ -93,7 +76,7 @@ def failure_recorded(config: Any) -> Iterator[None]:
     except Exception as error:
         if not sweeping():
             raise
-        record.write(error, announce=not isinstance(error, TargetUnavailable))
+        record.write(error)
         raise Reported from error
     else:
         record.clear()

@@ -178,18 +178,6 @@ class Entry:
         chosen = {row.question for row in self.rows if (row.category == category) != others}
         return self.totals.among([question for question in self.totals.questions if question in chosen])
 
-    @property
-    def caption(self) -> str:
-        """Heading of a table of comparable entries."""
-        mode = "greedy" if self.temperature == 0 else f"T={self.temperature}"
-        where = f"{self.collection}: " if self.collection else ""
-        cap = (self.header["config"].get("decode") or {}).get("max_new_tokens")
-        tokens = f", {cap:,} tokens at most" if isinstance(cap, int) else ""
-        machine = "replayed" if self.replayed else self.machine
-        batch = f", batch of {self.batch}" if self.batch > 1 else ""
-        adapted = f" adapted by {self.adapted}" if self.adapted else ""
-        return f"{where}{self.model}{adapted}, {self.dataset}, {mode}{tokens}{batch}, {self.precision}, {machine}"
-
 
 @dataclass(frozen=True)
 class Results:

@@ -14,7 +14,7 @@ def groups(entries: Iterable[Entry]) -> list[list[Entry]]:
     """Comparable entries. An arm with failed generations belongs to the other arms with the same prompts."""
     by_cell: dict[tuple[str, ...], list[Entry]] = {}
     for e in entries:
-        by_cell.setdefault(e.cell or (e.caption,), []).append(e)
+        by_cell.setdefault(e.cell, []).append(e)
     return [group for cell in by_cell.values() for group in _by_prompts(cell)]
 
 

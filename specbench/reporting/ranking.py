@@ -9,7 +9,7 @@ from specbench.records.metrics import BASELINE, RATES
 from specbench.records.simultaneous import all_pairs
 from specbench.records.statistics import estimate_contrast, interval, pooled, repeated, with_seeds
 from specbench.records.totals import Rate
-from specbench.reporting import tables
+from specbench.reporting import console, tables
 from specbench.reporting.cells import Entry
 from specbench.reporting.document import Block, Paragraph, Table
 from specbench.reporting.evidence import TIMED, Evidence, seeds_of
@@ -66,7 +66,7 @@ def blocks(known: Evidence, shipped: Evidence | None = None) -> list[Block]:
         [place, e.title, tables.shown(interval(rate, e.totals)), *_about(e), *(cells[number] for cells in kept.values())]
         for number, (e, place) in enumerate(zip(found, shown, strict=True))
     ]
-    caption = f"{known.study['title']}: {found[0].caption}"
+    caption = f"{known.study['title']}: {console.caption(found)}"
     note = f"No places: {reason}." if reason else RULE
     note += f" {SHIPPED}" * ("speed-up as shipped [95%]" in kept)
     return [Table((*heads, *kept), lines, caption), Paragraph(note, "note")]

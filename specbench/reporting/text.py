@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from markupsafe import Markup, escape
-from rich.text import Text
 
 from specbench.common.errors import visible
 
@@ -39,11 +38,6 @@ _LATEX = {
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # their wide forms as well
 _NUMBER = re.compile(r"[-+]?[\d.,]*%?( [\[(][-+\d., ]+[\])])*")  # with interval; or a dash, where nothing was measured
 MAX_LABEL = 60  # characters of a label in a figure
-
-
-def terminal(text: str) -> Text:
-    """For Rich, which would interpret `[bold]` and `:smile:` in a plain string."""
-    return Text(visible(text))
 
 
 def markdown(text: str) -> str:

@@ -313,4 +313,4 @@ def test_a_misspelt_file_of_options_is_one_line(home, door, words, message):
 
 def test_a_command_refuses_as_its_module_does():
     done = command("run", "drafter=none", "rerun=perhaps")
-    assert done.returncode == 2 and done.stderr == "specbench: rerun=perhaps: must be 'missing', 'failed' or 'all'\n"
+    assert done.returncode == 2 and done.stderr == "specbench: rerun=perhaps: must be 'missing' or 'all'\n"

@@ -6,7 +6,6 @@ import pytest
 from doors import blocks_of, call, kill_after_rows, records_of, start, typed
 
 from specbench.records import blocks
-from specbench.records.blocks import NAME
 from specbench.records.rows import Failure
 from specbench.reporting import cells
 
@@ -41,7 +40,7 @@ def test_a_failed_cell_is_a_visible_row_and_comes_again(home, tmp_path):
     stamp = before.stat().st_mtime_ns
 
     (weights / "vanilla").symlink_to(home / "weights" / "vanilla")
-    again = sweep(home, results, "rerun=failed", weights=weights)
+    again = sweep(home, results, weights=weights)
     assert again.returncode == 0, again.stderr[-2000:]
     assert not list(results.rglob("*.failed.json")), "a mended failure still stands there"
     assert len(rows(results, "vanilla")[1]) == 8
@@ -53,11 +52,6 @@ def test_cells_of_a_sweep_are_announced_by_what_differs(home, tmp_path):
     done = sweep(home, tmp_path, *words, drafters="eagle2")
     lines = [line.split(", about")[0] for line in done.stderr.splitlines() if line.startswith("cell ")]
     assert lines == [f"cell {n}/2: eagle2 on mtbench, decode.max_new_tokens={tokens}" for n, tokens in ((1, 4), (2, 6))]
-
-
-def test_only_what_failed_is_run_again(home, tmp_path):
-    done = sweep(home, tmp_path, "rerun=failed")
-    assert done.returncode == 0 and not list(tmp_path.rglob(NAME)), "nothing had failed, yet cells were run"
 
 
 def test_rerun_all_measures_anew_into_another_block(home, tmp_path):

@@ -25,8 +25,7 @@ from specbench.engine.pretrained import config_of
 from specbench.engine.sampling import Sampler
 from specbench.engine.target import SPARE, Target
 from specbench.engine.verify import Lossless
-from specbench.evaluation import isolated
-from specbench.evaluation.targets import Targets, TargetUnavailable
+from specbench.evaluation import arms, isolated
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -270,7 +269,6 @@ def test_a_configuration_that_had_to_be_fetched_is_weighed_before_its_weights_ar
 
 def test_a_drafter_with_which_a_target_does_not_fit_does_not_rule_out_the_next_one(home, free, monkeypatch):
     free(MIN_HEADROOM + 10**6)
-    targets = Targets()
     run = SimpleNamespace(
         model=spec("smollm2-135m", f"model.path={home / 'model'}", "model.dtype=float32", "model.forward=plain"),
         link=SimpleNamespace(local=True),
@@ -278,32 +276,10 @@ def test_a_drafter_with_which_a_target_does_not_fit_does_not_rule_out_the_next_o
         batch=1,
     )
     heavy = SimpleNamespace(name="heavy", outline=lambda target: Outline(10**9))
-    message = refused(lambda: targets.load(run, [heavy]))
+    message = refused(lambda: arms.load(run, [heavy]))
     assert "heavy 4.0" in message
     free(MIN_HEADROOM + 10**7)
-    assert targets.load(run)[0].layers == 3
-
-
-def test_a_target_that_could_not_be_loaded_is_not_tried_again(monkeypatch):
-    tried = []
-
-    def fail(**_):
-        tried.append(1)
-        raise SpecBenchError("no such model")
-
-    class Model(SimpleNamespace):
-        def __str__(self):
-            return self.name
-
-    model, link = Model(name="m", device="cpu", load=fail), SimpleNamespace(local=True)
-    run = SimpleNamespace(model=model, link=link, backend="eager", batch=1)
-    targets = Targets()
-    for _ in range(2):
-        with pytest.raises(TargetUnavailable, match="no such model"):
-            targets.load(run)
-    with pytest.raises(TargetUnavailable):
-        Targets().load(run)
-    assert len(tried) == 2, "once by each"
+    assert arms.load(run)[0].layers == 3
 
 
 def test_a_run_that_cannot_fit_is_one_line_and_code_2(home):

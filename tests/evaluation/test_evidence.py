@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, tiny
@@ -23,7 +22,7 @@ from specbench.data.prompts import Question
 from specbench.engine.decode import RunSettings
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
-from specbench.evaluation import plan, several, study_runs, workers
+from specbench.evaluation import plan, study_runs, workers
 from specbench.evaluation.runner import Bench, BoundDrafter
 from specbench.records import blocks, identity, studies
 from specbench.records.blocks import Ledger, read_block
@@ -168,29 +167,6 @@ def test_minutes_that_are_none_are_one_line(home, command, minutes):
 def typed_evidence(*arguments):
     command = [sys.executable, "-m", "specbench.evidence", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-def test_several_studies_share_the_time():
-    assert several.named(["study=a,b", "minutes=9", "x=1"]) == (["a", "b"], ["study=a,b", "x=1"], 9.0)
-    assert several.named(["study=a,b", "study=a,b"]) == (["a", "b"], ["study=a,b"], None)
-    assert several.named(["study=a"]) is None and several.named(["-m", "study=a,b"]) is None
-
-
-def test_a_study_that_the_system_kills_does_not_end_those_behind_it(monkeypatch, capsys):
-    ran, codes = [], iter([-signal.SIGKILL, 0, -signal.SIGINT])
-
-    def ended(command, **_):
-        ran.append(command[3:])
-        return SimpleNamespace(returncode=next(codes))
-
-    monkeypatch.setattr(several.subprocess, "run", ended)
-    assert several.run(["a", "b"], ["-cd", "folder", "study=a,b", "x=1"], None) == 137
-    assert (
-        ran == [["-cd", "folder", f"study={name}", "x=1"] for name in "ab"]
-        and "a: its process was ended by SIGKILL" in capsys.readouterr().err
-    )
-    with pytest.raises(KeyboardInterrupt):
-        several.run(["c", "d"], ["study=c,d"], None)
 
 
 # Continuing -----------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_rows_of_a_random_target_say_so(home, drafter, tmp_path):
     assert {r.audit["verdict"] for r in rows} == {"simulated acceptance"}
     assert all(len(r.tokens) == 12 for r in rows)  # nothing stops it
     report = Report(Sources(tmp_path))
-    assert report.main and all("random weights" in entry.caption for entry in report.main)
+    assert report.main and all("random weights" in entry.model for entry in report.main)
     assert not [c for c in report.verdicts if c.verdict in ("reproduced", "not reproduced")]
 
 

@@ -456,7 +456,7 @@ def test_two_targets_in_one_folder_are_kept_apart(tmp_path):
         changed["config"]["model"]["name"] = "another"
         path.write_text(json.dumps(changed) + "\n" + "".join(rows[:-1]))  # a generation less each
     both = report(tmp_path)
-    assert [group[-1].caption.split(",")[0] for group in groups(both.main)] == ["smollm2-135m", "another"]
+    assert [group[-1].model for group in groups(both.main)] == ["smollm2-135m", "another"]
     assert both.answer == alone.answer and [view.entries[0].model for view in both.others] == ["another"]
     assert both.verdicts == alone.verdicts and not alone.target_note
     both.write()
