@@ -22,7 +22,6 @@ from specbench.engine.model_files import contents_of
 from specbench.engine.pretrained import fingerprint_of
 from specbench.engine.target import Target
 from specbench.evaluation import arms, run
-from specbench.evaluation.targets import Targets
 from specbench.records import identity
 from specbench.records.blocks import NAME, read_block, trace_path
 from specbench.records.rows import Row
@@ -206,7 +205,7 @@ def decode(own, drafter, *overrides):
     ]
     torch_threads = torch.get_num_threads()
     config = configuration(drafter, "dataset=mtbench", *common, f"threads={torch_threads}", *overrides)
-    run.decode([run_spec.from_config(config)], Targets())
+    run.decode([run_spec.from_config(config)], arms.Reused())
     return sorted((own / "results").rglob(NAME), key=lambda path: path.stat().st_mtime_ns)
 
 

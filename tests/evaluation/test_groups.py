@@ -18,7 +18,6 @@ from specbench.engine.memory import Estimate, NoRoom
 from specbench.engine.pretrained import config_of
 from specbench.evaluation import arms, run, study, study_runs
 from specbench.evaluation.study import Ready, _Decoder
-from specbench.evaluation.targets import Targets
 from specbench.records import trainings
 from specbench.records.blocks import NAME
 from specbench.reporting.groups import Asked, measured
@@ -108,7 +107,7 @@ def test_drafters_of_a_run_that_do_not_fit_together_decode_in_turn(home, tmp_pat
     monkeypatch.setattr(arms, "build", build)
     words, names = words_of(home, tmp_path), ("suffix", "lookahead")
     specs = [run_spec.from_config(composed("run", f"drafter={name}", *words)) for name in names]
-    result = run.decode(specs, Targets())
+    result = run.decode(specs, arms.Reused())
     run.require_complete(result)
     assert (result.arms, result.left, result.failed, len(result.earlier)) == (2, 0, 0, 1)
     check_blocks(tmp_path, ["suffix", "lookahead"])
@@ -155,4 +154,4 @@ def test_a_run_with_a_drafter_that_never_fits_is_refused(monkeypatch):
     specs = [settled(name, *RANDOM) for name in ("eagle2", "moa")]
     monkeypatch.setattr(type(specs[0].dataset), "load", lambda self: [])
     with pytest.raises(NoRoom, match="llama2-7b needs about"):
-        run.decode(specs, Targets())
+        run.decode(specs, arms.Reused())

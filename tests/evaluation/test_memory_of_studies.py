@@ -18,7 +18,6 @@ from specbench.engine import checkpoints
 from specbench.engine.memory import NoRoom, Shape
 from specbench.evaluation import arms, run, study
 from specbench.evaluation.study import Ready, _Decoder
-from specbench.evaluation.targets import Targets
 
 
 def test_a_cells_result_keeps_neither_target_nor_drafters(home, tmp_path, monkeypatch):
@@ -34,7 +33,7 @@ def test_a_cells_result_keeps_neither_target_nor_drafters(home, tmp_path, monkey
     words = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", f"results={tmp_path}", "threads=1"]
     words += ["drafter=suffix", "data.limit=1", "decode.max_new_tokens=4", "decode.warmup=0", "memory=0"]
     words += [f"data.root={home}"]
-    result = run.decode([run_spec.from_config(composed("run", *words))], Targets())
+    result = run.decode([run_spec.from_config(composed("run", *words))], arms.Reused())
     gc.collect()
     assert len(seen) == 4 and [ref() for ref in seen] == [None] * 4
     assert isinstance(result.text([5, 6]), str) and result.left == 0
