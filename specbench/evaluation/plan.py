@@ -193,7 +193,7 @@ def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int, traine
 
 def _stale(arm: Any, training: str) -> bool:
     """Has the arm other weights now than when the block was written? training: that would make them."""
-    if training not in str(arm["drafter"]):
+    if not trainings.is_of(arm, training):
         return True
     path = project_path(str(arm["drafter"].get("weights"))) / WEIGHTS
     known = (arm.get("contents") or {}).get(WEIGHTS)

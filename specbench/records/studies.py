@@ -345,9 +345,6 @@ def measuring_cell(study: Study, dataset: str | None = None) -> int:
 
 def measured_in(study: Study, number: int) -> dict[str, int]:
     """What of `measure` takes place in a cell, with repetitions: in other data sets' cells peak memory alone."""
-    counts = {str(quantity): count for quantity, count in study.get("measure", {}).items()}
-    if number == measuring_cell(study):
-        return counts
-    dataset = cell_options(study)[number].dataset
-    of_prompts = dataset != cell_options(study)[measuring_cell(study)].dataset and number == measuring_cell(study, dataset)
-    return {"memory": counts["memory"]} if of_prompts and "memory" in counts else {}
+    first, one = number == measuring_cell(study), cell_options(study)[number]
+    own = not one.replayed and number == measuring_cell(study, one.dataset)
+    return {str(q): n for q, n in study.get("measure", {}).items() if first or (own and q == "memory")}

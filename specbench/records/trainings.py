@@ -10,7 +10,7 @@ from pathlib import Path
 from specbench.common import hashing, storage
 from specbench.common.storage import cache_root
 from specbench.records import identity, studies
-from specbench.records.schema import WEIGHTS
+from specbench.records.schema import WEIGHTS, ArmHeader
 from specbench.records.studies import Study
 
 DEFAULT_MODEL = "model=smollm2-135m"  # of conf/train.yaml; named or not, the training is the same
@@ -71,6 +71,11 @@ def current_trainings(arm: str, study: Study, model: str) -> set[str]:
     typed = [f"model={model}"]
     named = (training_of(member, study, typed) for member in members(study, None, [arm]))
     return {training[0] for training in named if training is not None}
+
+
+def is_of(arm: ArmHeader, training: str) -> bool:
+    """Are an arm's weights, or its draft model's, of this training? arm: its part of a block's header."""
+    return training in str(arm["drafter"])
 
 
 def studies_folder() -> Path:

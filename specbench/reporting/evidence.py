@@ -13,7 +13,7 @@ from specbench.records.cell_options import CellOptions
 from specbench.records.metrics import BASELINE, RATES, sum_rows
 from specbench.records.studies import PLACE, Study, cell_needs, cell_options, unmet
 from specbench.records.totals import Rate, Sums, Totals
-from specbench.records.trainings import current_trainings
+from specbench.records.trainings import current_trainings, is_of
 from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.fastest import QUESTIONS
 
@@ -163,7 +163,7 @@ class Evidence:
         if "of" in e.arm and e.seeds < seeds:
             return f"{e.seeds} of {seeds} seeds"
         trainings = self._trainings.get(e.name)
-        if trainings and not any(training in str(e.arm["drafter"]) for training in trainings):
+        if trainings and not any(is_of(e.arm, training) for training in trainings):
             return "of another training than today's"
         length = (e.header["config"].get("decode") or {}).get("max_new_tokens")
         cells = self._planned_cells(e)

@@ -194,7 +194,7 @@ def test_peak_memory_is_measured_beside_timed_rows_or_where_it_is_asked_for():
 
 
 def test_a_study_of_memory_measures_it_of_each_data_set_once():
-    places = ("mtbench replay=true", "mtbench", "mtbench sampler.temperature=1", "gsm8k", "gsm8k batch=2")
+    places = ("alpaca replay=true", "mtbench", "mtbench sampler.temperature=1", "gsm8k", "gsm8k batch=2")
     cells = [f"dataset={place}".split() for place in places]
     study = {"cells": cells, "measure": {"memory": 5, "drafting": 3}}
     base = settled("eagle2")
