@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make, tiny
+from conftest import composed, make, tiny
 from decoding import PROMPT, generate, plain
 from drafting import batch_of, optimise
 from transformers import LlamaConfig
@@ -72,9 +72,9 @@ def test_a_deeper_head_of_as_many_parameters_and_a_wider_one():
     arms = read(FOLDER / "moa_table5.yaml")["arms"]
 
     def size(arm):
-        words = [o for o in arms[arm]["run"] if o.startswith("++drafter.")]
-        options = {k: int(v) for k, _, v in (o.removeprefix("++drafter.").partition("=") for o in words)}
-        return Eagle("eagle2", Chain(4), **options).outline(shape).own
+        options = composed("run", "model=smollm2-135m", *arms[arm]["run"]).drafter
+        sizes = {name: options[name] for name in ("layers", "intermediate_size") if name in options}
+        return Eagle("eagle2", Chain(4), **sizes).outline(shape).own
 
     assert size("eagle_deep") == pytest.approx(size("eagle"), rel=1e-3)
     assert size("eagle_wide") == pytest.approx(1.6 * size("eagle"), rel=0.01)
