@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specbench.engine.interface import Step
 from specbench.records.blocks import Block, Ledger
-from specbench.records.identity import DECODING, TIMING, question_digest
+from specbench.records.identity import DECODING, SPEEDS, question_digest
 from specbench.records.rows import Row
 from specbench.records.schema import SCHEMA
 
@@ -53,7 +53,7 @@ def random_row(rng, drafter="eagle2", question="q", turn=0):
 def whole(header):
     """A header with what `Block` adds to it, as it stands in a file."""
     known = {"kind": "header", "schema": SCHEMA, "started": "2026-01-01T00:00:00Z"}
-    return known | {"decoding": DECODING, "timing": TIMING} | header
+    return known | {"decoding": DECODING, **SPEEDS} | header
 
 
 _seconds = itertools.count()

@@ -27,6 +27,7 @@ SAMPLING = 2
 # To be raised when a drafter's training makes other weights from the same options: then studies train them anew.
 OBJECTIVES = {"beagle": 2}  # 2: drawn ids are corrected for in predictions of its windows, too
 SPEEDS = {"timing": TIMING, "emulator": EMULATOR, "batching": BATCHING, "sampling": SAMPLING}  # as headers have them
+LOCAL = "local"  # the link of a target on this machine
 
 TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names
@@ -111,7 +112,7 @@ def cell_key(header: Mapping[str, Any]) -> str:
             "tokens": decode.get("max_new_tokens"),
             "seed": decode.get("seed") if sampled else None,
             "replay": bool(header.get("replay")),
-            "link": None if link.get("name", "local") == "local" else shape,
+            "link": None if link.get("name", LOCAL) == LOCAL else shape,
             **({} if config.get("batch", 1) == 1 else {"batch": [config["batch"], header.get("batching", 1)]}),
             **({} if quantised is None else {"quantised": quantised}),
         }
@@ -123,6 +124,22 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def speeds_count(header: Mapping[str, Any]) -> bool:
+    """Are a block's speeds those of today's engine, by every number of `SPEEDS` that applies to it?"""
+    config = header["config"]
+    applies = {
+        "timing": True,
+        "emulator": _linked(config),
+        "batching": config.get("batch", 1) > 1,
+        "sampling": config["sampler"]["temperature"] > 0,
+    }
+    return all(header.get(name) == SPEEDS[name] for name, used in applies.items() if used)
+
+
+def _linked(config: Mapping[str, Any]) -> bool:
+    return bool((config.get("link") or {}).get("name", LOCAL) != LOCAL)
+
+
 def machine_key(header: Mapping[str, Any]) -> str:
     """The kind of machine and the engine's settings on it; speeds are pooled only over blocks with one key."""
     hardware, config = header["hardware"], header["config"]
@@ -130,7 +147,7 @@ def machine_key(header: Mapping[str, Any]) -> str:
     engine = [config.get("threads") or hardware.get("threads"), config.get("backend"), config["model"].get("forward")]
     attention = header["target"].get("attention")  # older blocks, and those of CPUs, name none
     chosen = [] if attention is None else [attention]
-    if (config.get("link") or {}).get("name", "local") != "local" and "emulator" in header:  # older blocks name none
+    if _linked(config) and "emulator" in header:  # older blocks name none
         chosen.append(f"emulator {header['emulator']}")
     if config["sampler"]["temperature"] > 0 and "sampling" in header:
         chosen.append(f"sampling {header['sampling']}")

@@ -6,6 +6,7 @@ A training is named by a digest of its overrides and its objective's version, so
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specbench.common import hashing, storage
 from specbench.common.storage import cache_root
@@ -76,6 +77,14 @@ def current_trainings(arm: str, study: Study, model: str) -> set[str]:
 def is_of(arm: ArmHeader, training: str) -> bool:
     """Are an arm's weights, or its draft model's, of this training? arm: its part of a block's header."""
     return training in str(arm["drafter"])
+
+
+def weights_read(arm: ArmHeader) -> dict[str, str]:
+    """SHA-256 of an arm's weights, and of those of the drafter below it, by the folder that they came from."""
+    drafter, contents = arm["drafter"], arm.get("contents") or {}
+    below: Any = drafter.get("base") or {}
+    read = {str(drafter.get("weights")): contents.get(WEIGHTS), str(below.get("weights")): contents.get(f"base/{WEIGHTS}")}
+    return {folder: digest for folder, digest in read.items() if digest is not None}
 
 
 def studies_folder() -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import readable
-from specbench.records import blocks, identity, studies
+from specbench.records import blocks, identity, studies, trainings
 from specbench.records.metrics import BASELINE, Summary, summarise
 from specbench.records.rows import CellFailure, Failure, Measurement, Row
 from specbench.records.schema import ArmHeader, Header
@@ -34,6 +34,7 @@ class Entry:
     key: tuple[str, str] = ("", "")  # see `identity.arm_key`
     cell: tuple[str, ...] = ()  # see `Source.group`
     label: str = ""  # name in tables, see `specbench.reporting.names`
+    superseded: bool = False  # do newer rows here have other weights from the same folder?
 
     @property
     def name(self) -> str:
@@ -117,7 +118,7 @@ class Entry:
     @property
     def outdated(self) -> bool:
         """Are its speeds those of an engine that has become faster or slower since?"""
-        return not self.replayed and self.header.get("timing") != identity.TIMING
+        return not self.replayed and not identity.speeds_count(self.header)
 
     @property
     def served(self) -> bool:
@@ -211,7 +212,20 @@ def collect(paths: Iterable[Path], root: Path | None = None, problems: list[str]
     cells: dict[tuple[str, ...], list[Source]] = {}
     for source in read_sources(paths, root, problems):
         cells.setdefault(source.group, []).append(source)
-    return [entry for sources in cells.values() for entry in _entries(sources)]
+    return _with_superseded([entry for sources in cells.values() for entry in _entries(sources)])
+
+
+def _with_superseded(entries: Sequence[Entry]) -> list[Entry]:
+    """The same, each with whether its weights are those of the newest rows."""
+    newest: dict[tuple[str, str], str] = {}
+    for e in sorted(entries, key=lambda e: e.header["started"]):
+        newest |= _weights_read(e)
+    return [replace(e, superseded=not _weights_read(e).items() <= newest.items()) for e in entries]
+
+
+def _weights_read(e: Entry) -> dict[tuple[str, str], str]:
+    """SHA-256 of the weights by target and folder."""
+    return {(e.model, folder): digest for folder, digest in trainings.weights_read(e.arm).items()}
 
 
 @dataclass

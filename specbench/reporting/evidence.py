@@ -112,10 +112,10 @@ class Evidence:
         comparable = [(a, b) for a, b in pairs if not self.incomparable(a, b, timed)]
         return max(comparable, key=lambda pair: min(self._weight(e, timed) for e in pair), default=(ours, theirs))
 
-    def _weight(self, e: Entry, timed: bool) -> tuple[bool, int, bool]:
-        """Of entries alike that with most weight is taken: one that can decide, then the one with most questions."""
+    def _weight(self, e: Entry, timed: bool) -> tuple[bool, bool, int, bool, str]:
+        """Of entries alike the first by: can it decide, are its weights the newest, most questions, no doubt, its age."""
         (done, planned), doubt = self.size(e), self.doubt(e, timed)
-        return done >= planned and not doubt, e.summary.prompts, not doubt
+        return done >= planned and not doubt, not e.superseded, e.summary.prompts, not doubt, e.header["started"]
 
     def _of_cell(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> list[Entry]:
         """An arm's entries in one cell, of all kinds of machine."""
@@ -165,6 +165,8 @@ class Evidence:
         trainings = self._trainings.get(e.name)
         if trainings and not any(is_of(e.arm, training) for training in trainings):
             return "of another training than today's"
+        if e.superseded:
+            return "of earlier weights"
         length = (e.header["config"].get("decode") or {}).get("max_new_tokens")
         cells = self._planned_cells(e)
         if cells and length is not None and length not in {one.tokens for one in cells}:
@@ -173,7 +175,7 @@ class Evidence:
 
     def engine_doubt(self, e: Entry, speeds: bool) -> str:
         """Are these the speeds of an engine that has become faster or slower since?"""
-        return "with an earlier engine" if speeds and e.header.get("timing") != identity.TIMING else ""
+        return "with an earlier engine" if speeds and not identity.speeds_count(e.header) else ""
 
     def _planned_cells(self, e: Entry) -> list[CellOptions]:
         """The cells of the study that an entry may be of, on a machine such as its own."""

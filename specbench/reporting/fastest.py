@@ -18,6 +18,7 @@ from specbench.reporting.tables import shown
 
 QUESTIONS = 20  # needed for a verdict
 BUSY = "the machine did other work meanwhile, so there is no verdict"
+NOT_RANKED = "lossy and simulated arms and other engines are not ranked, and there is no other"
 MAX_NAMED = 4  # drafters in one sentence
 MAX_COMPARED = 100  # drafters at once; the time of all pairs grows with their square
 
@@ -55,7 +56,8 @@ def fastest(group: Sequence[Entry]) -> Fastest:
     """The fastest of a group of `groups.groups`."""
     drafters = ranked(group)
     if not drafters:
-        return Fastest(reason="no speed-up was measured here")
+        kept_out = [e for e in group if e.name != BASELINE and e.summary.speed_up is not None]
+        return Fastest(reason=NOT_RANKED if kept_out else "no speed-up was measured here")
     many = f"{len(drafters)} drafters: too many for a verdict, which compares {MAX_COMPARED} at most"
     busy = BUSY if any(e.busy for e in group) else ""
     if reason := too_little(drafters) or busy or (many if len(drafters) > MAX_COMPARED else ""):
@@ -100,4 +102,5 @@ def sentence(group: Sequence[Entry]) -> str:
         return f"{first.title} is fastest: {shown(first.summary.speed_up)} times as fast as plain decoding."
     listed = ", ".join(f"{e.title} ({speed_up(e):.2f})" for e in best[:MAX_NAMED])
     more = f" and {len(best) - MAX_NAMED} more" if len(best) > MAX_NAMED else ""
-    return f"Fastest, with no significant difference on these questions: {listed}{more} times as fast as plain decoding."
+    unit = "in multiples of plain decoding's speed"
+    return f"Fastest, with no significant difference on these questions: {listed}{more}, {unit}."

@@ -54,7 +54,9 @@ class Overview:
     """Entries of one target in one precision on one machine, by setting."""
 
     def __init__(self, entries: Iterable[Entry]):
-        self.entries = labelled(entries)
+        known = labelled(entries)
+        current = {e.title for e in known if not e.superseded}  # one drafter, one training: no row of earlier weights
+        self.entries = [e for e in known if not e.superseded or e.title not in current]
         timed: Counter[Setting] = Counter()
         replayed: Counter[Setting] = Counter()
         self.by_setting: dict[Setting | None, list[Entry]] = {}

@@ -113,6 +113,8 @@ def notes(group: Sequence[Entry]) -> list[str]:
     busy = {re.sub(r"[\d.]+", "", note): note for note in sorted(e.busy for e in group if e.busy)}
     served = (_served_note(e) for e in group if e.served)
     outdated = [OUTDATED] if any(e.outdated for e in group) else []
+    if earlier := [e.title for e in group if e.superseded]:
+        outdated.append(f"Of earlier weights, which decide nothing: {', '.join(earlier)}.")
     few = [f"{NO_INTERVAL.capitalize()}."] if too_few(e for e in group if e.name != BASELINE) else []
     return list(dict.fromkeys((*outdated, *busy.values(), *few, *served)))
 
@@ -126,6 +128,7 @@ def basis(used: Sequence[tuple[Entry, bool]]) -> list[str]:
         if counts := sorted({*numbers} - {0}):
             count = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
             notes.append(f"{count} {unit}{'s' * (counts[-1] > 1)}{' at most' * (unit == 'token')}")
+    notes += ["some values are of earlier weights"] if any(e.superseded for e in entries) else []
     notes += ["some speeds are of a busy machine"] if any(e.busy for e in timed) else []
     return [*notes, "some speeds are of an earlier engine and no longer count"] if any(e.outdated for e in timed) else notes
 

@@ -444,6 +444,25 @@ def test_a_forgotten_arm_is_not_remembered_by_looking_again(tmp_path):
     assert known.done("eagle2", row().text, 0)
 
 
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [
+        ({}, True),
+        ({"timing": identity.TIMING - 1}, False),
+        ({"batching": 1}, True),
+        ({"batching": 1, "config": {"batch": 2}}, False),
+        ({"sampling": 1}, True),
+        ({"sampling": 1, "config": {"sampler": {"temperature": 1.0}}}, False),
+        ({"config": {"sampler": {"temperature": 1.0}, "batch": 2}}, True),
+        ({"emulator": 1, "config": {"link": {"name": "local"}}}, True),
+        ({"emulator": 1, "config": {"link": {"name": "lan"}}}, False),
+    ],
+)
+def test_each_number_of_the_engines_speed_counts_where_it_applies(change, counts):
+    header = whole(SETTINGS)
+    assert identity.speeds_count(header | change | {"config": header["config"] | change.get("config", {})}) == counts
+
+
 OTHER = {"hardware": {"device": "fridge", "cores": 1}}
 
 
@@ -759,10 +778,10 @@ CHANGES = [  # what changes, and whether it makes another cell, another machine
     ("target.chat", "d", True, False),
     ("config.model.max_context", 65, True, False),
     ("config.dataset.name", "e", True, False),
-    ("config.sampler.temperature", 1.0, True, False),
+    ("config.sampler.temperature", 1.0, True, True),
     ("config.sampler.top_p", 0.9, True, False),
     ("config.decode.max_new_tokens", 10, True, False),
-    ("config.link", {"name": "lan", "delay_ms": 1.0}, True, False),
+    ("config.link", {"name": "lan", "delay_ms": 1.0}, True, True),
     ("replay", True, True, False),
     ("config.batch", 1, False, False),
     ("config.batch", 4, True, False),

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from test_overview import bench
 
 from specbench.records.statistics import contrast
-from specbench.reporting import cells, console, fastest, names, tables
+from specbench.reporting import cells, console, fastest, names, overview, tables
 from specbench.reporting.groups import Asked, groups, measured
 
 EAGLE2 = {"_target_": "specbench.engine.policies.Dynamic", "depth": 6, "top_k": 10, "nodes": 60}
@@ -228,6 +228,20 @@ def test_speeds_of_an_earlier_engine_are_noted_and_have_to_be_measured_again(tmp
     assert tables.notes([replace(e, header={**e.header, "replay": True}) for e in old]) == []
     advised = [console.advice([e for e in some if e.name == "a"])[0] for some in (group, old)]
     assert advised[0].endswith("decides.") and advised[1].endswith("decides; all 20 have to be measured.")
+
+
+def test_rows_of_earlier_weights_stand_beside_none_of_newer_ones_and_decide_nothing(tmp_path):
+    """A drafter's table is of one training, whichever rows are larger; alone, earlier rows are shown and noted."""
+    for digest, cell in (("old", {"replay": True, "questions": 40}), ("new", {"questions": 20})):
+        arms = settings("a", "b")["arms"]
+        arms["a"] |= {"drafter": {"name": "a", "weights": "w/a"}, "contents": {"model.safetensors": digest}}
+        bench(tmp_path, {"a": 2.0, "b": 1.5}, arms=arms, cell=digest, **cell)
+    found = {(e.name, e.replayed): e for e in cells.find(tmp_path).entries}
+    assert [key for key, e in found.items() if e.superseded] == [("a", True)]
+    view = overview.Overview(found.values())
+    assert {e.name: e.replayed for e in view.accepting(view.first)} == {"a": False, "b": True}
+    assert [e.name for e in overview.Overview([found["a", True]]).accepting(view.first)] == ["a"]
+    assert any(note.startswith("Of earlier weights") and note.endswith(": a.") for note in tables.notes([found["a", True]]))
 
 
 def test_simulated_and_lossy_rows_are_never_ranked(tmp_path):
