@@ -234,12 +234,13 @@ def _unknown_option(error: Exception, name: str | None) -> str | None:
     match = re.match(r"Could not override '([^']+)'", str(error)) if isinstance(error, HydraException) else None
     if match is None or name is None:
         return None
-    studies = [word.split(",")[0] for word in sys.argv[1:] if word.startswith("study=")]  # required to compose
+    groups = catalog.groups(name)
+    chosen = [word.split(",")[0] for word in sys.argv[1:] if word.partition("=")[0] in groups]  # files bring options
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config-dir", "-cd")
     folder = parser.parse_known_args(sys.argv[1:])[0].config_dir  # of the user's own studies
     searched = [f"hydra.searchpath=[{_quoted('file://' + os.path.abspath(folder))}]"] if folder else []
-    known: Any = OmegaConf.to_container(composed(name, [*studies, *searched]))
+    known: Any = OmegaConf.to_container(composed(name, [*chosen, *searched]))
     return f"{match[1]}: no such option{validation.nearest(match[1], dict.fromkeys(_keys(known)))}"
 
 

@@ -161,13 +161,14 @@ class PromptSet:
 
 
 def _require_unique(source: str, numbered: Sequence[tuple[int, Question]]) -> None:
-    """Raises `SpecBenchError` for questions with the same id, since rows are named by it."""
+    """Raises `SpecBenchError` for questions with the same id, by which rows name them, or the same texts."""
     first: dict[str, int] = {}
     for number, question in numbered:
-        before = first.setdefault(question.id, number)
-        if before != number:
-            same = "are the same prompt" if question.id == question.digest else f"both have question_id {question.id}"
-            raise SpecBenchError(f"{source}s {before} and {number}: {same}; give each a question_id of its own")
+        if (before := first.setdefault(question.digest, number)) != number:
+            raise SpecBenchError(f"{source}s {before} and {number}: are the same prompt; remove one")
+        if question.id != question.digest and (before := first.setdefault(question.id, number)) != number:
+            both = f"both have question_id {question.id}"
+            raise SpecBenchError(f"{source}s {before} and {number}: {both}; give each one of its own")
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -85,8 +85,8 @@ def speed(rows: Sequence[Row]) -> float:
 
 def compared(rows: Sequence[Row], baseline: Sequence[Row]) -> Totals:
     """Sums of a drafter and of the baseline over the prompts that both answered."""
-    base = {(r.question, r.turn) for r in baseline}
-    return sum_rows([r for r in rows if (r.question, r.turn) in base], baseline)
+    base = {(r.asked, r.turn) for r in baseline}
+    return sum_rows([r for r in rows if (r.asked, r.turn) in base], baseline)
 
 
 # Sums by question -----------------------------------------------------------------------------------------------------
@@ -121,12 +121,12 @@ def sum_rows(rows: Sequence[Row], baseline: Sequence[Row] = ()) -> Totals:
     counted their draft `passes` (older ones did not). `whole`, `same`: ids of the baseline's answers, and how many of them
     are equal here at the same index. `waited`: seconds from an answer's first token to its last.
     """
-    answers = {(r.question, r.turn): r.tokens for r in baseline}
-    turns = {(r.question, r.turn) for r in rows}
-    counts = [(r.question, _shared_counts(r) | _own_counts(r, answers.get((r.question, r.turn)))) for r in rows]
+    answers = {(r.asked, r.turn): r.tokens for r in baseline}
+    turns = {(r.asked, r.turn) for r in rows}
+    counts = [(r.asked, _shared_counts(r) | _own_counts(r, answers.get((r.asked, r.turn)))) for r in rows]
     for r in baseline:
-        if (r.question, r.turn) in turns:
-            counts.append((r.question, {f"base_{name}": value for name, value in _shared_counts(r).items()}))
+        if (r.asked, r.turn) in turns:
+            counts.append((r.asked, {f"base_{name}": value for name, value in _shared_counts(r).items()}))
     return Totals.add_up(counts, ZEROS)
 
 

@@ -36,10 +36,16 @@ class PromptRecord:
     drafter: str
     question: str
     turn: int
+    text: str
 
     @property
     def key(self) -> tuple[str, str, int]:
         return self.drafter, self.question, self.turn
+
+    @property
+    def asked(self) -> str:
+        """Its question by text, since ids may change theirs: the digest; without one, the id."""
+        return self.text or self.question
 
 
 @dataclass

@@ -66,7 +66,7 @@ def by_position(e: Entry, stretch: int = STRETCH) -> list[Rated]:
             "cycles": np.bincount(positions, minlength=stretches),
         }
 
-    totals = Totals.add_up((row.question, count(row)) for row in e.rows)
+    totals = Totals.add_up((row.asked, count(row)) for row in e.rows)
     return [rated(RATES["tau"], totals.part(i), "cycles") for i in range(stretches)]
 
 
@@ -103,7 +103,7 @@ class Calibration:
 def calibration(e: Entry) -> Calibration | None:
     """From the confidences of replayed rows; None without any, as of drafters without probabilities."""
     names = ("nodes", "accepted", "probability")
-    confidences = [(r.question, np.array(r.confidence, float).T) for r in e.rows if len(r.confidence) == BINS]
+    confidences = [(r.asked, np.array(r.confidence, float).T) for r in e.rows if len(r.confidence) == BINS]
     totals = Totals.add_up((question, dict(zip(names, bins, strict=True))) for question, bins in confidences)
     if not confidences or not totals.sums["nodes"].any():
         return None
@@ -155,7 +155,7 @@ def conventions(e: Entry) -> dict[str, Interval | None]:
             "answer_taus": emitted / cycles if cycles else 0.0,
         }
 
-    totals = Totals.add_up((row.question, count(row)) for row in e.rows)
+    totals = Totals.add_up((row.asked, count(row)) for row in e.rows)
     if not totals.questions:
         return dict.fromkeys(CONVENTIONS)
     tokens, cycles = totals.sums["tokens"], totals.sums["cycles"]

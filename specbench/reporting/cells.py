@@ -138,8 +138,8 @@ class Entry:
 
     @cached_property
     def questions(self) -> frozenset[str]:
-        """Digests of its questions."""
-        return frozenset(row.text or row.question for row in self.rows)
+        """Its questions, see `PromptRecord.asked`."""
+        return frozenset(row.asked for row in self.rows)
 
     def shares_questions(self, other: "Entry") -> bool:
         """Are there questions of one name and text in both, as of a data set under two system prompts?"""
@@ -176,7 +176,7 @@ class Entry:
 
     def among(self, category: str, others: bool = False) -> Totals:
         """Sums over the questions of one category, or of all others."""
-        chosen = {row.question for row in self.rows if (row.category == category) != others}
+        chosen = {row.asked for row in self.rows if (row.category == category) != others}
         return self.totals.among([question for question in self.totals.questions if question in chosen])
 
 

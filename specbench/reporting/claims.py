@@ -128,14 +128,14 @@ def _compare_at(
     alone = "than" in test
     ours, theirs = (known.find(*one, timed), None) if alone else known.find_pair(one, other, timed)
     if ours is None:
-        return None, Comparison(reason=f"no rows of {one[0]}")
+        return None, Comparison(reason=_no_rows(one[0], at, known))
     category = at.get("category")
     if alone:
         of = rate(ours, metric)
         found = estimate(of, _part(ours, category), seed)
         return found and with_seeds(found, [(of, seeds_of(ours))]), _size(known, metric, category, ours)
     if theirs is None:
-        return None, Comparison(reason=f"no rows of {other[0]}")
+        return None, Comparison(reason=_no_rows(*other, known))
     if problem := known.incomparable(ours, theirs, timed):
         return None, Comparison(reason=problem)
     split = category is not None and "over_at" in test  # one category against all others
@@ -151,6 +151,13 @@ def _compare_at(
     if effect is None:
         return None, replace(size, reason="no questions of both sides")
     return with_seeds(effect, [(rates[0], seeds_of(ours)), (rates[1], seeds_of(theirs))]), size
+
+
+def _no_rows(arm: str, at: Mapping[str, Any], known: Evidence) -> str:
+    """Of which arm, and where that is not the study's first cell, of which cell."""
+    first = known.place(None)
+    where = ", ".join(f"{name}={value}" for name, value in at.items() if first.get(name) != value)
+    return f"no rows of {arm}{f' at {where}' if where else ''}"
 
 
 def _beside_baseline(*sides: Totals) -> bool:

@@ -35,7 +35,7 @@ def lines(group: Sequence[Entry]) -> list[list[str]]:
 def totals(rows: Iterable[Row]) -> Totals:
     """Joules and tokens of each question whose rows hold an energy."""
     used = [(row, row.gpu.energy_j) for row in rows if row.gpu]
-    return Totals.add_up((row.question, {"joules": j, "tokens": len(row.tokens)}) for row, j in used if j is not None)
+    return Totals.add_up((row.asked, {"joules": j, "tokens": len(row.tokens)}) for row, j in used if j is not None)
 
 
 def per_token(sums: Sums) -> np.ndarray:

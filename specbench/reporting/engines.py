@@ -38,8 +38,9 @@ def _complete(e: Entry, quantity: str, names: Sequence[str]) -> list[Mapping[str
 
 
 def _line(e: Entry, values: Sequence[Mapping[str, float]]) -> list[str]:
-    """Medians over repetitions; of the share of identical answers the smallest."""
-    here, theirs = (f"{median(v[side] for v in values):.1f}" for side in ("ours", "theirs"))
+    """The speeds of the repetition with the median ratio; of the share of identical answers the smallest."""
+    middle = sorted(values, key=lambda v: v["ratio"])[len(values) // 2]
+    here, theirs = (f"{middle[side]:.1f}" for side in ("ours", "theirs"))
     served = e.arm.get("served") or {}
     own = "plain" if served or e.name == BASELINE else e.title
     engine = _peer(served) if served else _transformers(e, own)
@@ -67,8 +68,9 @@ def _floor_lines(group: Sequence[Entry]) -> Iterator[list[str]]:
 
 
 def floor(group: Sequence[Entry]) -> dict[str, float] | None:
-    """Medians of the baseline's `floor`, see `specbench.evaluation.costs`; None if no quiet machine measured it."""
-    return None if any(e.busy for e in group) else _medians(group, "floor", FLOOR)
+    """The least of the baseline's `floor`, see `specbench.evaluation.costs`; None if no quiet machine measured it."""
+    found = [] if any(e.busy for e in group) else _of_baseline(group, "floor", FLOOR)
+    return dict(min(found, key=lambda values: values["ms"])) if found else None
 
 
 def quality(group: Sequence[Entry]) -> dict[str, float] | None:
@@ -77,5 +79,9 @@ def quality(group: Sequence[Entry]) -> dict[str, float] | None:
 
 
 def _medians(group: Sequence[Entry], quantity: str, names: Sequence[str]) -> dict[str, float] | None:
-    values = next((v for e in group if e.name == BASELINE and (v := _complete(e, quantity, names))), None)
-    return None if values is None else {name: median(v[name] for v in values) for name in names}
+    values = _of_baseline(group, quantity, names)
+    return {name: median(v[name] for v in values) for name in names} if values else None
+
+
+def _of_baseline(group: Sequence[Entry], quantity: str, names: Sequence[str]) -> list[Mapping[str, float]]:
+    return next((v for e in group if e.name == BASELINE and (v := _complete(e, quantity, names))), [])

@@ -39,7 +39,7 @@ def _among(e: Entry, questions: frozenset[str]) -> Entry:
     """An entry restricted to some questions."""
     if e.questions <= questions:
         return e
-    rows, base = ([r for r in some if (r.text or r.question) in questions] for some in (e.rows, e.baseline))
+    rows, base = ([r for r in some if r.asked in questions] for some in (e.rows, e.baseline))
     return e.with_rows(rows, base)
 
 

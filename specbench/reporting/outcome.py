@@ -62,9 +62,9 @@ def _number(value: float) -> float | None:
 
 def answers(entries: Sequence[Entry], decode: Decode) -> Iterator[Mapping[str, Any]]:
     """Every answer of the baseline, and the drafters' answers that differ from it in an id."""
-    plain = {(r.text or r.question, r.turn): r.tokens for e in entries if e.name == BASELINE for r in e.rows}
+    plain = {(r.asked, r.turn): r.tokens for e in entries if e.name == BASELINE for r in e.rows}
     for e in sorted(entries, key=lambda e: e.name != BASELINE):
         for r in e.rows:
             ids = r.tokens + r.alone
-            if e.name == BASELINE or (not r.replayed and ids != plain.get((r.text or r.question, r.turn))):
+            if e.name == BASELINE or (not r.replayed and ids != plain.get((r.asked, r.turn))):
                 yield {"question": r.question, "turn": r.turn, "drafter": e.title, "text": decode(ids), "ids": ids}

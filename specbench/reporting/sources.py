@@ -12,7 +12,7 @@ from specbench.records.rows import Failure, Row
 from specbench.records.schema import Header
 
 Key = tuple[str, tuple[str, str]]  # an arm's label and its `identity.arm_key`
-Turn = tuple[str, int]  # digest of a question, and turn
+Turn = tuple[str, int]  # question, see `PromptRecord.asked`, and turn
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Source:
 
 
 def turn_of(record: Row | Failure) -> Turn:
-    """Key of a record's turn; older rows have no digest."""
-    return record.text or record.question, record.turn
+    """Key of a record's turn."""
+    return record.asked, record.turn
 
 
 def read_sources(paths: Iterable[Path], root: Path | None, problems: list[str] | None) -> list[Source]:

@@ -141,8 +141,8 @@ def too_few(entries: Iterable[Entry]) -> bool:
 def _served_note(e: Entry) -> str:
     """On another engine's rows: its name, its speed, how many answers equal the baseline's."""
     drafter, engine, rows, baseline = e.arm["drafter"], e.arm.get("served") or {}, e.rows, e.baseline
-    turns = {(row.text or row.question, row.turn) for row in rows}
-    base = [row for row in baseline if (row.text or row.question, row.turn) in turns]
+    turns = {(row.asked, row.turn) for row in rows}
+    base = [row for row in baseline if (row.asked, row.turn) in turns]
     different = [(row.served.at, row.question) for row in rows if row.served and row.served.at is not None]
     where = ", the earliest difference at token {} of question {}".format(*min(different)) if different else ""
     counted = "; tokens counted anew from its text" if any(row.served and row.served.counted for row in rows) else ""

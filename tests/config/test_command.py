@@ -302,6 +302,7 @@ def test_a_misspelt_command_is_one_line(words, message, monkeypatch, capsys):
         ),
         ("train", ["recipe=smal_eagle2"], "recipe=smal_eagle2: there is no such recipe; did you mean small_eagle2?"),
         ("study", ["study=coral_tabel3"], "study=coral_tabel3: there is no such study; did you mean coral_table3?"),
+        ("run", ["drafter=prompt_lookup", "drafter.rul=1"], "drafter.rul: no such option; did you mean drafter.rule?"),
         ("study", ["study=bench", "decode.seeds=1"], "decode.seeds: no such option; did you mean decode.seed?"),
         ("study", ["study=bench", "datasets=[mtbnch]"], "dataset=mtbnch: there is no such dataset; did you mean mtbench?"),
         ("study", [], "study is missing: name one with study=; `specbench list studies` shows what there is"),

@@ -326,7 +326,7 @@ def test_a_router_says_what_its_base_was_read_from(own):
     ],
 )
 def test_prompts_that_cannot_be_told_apart_or_are_odd_are_refused(records, words, tmp_path):
-    lines = [json.dumps({"turns": ["tell me"]} | r) + "\n" for r in records]
+    lines = [json.dumps({"turns": [f"tell me of {n}"]} | r) + "\n" for n, r in enumerate(records)]
     (tmp_path / "toy.jsonl").write_text("".join(lines))
     with pytest.raises(SpecBenchError, match=words) as error:
         PromptSet("toy", root=str(tmp_path), limit=1).load()

@@ -118,8 +118,7 @@ def test_speed_up_is_the_ratio_of_pooled_speeds_and_its_interval_is_paired():
     base = [random_row(rng, "none", str(i))[0] for i in range(20)]
     ours = []
     for b in base:  # twice as fast on every prompt: however prompts are drawn, the ratio is two
-        row = Row("eagle2", b.question, "", 0, 5, list(b.tokens), 0.1, b.decode_s / 2, b.nodes, b.drafted, b.accepted)
-        ours.append(row)
+        ours.append(replace(b, drafter="eagle2", decode_s=b.decode_s / 2))
     found = statistics.interval(metrics.RATES["speed_up"], metrics.compared(ours, base))
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((2, 2, 2))

@@ -247,7 +247,7 @@ def test_a_claim_about_several_data_sets_is_tested_on_all_of_them(tmp_path):
     assert one is not None and three is not None and three.value == pytest.approx(one.value)
     assert three.high - three.low == pytest.approx((one.high - one.low) / 3**0.5, rel=0.2)
     lacking = compare({**test, "at": {"dataset": ["a", "d"]}}, known)
-    assert lacking.effect is None and lacking.reason == "no rows of mixed"
+    assert lacking.effect is None and lacking.reason == "no rows of mixed at dataset=d"
     (told,) = judge_study(
         "s", {**known.study, "claims": [{**CLAIM, "tests": [{**test, "at": {"dataset": [*"abc"]}}]}]}, known.entries
     )

@@ -236,7 +236,7 @@ def test_bars_stand_in_groups(tmp_path, by):
         assert a[0] == pooled(entry(tmp_path, "a"), "speed_up")
     else:
         e = entry(tmp_path, "a")
-        chosen = sorted({row.question for row in e.rows if row.category == first.ticks[3]})
+        chosen = sorted({row.asked for row in e.rows if row.category == first.ticks[3]})
         assert a[3] == pytest.approx(float(RATES["speed_up"](e.totals.among(chosen).pooled)))
     if by == "dataset":
         assert a[1] == pooled(entry(tmp_path, "a", "gsm8k"), "speed_up") and list(values(first.series[1])) == [0]
