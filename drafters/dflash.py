@@ -27,7 +27,7 @@ begins as the mean embedding: the embedding is the target's, frozen, and not eve
 Llama's of the target's shape, without norms of queries and keys (authors: Qwen3's), with full attention. Where the
 target's layers are fewer than features, each is read once. At temperatures above 0 the tree's candidates are deterministic
 (one-hot q): siblings' tokens do not depend on the path, so there is no q to draw a whole path from. The authors draft one
-sequence of tokens; `tree=chain` does.
+sequence of tokens; `tree=chain` does. One layer by default, for small targets (authors: five).
 """
 
 from collections.abc import Iterator

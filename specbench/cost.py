@@ -44,7 +44,9 @@ def main(config: Any) -> None:
     if not spec.link.local:
         raise SpecBenchError(f"link={spec.link.name}: costs are timed of a target in this process; set link=local")
     grower = made[0].grower
-    if grower is None or grower.growth is None or not grower.growth.fitted:
+    if grower is None:
+        raise SpecBenchError(f"drafter={spec.drafter['name']}: it grows no tree; costs are for drafters that do, as eagle2")
+    if grower.growth is None or not grower.growth.fitted:
         raise SpecBenchError(
             f"tree=: costs are for trees that are fitted to them (fitted, fitted_static, rate), not "
             f"{spec.tree['_target_'].rpartition('.')[2]}"

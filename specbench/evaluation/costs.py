@@ -191,7 +191,8 @@ def quality(target: Target, original: Target, plain: BoundDrafter, prompts: Prom
 def floor(target: Target, prompts: Prompts, tokens: int) -> dict[str, float]:
     """The least time of a plain pass: reading, once, the weights of layers and head, and the cache in mid-answer.
 
-    Reading is timed by the maximum of as many bytes, with as many threads, at its fastest; of a mixture of experts all count.
+    Reading is timed by the maximum of as many bytes, with as many threads: the fastest of several readings. Of a mixture of
+    experts all count.
 
     Returns:
         bytes: of a pass. gb_per_s: 10^9 bytes read a second. ms: a token. tokens_per_s.

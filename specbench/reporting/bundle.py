@@ -62,7 +62,7 @@ class Sources:
     """
 
     results: Path
-    published: Path = PROJECT / "results" / "published"
+    published: Path = freshness.PUBLISHED
     studies: Path = studies.FOLDER
     weights: Path = PROJECT / "drafters" / "weights"
     chosen: Sequence[str] | None = None
@@ -100,7 +100,7 @@ class Report:
         timed = self.view.timed(self.view.first)
         self.answer = fastest.sentence(timed)
         self.insights = analysis_tables.all_of(self.view.known(self.view.first), timed)
-        self.training = trainings.cost_lines(self.main)
+        self.training = trainings.cost_lines([e for e in self.main if not e.superseded])
         self.weights = _weights(sources.weights, self.main, self.problems)
         self.traces = self._traces()
         self.studies = _load_studies(sources.studies, sources.chosen, self.problems)

@@ -1,20 +1,27 @@
-"""Detects reports that are older than their rows, by a digest of the paths and contents that a report was made from."""
+"""Detects reports that are older than what they show, by a digest of the paths and contents that a report was made from.
+
+These are rows, studies, published numbers, and the numbers that say which rows count; not the code of the report itself.
+"""
 
 import hashlib
 from pathlib import Path
 
-from specbench.common.storage import sha256_of, write_file
-from specbench.records import blocks
+from specbench.common.storage import PROJECT, sha256_of, write_file
+from specbench.records import blocks, identity, studies
 
 RECORD = "rows.sha256"  # beside the report
 READ = (blocks.NAME, "*.failed.json")  # patterns of the files that `cells.find` reads
+PUBLISHED = PROJECT / "results" / "published"
 
 
 def digest(results: Path) -> str:
-    """Digest of all files under a results folder that a report is made from."""
-    whole = hashlib.sha256()
-    for path in (path for pattern in READ for path in blocks.below(results, pattern) if path.is_file()):
-        whole.update(f"{path.relative_to(results).as_posix()} {sha256_of(path)}\n".encode())
+    """Digest of all files that the report on a results folder is made from."""
+    whole = hashlib.sha256(f"{identity.DECODING} {identity.SPEEDS} {identity.OBJECTIVES}\n".encode())
+    read = [(results, path) for pattern in READ for path in blocks.below(results, pattern)]
+    read += [(root, path) for root in (studies.FOLDER, PUBLISHED) for path in sorted(root.iterdir())]
+    for root, path in read:
+        if path.is_file():
+            whole.update(f"{path.relative_to(root).as_posix()} {sha256_of(path)}\n".encode())
     return whole.hexdigest()
 
 

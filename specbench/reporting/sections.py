@@ -84,7 +84,8 @@ def _answer(report: "Report", timed: Sequence[Entry]) -> list[Block]:
         blocks.append(
             Paragraph(f"These rows differ in {', '.join(aspects)}: such drafters are not compared below.", "note")
         )
-    return [*blocks, SideBySide([Figures(("speed_up",)), overview.numbers(timed)])]
+    blocks.append(SideBySide([Figures(("speed_up",)), overview.numbers(timed)]))
+    return [*blocks, *(Paragraph(note, "note") for note in trainings.about(timed))]
 
 
 def _cost(report: "Report", timed: Sequence[Entry]) -> list[Block]:
@@ -201,7 +202,7 @@ def _beside(group: Sequence[Entry]) -> list[Block]:
         "Other engines, the same prompts in turn": engines.table(group),
     }
     made: list[Block] = [Table(columns, lines, title) for title, (columns, lines) in beside.items() if lines]
-    return [*made, *(Paragraph(note, "note") for note in [*trainings.tokens_seen(group), *tables.notes(group)])]
+    return [*made, *(Paragraph(note, "note") for note in [*trainings.about(group), *tables.notes(group)])]
 
 
 def _studies(report: "Report") -> list[Block]:

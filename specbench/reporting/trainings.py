@@ -13,6 +13,7 @@ from specbench.records.metrics import RATES
 from specbench.records.schema import PROVENANCE, Provenance
 from specbench.records.statistics import interval
 from specbench.records.totals import Totals
+from specbench.records.trainings import weights_read
 from specbench.reporting.cells import Entry
 from specbench.reporting.names import SEPARATOR
 from specbench.reporting.tables import ABSENT, number
@@ -34,9 +35,9 @@ def below(folder: Path, problems: list[str] | None = None) -> dict[str, Mapping[
 
 
 def _amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Different tokens of the last stage (the first here); tokens seen, steps and hours of all stages."""
+    """Different tokens of the stage with most; tokens seen, steps and hours of all stages."""
     tokens, steps, hours = (sum(stage[key] for stage in stages) for key in ("tokens_seen", "steps", "hours"))
-    return [f"{stages[0]['data']['unique_tokens']:,}", f"{tokens:,}", f"{steps:,}", f"{hours:.2f}"]
+    return [f"{max(stage['data']['unique_tokens'] for stage in stages):,}", f"{tokens:,}", f"{steps:,}", f"{hours:.2f}"]
 
 
 def _processes(provenance: Mapping[str, Any]) -> str:
@@ -50,7 +51,8 @@ def trained(entries: Sequence[Entry]) -> dict[str, Entry]:
     by_weights: dict[str, list[Entry]] = {}
     for e in entries:
         if e.weights.get("history"):
-            by_weights.setdefault(json.dumps(e.weights, sort_keys=True), []).append(e)
+            read = weights_read(e.arm) or e.weights
+            by_weights.setdefault(json.dumps([e.model, read], sort_keys=True), []).append(e)
     several = len({e.model for e in entries}) > 1
     named: dict[str, Entry] = {}
     for first, *others in by_weights.values():
@@ -60,6 +62,18 @@ def trained(entries: Sequence[Entry]) -> dict[str, Entry]:
             name += f", {first.weights['tokens_seen']:,} tokens"
         named[name] = first
     return named
+
+
+def about(group: Sequence[Entry]) -> list[str]:
+    """What is not alike of the drafters of a table: tokens seen in training, and ids that they draft from."""
+    by_size: dict[int, list[str]] = {}
+    for e in group:
+        drafter: Mapping[str, Any] = e.arm["drafter"]
+        size = drafter.get("vocabulary") or (drafter.get("base") or {}).get("vocabulary")
+        if isinstance(size, int):
+            by_size.setdefault(size, []).append(e.title)
+    limited = [f"Drafted from the {size:,} most frequent ids alone: {', '.join(by)}." for size, by in by_size.items()]
+    return [*tokens_seen(group), *limited]
 
 
 def tokens_seen(group: Sequence[Entry]) -> list[str]:

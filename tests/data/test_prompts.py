@@ -50,7 +50,10 @@ BAD = {
     "no turn": ([{"turns": []}], "line 1: `turns` is not a text or a list of texts"),
     "ids": ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": "1"}], "lines 1 and 2: both have question_id 1; give each"),
     "twice": ([{"prompt": "a"}, {"prompt": "c"}, {"turns": ["a"]}], "lines 1 and 3: are the same prompt"),
-    "twice, by id": ([{"prompt": "a", "id": 1}, {"prompt": "a", "id": 2}], "lines 1 and 2: are the same prompt; remove one"),
+    "twice, by id": (
+        [{"prompt": "a", "id": 1}, {"prompt": "a", "id": 2}],
+        "lines 1 and 2: are the same prompt; remove one",
+    ),
     "odd id": ([{"prompt": "a", "id": [1]}], "line 1: `question_id` is [1]"),
     "odd category": ([{"prompt": "a", "category": 3}], "line 1: `category` is 3"),
     "no object": ([["a"]], "line 1: input should be an object"),
