@@ -55,8 +55,8 @@ class Overview:
 
     def __init__(self, entries: Iterable[Entry]):
         known = labelled(entries)
-        current = {e.title for e in known if not e.superseded}  # one drafter, one training: no row of earlier weights
-        self.entries = [e for e in known if not e.superseded or e.title not in current]
+        current = {e.name for e in known if not e.superseded}  # one drafter, one training: no row of earlier weights
+        self.entries = [e for e in known if not e.superseded or e.name not in current]
         timed: Counter[Setting] = Counter()
         replayed: Counter[Setting] = Counter()
         self.by_setting: dict[Setting | None, list[Entry]] = {}
@@ -78,8 +78,10 @@ class Overview:
         return ranking(_best(largest))
 
     def known(self, setting: Setting | None) -> list[Entry]:
-        """A setting's drafters and baseline, each with the entry that covers most questions."""
-        return _best(self.by_setting.get(setting, []))
+        """A setting's drafters and baseline, each with the entry that covers most questions of its newest timed tree."""
+        entries = self.by_setting.get(setting, [])
+        fits = {e.title: e.key[1] for e in sorted(entries, key=_age) if not e.replayed}
+        return _best(e for e in entries if e.key[1] == fits.get(e.title, e.key[1]))
 
     def accepting(self, setting: Setting | None) -> list[Entry]:
         """The same without the baseline, highest tau first."""
@@ -91,7 +93,7 @@ def _best(entries: Iterable[Entry]) -> list[Entry]:
     """Of entries with one name the lossless, replayed, largest, newest one."""
 
     def rank(e: Entry) -> tuple[bool, bool, int, str]:
-        return not e.lossy, e.replayed, e.summary.prompts, str(e.header.get("started", ""))
+        return not e.lossy, e.replayed, e.summary.prompts, _age(e)
 
     best: dict[str, Entry] = {}
     for e in entries:
@@ -101,7 +103,11 @@ def _best(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _size(group: Sequence[Entry]) -> tuple[int, str]:
-    return sum(e.summary.prompts for e in group), max(str(e.header.get("started", "")) for e in group)
+    return sum(e.summary.prompts for e in group), max(map(_age, group))
+
+
+def _age(e: Entry) -> str:
+    return e.header["started"]
 
 
 def ranking(entries: Iterable[Entry]) -> list[Entry]:

@@ -34,6 +34,14 @@ def below(folder: Path, problems: list[str] | None = None) -> dict[str, Mapping[
     return {path.parent.name: provenance for path, provenance in files if provenance.get("history")}
 
 
+def _stages(weights: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Provenance of weights, and of those below them that were trained here as well."""
+    stages = [weights]
+    while stages[-1].get("base", {}).get("history"):
+        stages.append(stages[-1]["base"])
+    return stages
+
+
 def _amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Different tokens of the stage with most; tokens seen, steps and hours of all stages."""
     tokens, steps, hours = (sum(stage[key] for stage in stages) for key in ("tokens_seen", "steps", "hours"))
@@ -80,7 +88,7 @@ def tokens_seen(group: Sequence[Entry]) -> list[str]:
     """How many tokens the drafters were trained on: one drafter has several trainings, which studies chose among."""
     by_tokens: dict[int, list[str]] = {}
     for e in group:
-        if seen := e.weights.get("tokens_seen"):
+        if seen := sum(stage.get("tokens_seen", 0) for stage in _stages(e.weights)):
             by_tokens.setdefault(seen, []).append(e.title)
     parts = [f"{', '.join(titles)} on {seen / 1e6:.1f} million" for seen, titles in by_tokens.items()]
     return [f"Tokens seen in training: {'; '.join(parts)}."] if parts else []
@@ -93,9 +101,7 @@ def cost_lines(entries: Sequence[Entry]) -> list[list[str]]:
     """
     lines = []
     for name, first in trained(entries).items():
-        stages, machine = [first.weights], first.weights["machine"]
-        while stages[-1].get("base", {}).get("history"):
-            stages.append(stages[-1]["base"])
+        stages, machine = _stages(first.weights), first.weights["machine"]
         lines.append(
             [
                 name,
