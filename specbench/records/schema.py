@@ -142,6 +142,7 @@ class Config(TypedDict):
     threads: NotRequired[int | None]
     backend: NotRequired[str]
     batch: NotRequired[Count]
+    data: NotRequired[dict[str, Any]]  # `limit` among them: of questions
     link: NotRequired[Link]
 
 

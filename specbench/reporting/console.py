@@ -256,10 +256,19 @@ def advice(group: Sequence[Entry]) -> list[str]:
     trees = {names.tree_name(e) for e in group}
     if drafters and names.PAPER in trees and not trees & {"fitted", "rate", "fitted static"}:
         return ["Next: tree=fitted or tree=rate, which fit the tree to this machine."]
-    if drafters and min(len(e.totals.questions) for e in drafters) < fastest.QUESTIONS:
+    questions = min((len(e.totals.questions) for e in drafters), default=fastest.QUESTIONS)
+    if questions < fastest.QUESTIONS:
+        if questions < (_limit(drafters[0]) or math.inf):  # the whole set
+            return [f"Next: a prompt set of {fastest.QUESTIONS} questions or more, which a verdict takes."]
         again = f"; all {fastest.QUESTIONS} have to be measured" if any(e.outdated for e in drafters) else ""
         return [f"Next: data.limit={fastest.QUESTIONS} (LIMIT={fastest.QUESTIONS} for make bench) decides{again}."]
     return []
+
+
+def _limit(e: Entry) -> int | None:
+    """How many questions were asked for at most."""
+    limit = e.header["config"].get("data", {}).get("limit")
+    return limit if isinstance(limit, int) else None
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

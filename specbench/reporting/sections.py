@@ -290,7 +290,7 @@ def _papers(report: "Report") -> list[Block]:
         title = f"{paper.title}: study {paper.study}, {paper.measured} cell{'s' * (paper.measured > 1)} measured"
         blocks.append(Details(title, [Paragraph(paper.targets, "note"), paired(paper)], f"tables/{paper.slug}.md"))
     if rest := [Link(p.title, f"tables/{p.slug}.md") for p in report.papers if not p.measured]:
-        title = f"{len(rest)} published tables and figures of which nothing was measured here"
+        title = f"{len(rest)} published tables and figures without a measured value beside theirs"
         blocks.append(Details(title, rest, "papers.md"))
     return blocks
 

@@ -226,8 +226,13 @@ def test_speeds_of_an_earlier_engine_are_noted_and_have_to_be_measured_again(tmp
     old = [replace(e, header={**e.header, "timing": 1}) for e in group]
     assert tables.notes(old) == [tables.OUTDATED]
     assert tables.notes([replace(e, header={**e.header, "replay": True}) for e in old]) == []
-    advised = [console.advice([e for e in some if e.name == "a"])[0] for some in (group, old)]
-    assert advised[0].endswith("decides.") and advised[1].endswith("decides; all 20 have to be measured.")
+
+    def advised(some, limit=8):
+        changed = [replace(e, header={**e.header, "config": e.header["config"] | {"data": {"limit": limit}}}) for e in some]
+        return console.advice([e for e in changed if e.name == "a"])[0]
+
+    assert advised(group).endswith("decides.") and advised(old).endswith("decides; all 20 have to be measured.")
+    assert advised(group, None) == advised(group, 80) == "Next: a prompt set of 20 questions or more, which a verdict takes."
 
 
 def test_rows_of_earlier_weights_stand_beside_none_of_newer_ones_and_decide_nothing(tmp_path):
