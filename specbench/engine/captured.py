@@ -76,6 +76,8 @@ class CapturedPasses:
         else:
             size = max(size, len(nodes))
             move = self.graphs.get(("keep", size), partial(_move, cache, self.at), lambda: [self.at.new_zeros(size)])
+            if move.graph is None:  # recording must not move a row more than once: these stay where they are
+                move.prepare(torch.arange(size, device=nodes.device))
             move(nodes)
             cache.advance(len(nodes))
 

@@ -12,7 +12,7 @@ from conftest import DRAFTERS, make, settled, tiny
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine import cache as caches
-from specbench.engine.backends.cuda_graphs import Graphs
+from specbench.engine.backends.cuda_graphs import WARM_UP, Captured, Graphs
 from specbench.engine.backends.fused_llama import FusedLlama
 from specbench.engine.captured import WIDTHS, width_of
 from specbench.engine.causal_lm import CausalLM
@@ -61,6 +61,29 @@ def whole(drafter, target, *overrides):
         made.capture(target)
     made.optimize_for_inference()
     return made
+
+
+def test_recording_which_runs_a_function_several_times_moves_no_row_twice(monkeypatch):
+    """As on CUDA, where a function is recorded at its first call."""
+
+    def prepare(self, *inputs):
+        self._fill(*inputs)
+        if self.outputs is None:
+            for _ in range(WARM_UP):
+                self.function(*self.buffers)
+            self._run()
+
+    monkeypatch.setattr(Captured, "prepare", prepare)
+    kept = []
+    for target in (tiny(), capturing()):
+        target.reset(64)
+        target.prefill(torch.tensor(PROMPTS[0]))
+        parents = torch.tensor([0, 0, 0, 2, 2])
+        tree = build(torch.tensor([4, 5, 6, 7, 8]), parents, torch.tensor([0, 1, 1, 2, 2]), torch.zeros(5), 2, 2)
+        target.forward(tree)
+        target.keep(torch.tensor([0, 2, 4]))
+        kept.append(torch.cat([part for layer in range(target.layers) for part in target.cache.rows(layer, 0, 6)]))
+    torch.testing.assert_close(*kept)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -26,8 +26,9 @@ class Captured:
     """A function in fixed shapes.
 
     Args:
-        function: of tensors; run twice with the same inputs it must leave the same state and give the same outputs. It may
-            not read a value back to the host.
+        function: of tensors. Recording runs it several times with one input, after which its state must be that after one
+            run: where that is not so for all inputs, `prepare` it with one for which it is. It may not read a value back to
+            the host.
         inputs: what its buffers hold where a call gives less.
         graphs: whose device and memory it uses.
     """
