@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specbench.engine.backends.cuda_graphs import Graphs
+from specbench.engine.backends.cuda_graphs import Captured, Graphs
 from specbench.engine.cache import FixedRows, KVCache, bucket
 from specbench.engine.interface import DraftTree
 
@@ -43,30 +43,40 @@ class CapturedPasses:
 
     def forward(self, target: Any, tree: DraftTree) -> tuple[Tensor, ...]:
         """As `Target.read` of a tree behind a cache that is not empty; outputs are valid until the next pass."""
-        cache, count, width = target.cache, len(tree), width_of(len(tree))
+        count, key = len(tree), self.prepare(target, len(tree))
+        target.cache.pending, self._kept = count, min(count, tree.max_depth + 1)
+        outputs = self.graphs.captured[key](tree.tokens, tree.depths, tree.ancestors)
+        return tuple(x[:, :count] for x in outputs)
+
+    def prepare(self, target: Any, nodes: int) -> Hashable:
+        """Capture what trees of so many nodes and fewer need, unless that is done; returns the key of the widest pass."""
+        cache, width = target.cache, width_of(nodes)
         cache.reserve(width)
-        cache.pending, self._kept = count, min(count, tree.max_depth + 1)
         if self._made_for != (cache, cache.allocations):
             self.graphs.clear()
             self._made_for = cache, cache.allocations
         self.at.fill_(cache.length)
         key = _key(target, width, next(capacities(cache, cache.length + width)))
         if key not in self.graphs.captured:
-            self._prepare(target, tree, width)
-        outputs = self.graphs.captured[key](tree.tokens, tree.depths, tree.ancestors)
-        return tuple(x[:, :count] for x in outputs)
+            self._capture(target, width)
+        return key
 
-    def _prepare(self, target: Any, tree: DraftTree, width: int) -> None:
-        """Capture what this tree's pass needs, and with it all narrower ones and other capacities.
+    def _capture(self, target: Any, width: int) -> None:
+        """Capture passes of this width, of all narrower ones and of all capacities, and what keeps rows of them.
 
-        So later cycles, which are timed, do not wait for that. What is written meanwhile the tree's own pass overwrites.
+        So later cycles, which are timed, do not wait for that. What is written meanwhile the next pass overwrites.
         """
         cache, target = target.cache, copy.copy(target)  # whose taps do not change
         for nodes in sorted({width, *(w for w in WIDTHS if w < width)}):
-            inputs = tree.tokens[:nodes], tree.depths[:nodes], tree.ancestors[:nodes, :nodes]
+            padding = partial(_padding, nodes, self.at.device)
             for capacity in capacities(cache, nodes):
-                function, padding = partial(_pass, target, self.at, capacity), partial(_padding, nodes, self.at.device)
-                self.graphs.get(_key(target, nodes, capacity), function, padding).prepare(*inputs)
+                function = partial(_pass, target, self.at, capacity)
+                self.graphs.get(_key(target, nodes, capacity), function, padding).prepare(*padding())
+            # Recording moves rows several times: these stay where they are.
+            self._mover(cache, nodes).prepare(torch.arange(nodes, device=self.at.device))
+
+    def _mover(self, cache: KVCache, size: int) -> Captured:
+        return self.graphs.get(("keep", size), partial(_move, cache, self.at), lambda: [self.at.new_zeros(size)])
 
     def keep(self, cache: KVCache, nodes: Tensor) -> None:
         """As `KVCache.keep`, after `forward`: a fixed number of rows moves, as many as a path in the tree may have."""
@@ -74,11 +84,7 @@ class CapturedPasses:
         if not size or cache.pending == 1:  # the pass was none of these, or nothing moves
             cache.keep(nodes)
         else:
-            size = max(size, len(nodes))
-            move = self.graphs.get(("keep", size), partial(_move, cache, self.at), lambda: [self.at.new_zeros(size)])
-            if move.graph is None:  # recording must not move a row more than once: these stay where they are
-                move.prepare(torch.arange(size, device=nodes.device))
-            move(nodes)
+            self._mover(cache, width_of(max(size, len(nodes))))(nodes)
             cache.advance(len(nodes))
 
 

@@ -339,7 +339,11 @@ class Bench:
             return len(row.tokens)
         limits = Limits(warm_up.TOKENS, self.target.stop_ids)
         events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler)
-        return sum(1 if isinstance(event, Prefill) else len(event.tokens) for event in events)
+        tokens = sum(1 if isinstance(event, Prefill) else len(event.tokens) for event in events)
+        room = self.target.max_context - self.target.cache.length
+        if self.target.captured is not None and (nodes := min(bound.drafter.nodes, room)) > 1:
+            self.target.captured.prepare(self.target, nodes)  # the widest trees come later, in timed cycles
+        return tokens
 
     def _duration(
         self, todo: Sequence[Question], ledger: Ledger, token_s: dict[str, float], budget: Budget, total_work: float
