@@ -36,7 +36,7 @@ def decode(config: Any, reused: arms.Reused) -> None:
     specs = [spec, *run.other_specs(config)]
     result = run.decode(specs, reused, console.live)
     command_output.show_run(spec, result)
-    if spec.minutes is not None and result.left:
+    if spec.minutes is not None and (result.left or result.waiting):
         drafters = [label for label in result.ledger.arms if label != BASELINE] or [BASELINE]
         print(f"{', '.join(drafters)}: {cell.progress([result])}")
     run.require_complete(result)

@@ -33,7 +33,7 @@ class CellResult:
     Attributes:
         arms: number of drafters, without the baseline. digests: of all its questions.
         failed: generations that raised. unmeasured: pairs of arm and quantity that could not be measured.
-        left: questions that lack a generation. seconds: estimate of the time that these take; None: unknown.
+        waiting: measurements that there was no time for. left: questions that lack a generation. seconds: estimate of the time that these take; None: unknown.
         text: decodes an answer's ids. earlier: results of groups of the same cell's arms that were decoded before these.
     """
 
@@ -42,6 +42,7 @@ class CellResult:
     digests: Sequence[str]
     failed: int
     unmeasured: int
+    waiting: int
     left: int
     seconds: float | None
     text: Callable[[list[int]], str]
@@ -57,7 +58,9 @@ def progress(results: Sequence[CellResult]) -> str:
     """`24 of 80 questions, about 34 minutes more`, of some cells together."""
     total, left = sum(len(result.digests) for result in results), sum(result.left for result in results)
     seconds = sum(result.seconds or 0 for result in results if result.left)
-    return f"{total - left} of {total} questions" + (f", about {seconds / 60:.0f} minutes more" if seconds else "")
+    waiting = sum(result.waiting for result in results)
+    more = f", {waiting} measurements left" if waiting else ""
+    return f"{total - left} of {total} questions{more}" + (f", about {seconds / 60:.0f} minutes more" if seconds else "")
 
 
 def together(results: Sequence[CellResult]) -> CellResult:
@@ -73,6 +76,7 @@ def together(results: Sequence[CellResult]) -> CellResult:
         arms=sum(result.arms for result in results),
         failed=sum(result.failed for result in results),
         unmeasured=sum(result.unmeasured for result in results),
+        waiting=sum(result.waiting for result in results),
         left=max(result.left for result in results),
         seconds=sum(seconds) if seconds else None,
         earlier=earlier,
@@ -108,16 +112,16 @@ def run(
     digests = [question.digest for question in questions]
     bench = _bench(spec, target, chat, cell_arms)
     with _exclusive(spec, bench, budget) as ours:
-        begin, unmeasured = time.monotonic(), 0
+        begin, unmeasured, waiting = time.monotonic(), 0, 0
         ledger = _ledger(spec, header)
         if ours:
             bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
             prompts = [_first_prompt(chat, question) for question in questions]
             tokens = min(TOKENS, spec.decode.max_new_tokens)
             workload = Workload(target, prompts[:PROMPTS], tokens, cell_arms[0].bound, prompts)
-            unmeasured = measurements.measure(repetitions, ledger, workload, cell_arms, budget)
+            unmeasured, waiting = measurements.measure(repetitions, ledger, workload, cell_arms, budget)
         left = sum(bool(bench.missing([question], ledger)) for question in questions)
-        if ours and not left:
+        if ours and not left and not waiting:
             seconds = time.monotonic() - begin
             print(f"{spec.cell_folder}: complete ({seconds:.0f} s; rerun=all measures again)", file=sys.stderr)
             _trace(spec, target, chat, cell_arms, questions)
@@ -125,7 +129,7 @@ def run(
     remaining = None if pace is None else pace * bench.missing(questions, ledger)
     failed = sum(text in digests for _, text, _ in ledger.failed())  # others are of questions that are not asked now
     text = partial(answer_text, chat.tokenizer, target.stop_ids)
-    return CellResult(ledger, len(cell_arms) - 1, digests, failed, unmeasured, left, remaining, text)
+    return CellResult(ledger, len(cell_arms) - 1, digests, failed, unmeasured, waiting, left, remaining, text)
 
 
 def decode_early(

@@ -161,28 +161,29 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
 
 def measure(
     repetitions: Mapping[str, int], ledger: Ledger, load: Workload, cell_arms: Iterable[Arm], budget: Budget
-) -> int:
-    """Measure what a cell lacks on this kind of machine; returns how many pairs of arm and quantity failed.
+) -> tuple[int, int]:
+    """Measure what a cell lacks on this kind of machine. repetitions: by quantity.
 
-    repetitions: by quantity.
+    Returns how many pairs of arm and quantity failed, and how many measurements there was no time for.
     """
     first_seeds: dict[str, Arm] = {}  # costs do not depend on the seed that an arm was trained with
     for arm in cell_arms:
         first_seeds.setdefault(arm.description.get("of", arm.label), arm)
-    failed = 0
+    failed = left = 0
     for name, count in repetitions.items():
         measured = [arm for arm in first_seeds.values() if QUANTITIES[name].applies(arm)]
         planned = [(arm, Measurement(arm.label, name, r, {})) for r in range(count) for arm in measured]
         missing = [(arm, measurement) for arm, measurement in planned if measurement.key not in ledger.measured]
         if missing:
-            failed += _measure(name, missing, len(planned), ledger, load, budget)
-    return failed
+            broken, waiting = _measure(name, missing, len(planned), ledger, load, budget)
+            failed, left = failed + broken, left + waiting
+    return failed, left
 
 
 def _measure(
     name: str, missing: list[tuple[Arm, Measurement]], planned: int, ledger: Ledger, load: Workload, budget: Budget
-) -> int:
-    """Measure one quantity; returns the number of arms that raised, which are not tried again."""
+) -> tuple[int, int]:
+    """Measure one quantity; returns the number of arms that raised, which are not tried again, and what is left."""
     failed: set[str] = set()
     pace = Pace()
     with progress(f"measuring {name}", planned, "measurements") as reached:
@@ -191,7 +192,7 @@ def _measure(
             if arm.label in failed:
                 continue
             if not budget.allows(pace.of(1)):
-                break
+                return len(failed), sum(waiting.label not in failed for waiting, _ in missing[-(planned - count + 1) :])
             begin = time.monotonic()
             try:
                 chosen = load.of(measurement.repetition) if QUANTITIES[name].varied else load
@@ -203,4 +204,4 @@ def _measure(
                 ledger.write(measurement)
             pace.add(1, time.monotonic() - begin)
             reached(count)
-    return len(failed)
+    return len(failed), 0

@@ -213,7 +213,7 @@ class _Decoder:
 
 def unfinished(run: StudyRun, decoded: Decoded, trained: TrainingOutcome) -> str:
     """`bench: 24 of 80 questions, about 34 minutes more`; empty where nothing is left."""
-    if not trained.unfinished and not any(result.left for _, result in decoded):
+    if not trained.unfinished and not any(result.left or result.waiting for _, result in decoded):
         return ""
     trainings = f", trainings to finish: {', '.join(sorted(trained.unfinished))}" if trained.unfinished else ""
     return f"{run.name}: {cell.progress([result for _, result in decoded])}{trainings}"

@@ -234,25 +234,25 @@ def taken(monkeypatch, folder, repetitions, broken=(), budget=None, header=ARMS)
 
 
 def test_arms_are_measured_in_turn_and_what_is_there_is_not_measured_again(tmp_path, monkeypatch):
-    assert taken(monkeypatch, tmp_path, 2) == (0, ["a", "b@0"] * 2)
-    assert taken(monkeypatch, tmp_path, 3) == (0, ["a", "b@0"])
+    assert taken(monkeypatch, tmp_path, 2) == ((0, 0), ["a", "b@0"] * 2)
+    assert taken(monkeypatch, tmp_path, 3) == ((0, 0), ["a", "b@0"])
     found = [m for path in below(tmp_path) for m in read_block(path)[1]]
     assert sorted((m.repetition, m.drafter) for m in found) == [(r, n) for r in range(3) for n in ("a", "b@0")]
-    assert taken(monkeypatch, tmp_path, 3) == (0, [])
+    assert taken(monkeypatch, tmp_path, 3) == ((0, 0), [])
 
 
 def test_what_another_kind_of_machine_measured_is_measured_again(tmp_path, monkeypatch):
     taken(monkeypatch, tmp_path, 2, header=ARMS | {"hardware": {"device": "fridge", "cores": 1}})
-    assert taken(monkeypatch, tmp_path, 1) == (0, ["a", "b@0"])
-    assert taken(monkeypatch, tmp_path, 1, header=ARMS | {"commit": "another"}) == (0, [])
+    assert taken(monkeypatch, tmp_path, 1) == ((0, 0), ["a", "b@0"])
+    assert taken(monkeypatch, tmp_path, 1, header=ARMS | {"commit": "another"}) == ((0, 0), [])
 
 
 def test_nothing_is_measured_when_time_is_up(tmp_path, monkeypatch):
-    assert taken(monkeypatch, tmp_path, 2, budget=Budget(0.0)) == (0, []) and not list(tmp_path.iterdir())
+    assert taken(monkeypatch, tmp_path, 2, budget=Budget(0.0)) == ((0, 4), []) and not list(tmp_path.iterdir())
 
 
 def test_an_arm_that_cannot_be_measured_costs_itself_alone(tmp_path, monkeypatch, capsys):
-    assert taken(monkeypatch, tmp_path, 3, broken=["a"]) == (1, ["a", "b@0", "b@0", "b@0"])
+    assert taken(monkeypatch, tmp_path, 3, broken=["a"]) == ((1, 0), ["a", "b@0", "b@0", "b@0"])
     message = [x for x in capsys.readouterr().err.splitlines() if x.startswith("specbench: ")]
     assert len(message) == 1 and message[0].startswith("specbench: drafting of a not measured: ValueError: boom")
 
