@@ -9,6 +9,7 @@ Two gates of one form let a state h hear the embedding e of a token, head of att
     r_i = Gate_2(r_{i-1}, e(t_{t+i+1})),  f_hat_{t+i+1} = norm'(W_1 [r_i; e(t_{t+i+1})])  heads 1, 2, …, sharing weights
     p_hat(t_{t+i+2}) = softmax(LMHead(f_hat_{t+i+1}))
 
+Here `entry` is Gate_1, `gate` Gate_2, `first` W_0, `later` W_1, `prefix_norm` and `output_norm` are norm and norm'.
 f_hat are post-norm states; head and embeddings (rows of the head) are the target's and frozen. Only r is kept of a node, so
 heads are cheap, and a tree may be deeper than the `heads` that were trained. The tree is EAGLE-1's.
 
@@ -209,9 +210,11 @@ class Clover2(PrefixLayers, TrainedDrafter):
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The sum over heads; other values logged are head 0's."""
         total, logged = batch.states.new_zeros(()), dict[str, Tensor]()
+        teacher = DistillationLoss(following(batch), self.head, uses=self.heads)
         for head, predicted in enumerate(self.predict(batch, self.heads)):
-            teacher = DistillationLoss(following(batch, head + 1), self.head)
-            metrics = teacher.loss(predicted, self.regression, self.classification)
+            reached = F.pad(following(batch, head + 1).scored, (head, 0))  # [B, T - 1] states that this head predicts
+            weights, predicted = reached / reached.sum().clamp(min=1), F.pad(predicted, (0, 0, head, 0))
+            metrics = teacher.loss(predicted, self.regression, self.classification, weights=weights)
             total, logged = total + self.decay**head * metrics["loss"], logged or metrics
         return logged | {"loss": total}
 

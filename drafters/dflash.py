@@ -21,13 +21,14 @@ Training: blocks of up to `anchors` positions of a row, drawn anew, side by side
 
     L = sum_k w_k CE(p(. | t_0 … t_{a+k-1}), p^(k)) / sum_k w_k,    w_k = exp(-(k - 1) / gamma), gamma = 4 for blocks of 8
 
-Deviations and choices: labels are the target's probabilities along the text, which have the mean of the sampled tokens that
-the paper takes and less noise (an option of speculators). MASK is no id but a vector of the drafter's own, trained, which
-begins as the mean embedding: the embedding is the target's, frozen, and not every vocabulary has an unused id. Layers are
-Llama's of the target's shape, without norms of queries and keys (authors: Qwen3's), with full attention. Where the
-target's layers are fewer than features, each is read once. At temperatures above 0 the tree's candidates are deterministic
-(one-hot q): siblings' tokens do not depend on the path, so there is no q to draw a whole path from. The authors draft one
-sequence of tokens; `tree=chain` does. One layer by default, for small targets (authors: five).
+Deviations and choices: labels are the target's probabilities along the text, with less noise than its tokens, which the
+paper takes (an option of speculators); of text that was sampled at a temperature below 1 they are flatter than these. MASK
+is no id but a vector of the drafter's own, trained, which begins as the mean embedding: the embedding is the target's,
+frozen, and not every vocabulary has an unused id. Layers are Llama's of the target's shape, without norms of queries and
+keys (authors: Qwen3's), with full attention. Where the target's layers are fewer than features, each is read once. At
+temperatures above 0 the tree's candidates are deterministic (one-hot q): siblings' tokens do not depend on the path, so
+there is no q to draw a whole path from. The authors draft one sequence of tokens; `tree=chain` does. One layer by default,
+for small targets (authors: five).
 """
 
 from collections.abc import Iterator

@@ -9,7 +9,8 @@ With `batch.vocabulary` both softmaxes run over those ids alone (in no paper: it
 time), see `specbench.training.loss_vocabulary`.
 
 The gradient follows directly from the logits, (p_hat - p) head, and so does that of a head which is trained. Both are
-computed a few rows at a time, without any array of positions x vocabulary (as in Liger-Kernel's fused cross-entropy).
+computed a few rows at a time, without any array of positions x vocabulary (as in Liger-Kernel's fused cross-entropy), but
+for p where it is used several times (`uses`), which is kept: 4 bytes a position and id.
 """
 
 import math

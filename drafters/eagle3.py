@@ -34,7 +34,8 @@ head of its own with 8192 ids would be 9.4 MB; with 4096 ids, 90% of the tokens 
 it would leave the MLP 112 units. The loss is the mean over scored positions (official code: over all of the batch,
 padding and prompts included, which is a constant factor for a given batch); the head starts as the target's rows, not at
 random; in targets of fewer than six layers the tapped layers are cut to those there are; no noise,
-as in the official code; a loss that `train.settings` confines runs over those of its ids that are in the draft vocabulary.
+as in the official code; a loss that `train.settings` confines runs over those of its ids that are in the draft vocabulary,
+and there positions whose likeliest id is outside of it count as well.
 `norm_output` of a published configuration is read as servers read it (SpecForge's own training feeds back the output
 without a norm all the same).
 """
@@ -260,14 +261,14 @@ class _DraftVocabulary(DistillationLoss):
     """
 
     def __init__(self, truth: Batch, drafter: Eagle3):
-        super().__init__(replace(truth, vocabulary=None), drafter.lm_head)
-        self.covered = truth.scored
         row_of = _rows(drafter.listed, drafter.lm_head)
-        if truth.vocabulary is None:
+        ids = None if truth.vocabulary is None else truth.vocabulary[row_of[truth.vocabulary] >= 0]
+        super().__init__(replace(truth, vocabulary=None if ids is None else row_of[ids]), drafter.lm_head)
+        self.covered = truth.scored
+        if ids is None:
             self._cover(drafter.target, drafter.listed, row_of)
             return
-        ids = truth.vocabulary[row_of[truth.vocabulary] >= 0]
-        self.rows, logits_of = self.rows[row_of[ids]], vocabularies.Head(drafter.target, ids)
+        logits_of = vocabularies.Head(drafter.target, ids)
         with torch.no_grad():
             self.known = [probabilities(logits_of(states)) for states in self.states.split(self.chunk)]
 

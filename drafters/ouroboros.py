@@ -49,7 +49,7 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         offered: the cycle's suffixes, latest first, each with its nodes.
     """
 
-    taps = Taps()  # its own, not the draft model's
+    taps = Taps(last=False, observe_top_k=1)  # its own, not the draft model's
     greedy_only = True
     observes_trees = True
 

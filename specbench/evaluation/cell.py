@@ -33,7 +33,8 @@ class CellResult:
     Attributes:
         arms: number of drafters, without the baseline. digests: of all its questions.
         failed: generations that raised. unmeasured: pairs of arm and quantity that could not be measured.
-        waiting: measurements that there was no time for. left: questions that lack a generation. seconds: estimate of the time that these take; None: unknown.
+        waiting: measurements that there was no time for. left: questions that lack a generation.
+        seconds: estimate of the time that these take; None: unknown.
         text: decodes an answer's ids. earlier: results of groups of the same cell's arms that were decoded before these.
     """
 

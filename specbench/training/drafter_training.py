@@ -149,8 +149,8 @@ def _all_tokens(provenance: Mapping[str, Any]) -> int:
 
 def _stored(taps: Taps, workspace: Workspace) -> bool:
     """Do the corpus's shards hold all that a drafter reads?"""
-    taps, stored = taps.resolve(workspace.target.layers), workspace.text.settings.layers
-    return not taps.kv and set(taps.hidden) <= {*stored}
+    taps = taps.resolve(workspace.target.layers)
+    return not taps.kv and workspace.shards.hold(taps.hidden)
 
 
 def _corpus(workspace: Workspace, drafter: Any, online: bool) -> CorpusReader:

@@ -208,8 +208,9 @@ def describe(settings: TrainSettings, total: int) -> str:
     phases = []
     for phase, lr_share in zip(settings.phases, lr_shares(settings, total), strict=True):
         count = settings.vocabulary_in(phase)
-        more = f" and {settings.others:,} drawn" if settings.others else ""
-        parts = ["over all ids" if count is None else f"confined to {count:,} ids{more}"]
+        drawn = f", {settings.sampled:,} of them drawn for each batch" if settings.sampled else ""
+        more = f" and {settings.others:,} drawn from all" if settings.others else ""
+        parts = ["over all ids" if count is None else f"confined to {count:,} ids{drawn}{more}"]
         parts += [f"{name}={value}" for name, value in phase.drafter.items()]
         parts += [f"only {', '.join(phase.train)}"] if phase.train is not None else []
         phases.append(f"{phase.share:.0%} {' '.join(parts)} ({lr_share:.0%} of the learning rate)")

@@ -8,7 +8,7 @@ Knows the target and the corpus's text, no drafter: all drafters share the one p
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,6 +119,15 @@ class Shards:
             used += tokens * (name != VALIDATION)
             unread += tokens * (not self._is_complete(self.folder / f"{name}.safetensors", texts))
         return used, unread
+
+    def hold(self, layers: Collection[int]) -> bool:
+        """Will the shards hold the outputs of these layers: as the settings ask for, or as an earlier job stored them?"""
+        if {*layers} <= {*self.settings.layers}:
+            return True
+        if self.text.missing() or self.tokens()[1]:
+            return False
+        paths = [self.folder / f"{name}.safetensors" for name in self._by_name() if name != VALIDATION]
+        return bool(paths) and all(layer_file(path, layer).is_file() for path in paths for layer in layers)
 
     def build(self, process: int = 0, processes: int = 1, held_out: bool = False) -> Path:
         """Write what is missing; returns the folder. Of several processes each writes its own shards.

@@ -94,8 +94,8 @@ class Trainer:
         self.accelerator = Accelerator(
             mixed_precision=self.precision,
             cpu=device.type == "cpu",
-            # a phase that trains a part of the drafter leaves gradients out that DDP would wait for
-            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=any(p.train for p in settings.phases))],
+            # a phase that trains or runs a part of the drafter leaves gradients out that DDP would wait for
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=len(settings.phases) > 1)],
         )
         self.processes = self.accelerator.num_processes
         self.drafter, self.objective = drafter, _Objective(drafter)
@@ -109,7 +109,7 @@ class Trainer:
         self.vocabulary = LossVocabulary(corpus, settings, drafter, self.accelerator.device)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.resumed = (0, 0, 0.0)  # step, tokens and seconds where this process began
-        self.phase = -1  # before the first
+        self.phase, self.entered = -1, (0, 0.0)  # before the first; step and seconds where this process entered it
         self.metrics = Metrics()
         self.history: list[dict[str, Any]] = []
 
@@ -212,7 +212,7 @@ class Trainer:
         trained = parameters.trained_in(self.named, phases[phase].train)
         for name, parameter in self.named:
             parameter.requires_grad_(name in trained)
-        self.phase = phase
+        self.phase, self.entered = phase, (self.step, self.seconds)
         self.metrics.smoothed.clear()  # losses of two objectives are not averaged
 
     def _gradients(self, batches: list[list[Row]]) -> tuple[dict[str, Tensor], int]:
@@ -269,8 +269,8 @@ class Trainer:
 
     @property
     def seconds_left(self) -> float:
-        """At this process's pace: a machine may have been busier before."""
-        step, _, seconds = self.resumed
+        """At the pace of this phase in this process: the machine may have been busier before, an earlier phase cheaper."""
+        step, seconds = self.entered
         return (self.seconds - seconds) / (self.step - step) * (self.total - self.step)
 
     def _show_progress(self) -> None:
@@ -335,7 +335,6 @@ class Trainer:
             self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
             self.resumed = (self.step, self.tokens, self.seconds)
             self.history = state["history"]
-            if "smoothed" in state:  # older checkpoints have none
-                self._enter(state["phase"])
-                self.metrics.smoothed.update(state["smoothed"])
+            self._enter(state["phase"])
+            self.metrics.smoothed.update(state["smoothed"])
         self.accelerator.print(f"resuming at step {self.step} of {self.total}", file=sys.stderr)

@@ -228,11 +228,15 @@ def test_speeds_of_an_earlier_engine_are_noted_and_have_to_be_measured_again(tmp
     assert tables.notes([replace(e, header={**e.header, "replay": True}) for e in old]) == []
 
     def advised(some, limit=8):
-        changed = [replace(e, header={**e.header, "config": e.header["config"] | {"data": {"limit": limit}}}) for e in some]
-        return console.advice([e for e in changed if e.name == "a"])[0]
+        (a,) = (e for e in some if e.name == "a")
+        return console.advice([replace(a, header={**a.header, "config": a.header["config"] | {"data": {"limit": limit}}})])[
+            0
+        ]
 
     assert advised(group).endswith("decides.") and advised(old).endswith("decides; all 20 have to be measured.")
-    assert advised(group, None) == advised(group, 80) == "Next: a prompt set of 20 questions or more, which a verdict takes."
+    assert (
+        advised(group, None) == advised(group, 80) == "Next: a prompt set of 20 questions or more, which a verdict takes."
+    )
 
 
 def test_rows_of_earlier_weights_stand_beside_none_of_newer_ones_and_decide_nothing(tmp_path):
