@@ -399,7 +399,9 @@ def test_outputs_of_layers_are_stored_beside_the_states(tmp_path):
     text = writer(target, tmp_path)
     text.write()
     bare = Shards(text)
+    assert bare.hold([]) and not bare.hold([0])
     folder, less = bare.build(), bare.bytes_per_token
+    assert not bare.hold([0])
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     shards = Shards(writer(target, tmp_path, **settings))
     used, unread = shards.tokens()
@@ -409,6 +411,7 @@ def test_outputs_of_layers_are_stored_beside_the_states(tmp_path):
     after = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     assert after == before, "states that trainings have read stay as they are"
     assert not bare.tokens()[1], "one that needs no layers finds its states"
+    assert bare.hold([0, 2]) and not bare.hold([1]), "and one that reads these finds them without asking for them"
     taps = Taps(hidden=(2,), last=False)
     stored, online = (
         CorpusReader(folder, 4, False, 0, taps=taps),
