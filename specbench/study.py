@@ -47,7 +47,7 @@ def main(config: Any) -> None:
     decoded = study.decode(run, trained, budget, console.live)
     command_output.show_study(run.name, run.study, decoded)
     if budget.seconds is not None and (left := study.unfinished(run, decoded, trained)):
-        print(f"{left}; {UNFINISHED}")
+        print(f"{left}; {UNFINISHED}{', without rerun=all' if config.get('rerun') == 'all' else ''}")
     study.require_complete(run, decoded, trained)
 
 

@@ -13,6 +13,7 @@ usage() { sed -n '4,9s/^# *//p' "$0" >&2; exit 2; }
 take() { # keep a package's piece; once all pieces are here, unpack them, and what they install
     home=${GPU_HOME:-$HOME/gpu-day}
     mkdir -p "$home/pieces"
+    cmp -s "$1/SHA256SUMS" "$home/pieces/SHA256SUMS" || rm -f "$home/pieces"/* # of the stage before
     cp "$1"/piece.* "$1/SHA256SUMS" "$home/pieces"
     cd "$home/pieces"
     sha256sum --quiet --ignore-missing -c SHA256SUMS

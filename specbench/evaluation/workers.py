@@ -12,6 +12,7 @@ from specbench.common import timing
 from specbench.common.budget import Budget
 from specbench.common.errors import warn
 from specbench.common.processes import dying_with_parent, signal_of
+from specbench.config import catalog
 from specbench.evaluation.plan import Scope, Task, all_tasks
 
 MIN_SLICE_S = 30.0
@@ -111,7 +112,7 @@ def _start(task: Task, settings: Settings, budget: Budget) -> Process:
         f"minutes={minutes:.2f}", f"results={scope.results}", "show=false",
     ]  # fmt: skip
     command += [] if any(word.startswith("model=") for word in task.words) else [f"model={scope.model}"]
-    if settings.data is not None and Path(settings.data, f"{task.options.dataset}.jsonl").is_file():
+    if settings.data is not None and _is_below(Path(settings.data), task.options.dataset):
         command.append(f"data.root={settings.data}")
     if task.kind != "timed":
         command.append("threads=1")
@@ -119,6 +120,12 @@ def _start(task: Task, settings: Settings, budget: Budget) -> Process:
     print(f"{task.study}, cell {task.cell}: {task.done} of {task.planned} questions so far", file=sys.stderr, flush=True)
     prepare = dying_with_parent(0 if task.kind == "timed" else LOW_PRIORITY)
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=prepare)
+
+
+def _is_below(root: Path, dataset: str) -> bool:
+    """Has a folder the file of a data set, or that of several sets in which it is?"""
+    shared = catalog.file("dataset", dataset).node.get("shared")
+    return any((root / name).is_file() for name in (f"{dataset}.jsonl", shared) if name)
 
 
 def _ended(running: Iterable[Process]) -> Process:

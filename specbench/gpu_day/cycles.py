@@ -46,11 +46,11 @@ def trace(target: Target, arm: Arm, folder: Path, backend: str) -> dict[str, Any
     next(events)
     list(islice(events, WARM))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if target.device.type == "cuda" else [])]
-    begin = clock()
     with profile(activities=activities) as profiler:
+        begin = clock()
         cycles = len(list(islice(events, CYCLES)))
-        clock()
-    found = summary(profiler, cycles, clock() - begin)
+        seconds = clock() - begin
+    found = summary(profiler, cycles, seconds)
     found |= {"drafter": arm.label, "backend": backend, "simulated": rule.simulated, "dtype": str(target.dtype)}
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"{arm.label}-{backend}.trace.json.gz"))
@@ -59,7 +59,7 @@ def trace(target: Target, arm: Arm, folder: Path, backend: str) -> dict[str, Any
 
 
 def summary(profiler: Any, cycles: int, seconds: float) -> dict[str, Any]:
-    """Numbers of a trace, per cycle. seconds: from its begin to its end, the profiler's own work included."""
+    """Numbers of a trace, per cycle. seconds: of all cycles, with what the profiler does meanwhile."""
     events = profiler.key_averages()
     operators = [e for e in events if e.key.startswith("aten::")]
     on_device = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]

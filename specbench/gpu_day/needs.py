@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_text
 from specbench.common.storage import PROJECT, write_file
 from specbench.config import run_spec
 from specbench.config.cli import composed
@@ -118,7 +119,7 @@ def _is_in(name: str, present: Sequence[str]) -> bool:
 
 def _names(path: Path) -> list[str]:
     """Names in a list of packages, with or without versions."""
-    lines = path.read_text().splitlines()
+    lines = read_text(path).splitlines()
     return [canonicalize_name(match[0]) for line in lines if (match := re.match(r"[A-Za-z0-9._-]+", line.strip()))]
 
 

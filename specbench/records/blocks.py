@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +43,7 @@ class Block:
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]):
-        now = datetime.now(timezone.utc)
+        now = datetime.now(UTC)
         machine = re.sub(r"[^a-z0-9]+", "-", str(header["hardware"]["device"]).lower()).strip("-")[:40]
         self.path = folder / f"{now:%Y-%m-%dT%H%M%S.%f}-{machine}-{secrets.token_hex(3)}.jsonl"
         started = f"{now:%Y-%m-%dT%H:%M:%S.%f}Z"

@@ -15,11 +15,11 @@ Drawing: `specbench.reporting.study_series` and `charts`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from annotated_types import MinLen
 from pydantic import Discriminator, StringConstraints
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Name, Temperature, Text

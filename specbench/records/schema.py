@@ -3,11 +3,11 @@
 Everything that a table or figure uses is declared, with its range; `OPEN` types keep other keys too. Rows: see `rows.py`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from annotated_types import Ge, Interval, MinLen
 from pydantic import AfterValidator, AllowInfNan, Discriminator, Tag, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from specbench.common.io import OPEN
 from specbench.common.types import Share, Temperature

@@ -8,11 +8,11 @@ own study only.
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from annotated_types import Gt, Interval, MinLen
 from pydantic import AfterValidator, StringConstraints, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from specbench.common.environment import installed
 from specbench.common.errors import SpecBenchError
@@ -32,7 +32,7 @@ Selector = Annotated[str, StringConstraints(pattern=r"^\w*(; \w+=[^;]+)*$")]  # 
 PLACE = ("dataset", "temperature", "batch", "quantised", "adapted", "cut_after")  # name one of a study's cells, see `At`
 # See `specbench.evaluation.measurements`.
 Measured = Literal[
-    "memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "busy", "floor", "quality"
+    "memory", "training", "drafting", "overhead", "target_pass", "clients", "generate", "busy", "bandwidth", "quality"
 ]  # fmt: skip
 Quantised = Literal["int8", "int4"]
 Aspect = Literal["tree", "dataset", "temperature", "length", "dtype", "prompts", "batch", "target"]

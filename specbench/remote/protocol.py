@@ -16,13 +16,13 @@ the number `n` of its request, so that a late one is recognised.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import msgpack
 import torch
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import STRICT

@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from specbench.common.errors import SpecBenchError, one_line
+from specbench.common.timing import Clock
 from specbench.engine.interface import DraftTree, TargetStates
 from specbench.engine.target import Target
 from specbench.engine.tensors import dtype_name
@@ -88,7 +89,7 @@ class Server:
     ):
         self.limits, self.idle_s = limits, idle_s
         self.sessions = Sessions(target, limits, {c.taps.condensed: c for c in condensers})
-        self.fingerprint = target.fingerprint()
+        self.fingerprint, self.clock = target.fingerprint(), Clock(target.device)
         self.clients: dict[bytes, Client] = {}
         self.socket = server_socket(address, limits["message"])
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
@@ -188,12 +189,12 @@ class Server:
             self._refuse(peer, client.number, error)
 
     def _begin(self, client: Client) -> dict[str, Any]:
-        begin = time.perf_counter()
+        begin = self.clock()
         request = client.take()
         assert request is not None and request["kind"] == "begin"
         answer = self.sessions.begin(client.session, request)
         client.streaming = request["taps"]["free_running"] and "token" in answer
-        client.used += (seconds := time.perf_counter() - begin)
+        client.used += (seconds := self.clock() - begin)
         return {**answer, "seconds": seconds}
 
     def _await_pass(self, waiting: list[tuple[bytes, DraftTree]], peer: bytes, client: Client) -> None:
@@ -207,7 +208,7 @@ class Server:
 
     def _pass(self, waiting: list[tuple[bytes, DraftTree]]) -> None:
         """One pass over trees of several clients. If it fails, each has one of its own, and whose fails, fails."""
-        begin = time.perf_counter()
+        begin = self.clock()
         try:
             states = self.sessions.forward([self.clients[peer].session for peer, _ in waiting], [t for _, t in waiting])
         except Exception as error:
@@ -217,16 +218,16 @@ class Server:
             for one in waiting:
                 self._pass([one])
             return
-        seconds = time.perf_counter() - begin
+        seconds = self.clock() - begin
         for (peer, tree), own in zip(waiting, states, strict=True):
             self.clients[peer].used += seconds / len(waiting)
             self._reply(peer, partial(self._accept, tree, own, seconds))
 
     def _accept(self, tree: DraftTree, states: TargetStates, seconds: float, client: Client) -> dict[str, Any]:
         """seconds: of the pass."""
-        begin = time.perf_counter()
+        begin = self.clock()
         answer = self.sessions.accept(client.session, tree, states)
-        client.used += (own := time.perf_counter() - begin)
+        client.used += (own := self.clock() - begin)
         return {**answer, "seconds": seconds + own}
 
     def _refuse(self, peer: bytes, number: int, error: Exception) -> None:

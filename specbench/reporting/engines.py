@@ -68,8 +68,8 @@ def _floor_lines(group: Sequence[Entry]) -> Iterator[list[str]]:
 
 
 def floor(group: Sequence[Entry]) -> dict[str, float] | None:
-    """The least of the baseline's `floor`, see `specbench.evaluation.costs`; None if no quiet machine measured it."""
-    found = [] if any(e.busy for e in group) else _of_baseline(group, "floor", FLOOR)
+    """The least of the baseline's `bandwidth`, see `specbench.evaluation.costs`; None if no quiet machine measured it."""
+    found = [] if any(e.busy for e in group) else _of_baseline(group, "bandwidth", FLOOR)
     return dict(min(found, key=lambda values: values["ms"])) if found else None
 
 

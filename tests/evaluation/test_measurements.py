@@ -327,7 +327,7 @@ def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
         ("target_pass", "none"): 2,
         ("generate", "none"): 1,
         ("busy", "none"): 1,
-        ("floor", "none"): 1,
+        ("bandwidth", "none"): 1,
     }
     assert measured(second) == measured(replayed) == {}
 
@@ -346,7 +346,7 @@ def test_a_killed_study_goes_on_with_what_was_not_measured(home, tmp_path):
     assert path.read_bytes() == before
     assert measured(*below(tmp_path)) == {  # each once: what was there was not measured again
         ("memory", "none"): 1,
-        ("floor", "none"): 1,
+        ("bandwidth", "none"): 1,
         ("memory", "eagle2"): 1,
         ("drafting", "eagle2"): 3,
         ("training", "eagle2"): 1,

@@ -231,7 +231,7 @@ def test_the_floor_is_what_a_pass_reads_at_the_speed_of_reading(monkeypatch):
     target = tiny()
     now = iter(range(10**6))
     monkeypatch.setattr(costs, "Clock", lambda device: lambda: next(now))  # every read takes a second
-    found = costs.floor(target, PROMPTS, 12)
+    found = costs.bandwidth(target, PROMPTS, 12)
     config = target.config
     weights = sum(p.numel() for p in target.decoder.layers.parameters()) + target.head.weight.numel()
     rows, kv = (4 + 3) // 2 + 6, 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -239,7 +239,7 @@ def test_the_floor_is_what_a_pass_reads_at_the_speed_of_reading(monkeypatch):
     assert found["gb_per_s"] == pytest.approx(found["bytes"] / 1e9) and found["ms"] == pytest.approx(1000)
     assert found["tokens_per_s"] == pytest.approx(1)
     monkeypatch.setattr(costs, "READ_BYTES", found["bytes"] // 4)  # no more is read, and it takes as long
-    assert costs.floor(target, PROMPTS, 12)["ms"] == pytest.approx(4000, rel=0.01)
+    assert costs.bandwidth(target, PROMPTS, 12)["ms"] == pytest.approx(4000, rel=0.01)
 
 
 # Packages that are not there -------------------------------------------------------------------------------------------
@@ -321,7 +321,9 @@ def group(tmp_path):
     for r in range(3):
         cell.write(Measurement("none", "generate", r, {"ours": 30.0, "theirs": 20.0, "ratio": 1.5, "identical": 1.0}))
         cell.write(Measurement("int8", "generate", r, {"ours": 30.0, "theirs": 60.0, "ratio": 0.5, "identical": r / 4}))
-        cell.write(Measurement("none", "floor", r, {"bytes": 5e8, "gb_per_s": 25.0, "ms": 20.0 + r, "tokens_per_s": 50.0}))
+        cell.write(
+            Measurement("none", "bandwidth", r, {"bytes": 5e8, "gb_per_s": 25.0, "ms": 20.0 + r, "tokens_per_s": 50.0})
+        )
     cell.write(Measurement("int8", "generate", 3, {"ours": 1.0}))  # of which a part is missing
     return cells.collect([cell.path])
 

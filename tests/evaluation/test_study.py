@@ -199,7 +199,7 @@ def test_a_study_of_memory_measures_it_of_each_data_set_once():
     study = {"cells": cells, "measure": {"memory": 5, "drafting": 3}}
     base = settled("eagle2")
     found = [study_runs.repetitions(study, number, base, []) for number in range(len(cells))]
-    assert found == [{}, {"memory": 5, "floor": 1, "drafting": 3}, {}, {"memory": 5}, {}]
+    assert found == [{}, {"memory": 5, "bandwidth": 1, "drafting": 3}, {}, {"memory": 5}, {}]
 
 
 def test_drafters_beyond_the_studys_arms_and_other_datasets_can_be_named(home, tmp_path):

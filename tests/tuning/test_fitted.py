@@ -2,12 +2,16 @@
 
 import itertools
 import random
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import configuration, make, settled, tiny
+from fixtures import random_row, settings
 
+from specbench.common import environment
 from specbench.common.errors import SpecBenchError
 from specbench.common.io import parse
 from specbench.common.storage import sha256_of
@@ -16,6 +20,7 @@ from specbench.engine.policies import Dynamic, Static
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation import fitting, study_runs
+from specbench.records.blocks import Block
 from specbench.training.corpus_reader import HeldOutAnswer
 from specbench.training.replay import replay
 from specbench.tuning import acceptance as measured
@@ -313,6 +318,32 @@ def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
     assert drafter.nodes == max(drafter.retrieval.nodes, drafter.base.nodes) and drafter.passes == drafter.base.passes
     assert configuration("hybrid").drafter.base.vocabulary is None
     assert fitting.fit(make("hybrid", target), spec, target, "hybrid") == {}, "a tree of a paper is not fitted"
+
+
+def test_a_replay_takes_the_tree_of_timed_rows(tmp_path):
+    """Whatever threads and precision its drafter has there; and never one that other replays timed beside other work."""
+    target, spec = tiny(), settled("eagle2", "tree=fitted", "replay=true", f"results={tmp_path}")
+    drafter = make("eagle2", target, "tree=fitted")
+    spec.own["drafter"].setdefault("name", "eagle2")
+
+    def written(cell, verify, **more):
+        header = settings("eagle2") | {"hardware": environment.hardware(target.device) | {"threads": 2}, **more}
+        fitted = {"choice": {"depth": 1, "top_k": 1, "nodes": 2, "tau": 1.0, "speedup": 1.0}}
+        fitted["costs"] = asdict(replace(COSTS, verify={1: verify, 2: verify}))
+        header["arms"]["eagle2"] |= {"drafter": spec.drafter, "fitted": fitted}
+        Block(spec.cell_folder.parent / cell, header).write(random_row(np.random.default_rng(0))[0])
+
+    def found():
+        costs = fitting._earlier_costs(drafter, spec, target, "eagle2")
+        return None if costs is None else costs.verify[1]
+
+    assert found() is None
+    written("other-replayed", 9.0, replay=True)
+    assert found() is None
+    written(spec.cell_folder.name, 3.0, replay=True)
+    assert found() == 3.0
+    written("timed", 1.0)
+    assert found() == 1.0
 
 
 def test_arms_that_need_no_timing_decode_first_where_others_do(monkeypatch):
