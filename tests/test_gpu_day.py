@@ -71,7 +71,7 @@ def test_bench7b_says_that_its_acceptance_is_assumed(home, tmp_path):
     assert blocks and all(header["simulated"] for header, _ in blocks)
     assert all(row.audit["verdict"] == "simulated acceptance" for _, rows in blocks for row in rows)
     assert "SIMULATED" in (back / "logs" / "speed-eager.log").read_text()
-    assert any("floor" in path.read_text() for path in (back / "results").rglob("*.jsonl"))
+    assert any("bandwidth" in path.read_text() for path in (back / "results").rglob("*.jsonl"))
     found = json.loads((back / "traces" / "eagle2-eager.json").read_text())
     assert found["simulated"] and found["cycles"] == 5 and found["operators"] > 50 and found["ms"] > 0
     with gzip.open(back / "traces" / "eagle2-eager.trace.json.gz") as trace:

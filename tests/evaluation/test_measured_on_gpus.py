@@ -60,7 +60,7 @@ def test_on_a_gpu_nothing_is_loaded_a_second_time(quantity, measure, device, mon
     target = SimpleNamespace(device=torch.device(device), packing=packing)
     if device == "cuda":
         monkeypatch.setattr(isolated, measure, lambda *given: called.append(target if target in given else None) or {})
-    arm = SimpleNamespace(spec=None, bound=None)
+    arm = SimpleNamespace(spec=None, bound=None, label="a")
     measurements.QUANTITIES[quantity].measure(measurements.Workload(target, [[1]], 4, None), arm)
     assert called == ([target] if device == "cuda" else ["a process of its own"])
 
