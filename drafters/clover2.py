@@ -117,6 +117,12 @@ class Clover2(PrefixLayers, TrainedDrafter):
         self.head_rows, self.decay = head_rows, decay
         self.regression, self.classification = regression, classification
 
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        begin, later = (self.entry, self.prefix_layers, self.first), (self.gate, self.later)
+        sizes = [sum(p.numel() for part in parts for p in part.parameters()) for parts in (begin, later)]
+        self.active_parameters -= min(sizes)  # a pass runs the one or the other
+
     def build(self, target: Target) -> None:
         width, heads = target.hidden_size, target.config.num_attention_heads
         if width % heads:

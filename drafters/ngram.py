@@ -16,6 +16,7 @@ corpus that the trained drafters see, with one added count. `followers` keeps th
 tokens and 49,152 ids, 72% of all pairs).
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +77,9 @@ class NGram(Drafter):
         self._check(tables, folder / WEIGHTS)
         self._fill(tables)
         self.contents |= stored.contents_of(folder)
+
+    def _row(self) -> Any:
+        return copy.copy(self)  # tables are the same
 
     # Counts -------------------------------------------------------------------------------------------------------------
 

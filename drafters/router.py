@@ -1,4 +1,4 @@
-"""CORAL's LM-head router on any drafter whose logits come from the target's head (arXiv:2502.16880, section 3.3).
+"""CORAL's LM-head router on EAGLE's family and Clover-2, with the target's head (arXiv:2502.16880, section 3.3).
 
 The vocabulary is cut into N groups of neighbouring ids. A router maps the drafter's state h to a distribution over groups;
 only the likeliest groups of each node of a level are multiplied,
@@ -72,6 +72,8 @@ class Routed(TrainedDrafter, Delegating):
         self.base.bind(target)
         if getattr(self.base.target_logits, "func", None) != target.logits:  # see `share_ends`
             raise SpecBenchError(f"drafter={self.base.name} has a head of its own; a router chooses among the target's")
+        if type(self.base).draft_states is TrainedDrafter.draft_states:
+            raise SpecBenchError(f"drafter={self.base.name}: a router takes a drafter of EAGLE's family or Clover-2")
         self.base.requires_grad_(False)
         self.embedding, self.head = target.embedding, target.draft_head
         self.size = -(-target.vocab_size // self.groups)  # ids a group; the last may be smaller

@@ -24,7 +24,8 @@ from specbench.evaluation.audit import MAX_ULPS, MIN_ULPS, audit
 from specbench.training.corpus import settle_precision
 
 SAMPLED = Sampler(0.8, top_k=4)
-TOKENS = 25  # of an answer: enough for a dozen cycles
+TOKENS = 17  # of an answer: enough for eight cycles
+DISTINCT = [*{configuration(d).drafter.weights: d for d in reversed(SHIPPED)}.values()]  # other trees change no ids
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_other_engines_answer_alike_with_the_targets_own_values(real, answers, n
     assert [len(peer.greedy(prompt, 2 * TOKENS)) for prompt in prompts] == [2 * TOKENS] * 2, "nothing stops it"
 
 
-@pytest.mark.parametrize("drafter", SHIPPED)
+@pytest.mark.parametrize("drafter", DISTINCT)
 def test_greedy_output_is_identical_in_float32_and_better_than_chance(real, answers, drafter):
     """The shipped weights were trained for this target, with this wiring: they must be accepted."""
     target, prompts = real

@@ -185,11 +185,12 @@ def trained_drafter(name: str, vocabulary: int | None = None, *, _parent_: Any) 
 
     vocabulary: size of its draft vocabulary; None: as in its file. Raises `SpecBenchError` for an unknown name.
     """
-    files: dict[str, Any] = {path.stem: OmegaConf.load(path) for path in sorted(Path(CONF, "drafter").glob("*.yaml"))}
-    known = {stem: file.drafter for stem, file in files.items() if "weights" in file.get("drafter", {})}
-    if name not in known:
+    path = Path(CONF, "drafter", f"{name}.yaml")
+    file: Any = OmegaConf.load(path) if path.is_file() else {}
+    if "weights" not in file.get("drafter", {}):
+        known = [other for other in catalog.names("drafter") if "weights" in catalog.file("drafter", other).node]
         raise SpecBenchError(f"there is no trained drafter {name}{validation.nearest(name, known)}")
-    options: DictConfig = known[name]
+    options: DictConfig = file.drafter
     if vocabulary is not None:
         options.vocabulary = vocabulary
     options._set_parent(_parent_)  # its interpolations refer to the whole configuration

@@ -158,12 +158,13 @@ def _published(model: str) -> dict[str, str]:
 
 
 def _blocks(folder: Path, kind: Kind) -> list[BlockIndex]:
-    """The blocks of a cell that count here: if timed, only those of this kind of machine."""
+    """The blocks of a cell that count here: of its newest settings; if timed, only those of this kind of machine."""
     known = [
         k
         for k in blocks.scan_all(folder, BASELINE)
         if k.header["decoding"] == identity.DECODING and identity.cell_key({**k.header, **identity.SPEEDS}) == k.cell
     ]
+    known = [k for k in known if k.cell == known[-1].cell]
     if kind != "timed":
         return known
     hardware: Any = environment.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -185,6 +185,7 @@ def test_what_is_not_received_or_piles_up_is_bounded_and_others_are_served():
             with suppress(zmq.Again):  # once the server has closed the connection nothing goes out
                 silent.socket.send(protocol.encode({**wide, "n": sent}), zmq.NOBLOCK)
             sent += 1
+        assert not own.clients, "the silent client is not dropped"
         with raw(own.address) as other:
             assert other.ask(BEGIN)["kind"] == "answer"
         silent.close()
