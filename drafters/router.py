@@ -1,4 +1,4 @@
-"""CORAL's LM-head router on EAGLE's family and Clover-2, with the target's head (arXiv:2502.16880, section 3.3).
+"""CORAL's LM-head router on any drafter whose logits come from the target's head (arXiv:2502.16880, section 3.3).
 
 The vocabulary is cut into N groups of neighbouring ids. A router maps the drafter's state h to a distribution over groups;
 only the likeliest groups of each node of a level are multiplied,
@@ -8,7 +8,8 @@ only the likeliest groups of each node of a level are multiplied,
 so that a level reads a part of the head's rows. All nodes of a level use the union of their groups. Ids of other groups get
 -inf before any top-k, and what is left is renormalised.
 
-Training, a second stage with the drafter frozen: L = - sum over g of P_g log p_r(g), P_g the target's mass in group g.
+Training, a second stage with the drafter (EAGLE's family, Clover-2) frozen: L = - sum over g of P_g log p_r(g), P_g the
+target's mass in group g.
 
 Deviations and choices: the router is one linear layer (not given in the paper); it is trained on teacher-forced states.
 The groups of a level are read back to the host, since slices of the head are free while a gather would copy rows: a cycle
@@ -72,8 +73,6 @@ class Routed(TrainedDrafter, Delegating):
         self.base.bind(target)
         if getattr(self.base.target_logits, "func", None) != target.logits:  # see `share_ends`
             raise SpecBenchError(f"drafter={self.base.name} has a head of its own; a router chooses among the target's")
-        if type(self.base).draft_states is TrainedDrafter.draft_states:
-            raise SpecBenchError(f"drafter={self.base.name}: a router takes a drafter of EAGLE's family or Clover-2")
         self.base.requires_grad_(False)
         self.embedding, self.head = target.embedding, target.draft_head
         self.size = -(-target.vocab_size // self.groups)  # ids a group; the last may be smaller
@@ -138,6 +137,8 @@ class Routed(TrainedDrafter, Delegating):
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """The router's cross-entropy; `mass` of p in the active groups; `agreement` of q's and p's argmax, of some."""
+        if type(self.base).draft_states is TrainedDrafter.draft_states:
+            raise SpecBenchError(f"drafter={self.base.name}: a router is trained on EAGLE's family or Clover-2; take one")
         drafted = batch.scored & (batch.positions > 0)  # the first state is never drafted
         with torch.no_grad():
             states = next(self.base.draft_states(batch, 1))[drafted]  # [M, D]

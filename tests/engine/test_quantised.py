@@ -255,7 +255,7 @@ def test_claims_take_each_quantised_target_by_itself(tmp_path):
     assert found.effect.value == pytest.approx(2, rel=0.1) and (found.done, found.planned) == (24, 24)
     assert "differ in dtype" in compare(test, Evidence(study | {"varies": []}, entries)).reason
     absent = compare({**test, "at": {"quantised": "int4"}}, Evidence(study, entries))
-    assert absent.effect is None and absent.reason == "no rows of none"
+    assert absent.effect is None and absent.reason == "no rows of none at quantised=int4"
     text = claim_text.describe(test, found.effect, "", Evidence(study, entries).place)
     assert text.startswith("speed of none at int8 over the original: 1.88 [")
 
@@ -286,7 +286,7 @@ def test_quality_is_what_teacher_forcing_says():
 
 
 def test_the_floor_of_a_quantised_target_reads_less():
-    full, int8 = (costs.floor(t, [[3, 4]], 4)["bytes"] for t in (tiny(**WIDE), quantised("int8", lean=False)))
+    full, int8 = (costs.bandwidth(t, [[3, 4]], 4)["bytes"] for t in (tiny(**WIDE), quantised("int8", lean=False)))
     layers = sum(p.nbytes for p in tiny(**WIDE).decoder.layers.parameters())
     assert full - int8 == layers - layers // 4
 
