@@ -88,7 +88,7 @@ class Sweep(Callback):
             print(visible(f"FAILED {', '.join(names)}: {error}"), file=sys.stderr)
         count = cells - complete
         minutes = (time.time() - begun) / 60
-        done = "complete" if config.get("minutes") is None else "as far as minutes= allows"
+        done = "complete" if config.get("minutes") is None else "decoded as far as minutes= allows"
         print(f"sweep: {cells - count} of {cells} cells {done}, {minutes:.1f} min", file=sys.stderr, flush=True)
         if count:
             warn(f"{count} cells failed, named above; the same command tries them again")

@@ -95,11 +95,7 @@ class PromptSet:
         if self.path is not None:
             return f"{self.path} line", own_prompts(user_path(self.path))
         if self.root is not None:
-            folder = user_path(self.root)
-            path = folder / f"{self.name}.jsonl"
-            if self.shared is not None and not path.is_file():
-                path = folder / self.shared
-            records = list(read_jsonl(path))
+            records = list(read_jsonl(file_below(user_path(self.root), self.name, self.shared)))
         elif self.wheel is not None:
             records = list(read_jsonl(file_from_wheel(self.wheel)))
         else:
@@ -158,6 +154,12 @@ class PromptSet:
                 f"cannot fetch dataset {self.name} from the hub ({type(error).__name__}); connect to the "
                 f"network or pass data.root=DIR with a file {self.shared or f'{self.name}.jsonl'} in it"
             ) from error
+
+
+def file_below(root: Path, name: str, shared: str | None) -> Path:
+    """The file of a set in a folder: its own, or that of several sets if it has none. See `PromptSet`."""
+    own = root / f"{name}.jsonl"
+    return own if shared is None or own.is_file() else root / shared
 
 
 def _require_unique(source: str, numbered: Sequence[tuple[int, Question]]) -> None:

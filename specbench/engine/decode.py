@@ -66,6 +66,11 @@ class Prefill:
     seconds: float
     draft_s: float
 
+    @property
+    def tokens(self) -> list[int]:
+        """As `Step` has them."""
+        return [self.token]
+
 
 @torch.inference_mode()
 def decode(

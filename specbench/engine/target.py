@@ -139,6 +139,12 @@ class Target(CausalLM):
             raise SpecBenchError("backend=graphs needs the whole target on one device; use backend=eager")
         self.captured = CapturedPasses(self.device)
 
+    def prepare(self, nodes: int) -> None:
+        """After a pass, capture those of trees of up to so many nodes, which would else be captured in a timed cycle."""
+        nodes = min(nodes, self.max_context - self.cache.length)
+        if self.captured is not None and nodes > 1:
+            self.captured.prepare(self, nodes)
+
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         captured, self.captured = self.captured, None

@@ -9,7 +9,7 @@ from specbench.common.errors import format_exception
 from specbench.data.chat import Message
 from specbench.data.prompts import Question
 from specbench.engine.batch import DecodedBatch, decode_together
-from specbench.engine.decode import Limits, Prefill
+from specbench.engine.decode import Limits
 from specbench.evaluation import phases, warm_up
 from specbench.evaluation.audit import audit
 from specbench.evaluation.runner import Bench, BoundDrafter
@@ -42,7 +42,7 @@ class BatchBench(Bench):
         batch = decode_together(
             self.target, bound.drafter, [prompt] * self.batch, limits, bound.rule, self.sampler, [None] * self.batch
         )
-        return sum(1 if isinstance(event, Prefill) else len(event.tokens) for one in batch.events for event in one)
+        return sum(len(event.tokens) for one in batch.events for event in one)
 
     def _decode_question(self, question: Question, index: int, ledger: Ledger, pace: Pace, wait: bool) -> bool:
         """Decode the batch that begins with a question, unless an earlier batch held it."""

@@ -28,7 +28,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.timing import Clock, PeakMemory
 from specbench.engine.backends import weight_only
 from specbench.engine.backends.packed_linear import unpacked
-from specbench.engine.decode import Limits, Prefill, decode
+from specbench.engine.decode import Limits, decode
 from specbench.engine.interface import Batch, Step
 from specbench.engine.peer import Peer
 from specbench.engine.pretrained import quiet
@@ -132,7 +132,7 @@ def _answer(
     target: Target, bound: BoundDrafter, prompt: list[int], tokens: int, stop_ids: tuple[int, ...] = ()
 ) -> list[int]:
     events = decode(target, bound.drafter, prompt, Limits(tokens, stop_ids), bound.rule, Sampler())
-    return [token for e in events for token in ([e.token] if isinstance(e, Prefill) else e.tokens)]
+    return [token for e in events for token in e.tokens]
 
 
 @contextmanager
@@ -192,10 +192,9 @@ def quality(target: Target, original: Target, plain: BoundDrafter, prompts: Prom
 def bandwidth(target: Target, prompts: Prompts, tokens: int) -> dict[str, float]:
     """The least time of a plain pass: reading, once, the weights of layers and head, and the cache in mid-answer.
 
-    Weights count at the size that plain passes read: packed ones, and those that OpenVINO has rounded for narrow passes.
-
-    Reading is timed by the maximum of as many bytes, with as many threads: the fastest of several readings. Of a mixture of
-    experts all count.
+    Weights count as they are read: quantised ones packed, those that OpenVINO has in bfloat16 for narrow passes at two
+    bytes, of a mixture of experts all. Reading is timed by the maximum of as many bytes, with as many threads; the fastest
+    of several times counts.
 
     Returns:
         bytes: of a pass. gb_per_s: 10^9 bytes read a second. ms: a token. tokens_per_s.

@@ -1,8 +1,8 @@
 """Fits trees to the machine: from the costs of earlier blocks of the cell, or from costs that are timed now."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from specbench.engine.policies import TreePolicy
 from specbench.engine.target import Target
 from specbench.engine.tensors import dtype_name
 from specbench.records import blocks, identity
+from specbench.records.blocks import BlockIndex
 from specbench.records.metrics import BASELINE
 from specbench.tuning import acceptance, cost_model
 from specbench.tuning.cost_aware import Costs
-
-HARDWARE = ("device", "instructions", "cores")  # of headers: what makes a kind of machine
 
 
 def fit(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> dict[str, Any]:
@@ -81,30 +80,35 @@ def draft_dtype(drafter: Drafter) -> str | None:
 
 
 def _earlier_costs(drafter: Drafter, spec: RunSpec, target: Target, label: str) -> Costs | None:
-    """The costs behind this arm's tree in blocks of this cell; of several trees, the one with most rows; None without any.
+    """The costs behind this arm's tree in blocks of this cell; None without any. drafter: whose tree is fitted.
 
-    A replay takes the tree of the study's timed cells, whatever precision its drafter multiplies in there, so that it says
-    what that tree accepts; without one, the tree that it began with, on whatever machine. drafter: whose tree is fitted.
+    A replay takes the tree of the same cell's timed rows, in whatever precision the drafter multiplies there, so that it
+    says what that tree accepts; without one, the tree that it began with, on whatever machine.
     """
-    cell = spec.cell_folder
-    beside = [folder for folder in sorted(cell.parent.glob("*")) if folder != cell] if spec.replay else []
-    return _costs_in(beside, drafter, spec, target, label) or _costs_in([cell], drafter, spec, target, label)
+    hardware = environment.hardware(target.device)
+    header = {"hardware": hardware, "target": target.computed_by, "config": spec.shared, **identity.SPEEDS}
+    machine, dtype = identity.machine_key(header), draft_dtype(drafter)
+
+    def own(block: BlockIndex) -> bool:
+        here = spec.replay or block.machine == machine
+        return here and block.header["arms"][label].get("draft_dtype") == dtype
+
+    def timed(block: BlockIndex) -> bool:
+        return identity.kind_of(block.header["hardware"]) == identity.kind_of(hardware)
+
+    places = [(replace(spec, replay=False).cell_folder, timed)] if spec.replay else []
+    found = (_most_used(folder, spec, label, alike) for folder, alike in [*places, (spec.cell_folder, own)])
+    return next((costs for costs in found if costs is not None), None)
 
 
-def _costs_in(cells: Sequence[Path], drafter: Drafter, spec: RunSpec, target: Target, label: str) -> Costs | None:
-    here = {"hardware": environment.hardware(target.device), "target": target.computed_by}
-    header = {**here, "config": spec.shared, **identity.SPEEDS}
-    machine, options = identity.machine_key(header), identity.plain_options(spec.drafter)
-    dtype, hardware = draft_dtype(drafter), {k: v for k, v in here["hardware"].items() if k in HARDWARE}
+def _most_used(folder: Path, spec: RunSpec, label: str, alike: Callable[[BlockIndex], bool]) -> Costs | None:
+    """The costs behind an arm's tree in the blocks of a cell that are alike; of several trees, the one with most rows."""
     rows: Counter[str] = Counter()  # by tree
     costs: dict[str, tuple[Any, Path]] = {}
-    for folder, block in ((cell, block) for cell in cells for block in blocks.scan_all(cell, BASELINE)):
+    for block in blocks.scan_all(folder, BASELINE):
         arm: Any = block.header["arms"].get(label, {})
-        if folder == spec.cell_folder:
-            alike = arm.get("draft_dtype") == dtype and (spec.replay or block.machine == machine)
-        else:  # a timed one on this kind of machine, with however many threads
-            alike = hardware.items() <= block.header["hardware"].items() and not block.header.get("replay")
-        if "fitted" in arm and identity.plain_options(arm["drafter"]) == options and alike:
+        same = "fitted" in arm and identity.plain_options(arm["drafter"]) == identity.plain_options(spec.drafter)
+        if same and alike(block):
             tree = block.arms[label][1]
             rows[tree] += sum(row[0] == label for row in block.rows)
             costs[tree] = arm["fitted"]["costs"], block.path

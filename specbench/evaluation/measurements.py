@@ -175,15 +175,16 @@ def measure(
         planned = [(arm, Measurement(arm.label, name, r, {})) for r in range(count) for arm in measured]
         missing = [(arm, measurement) for arm, measurement in planned if measurement.key not in ledger.measured]
         if missing:
-            broken, waiting = _measure(name, missing, len(planned), ledger, load, budget)
-            failed, left = failed + broken, left + waiting
+            broken = _measure(name, missing, len(planned), ledger, load, budget)
+            failed += len(broken)
+            left += sum(m.key not in ledger.measured for arm, m in missing if arm.label not in broken)
     return failed, left
 
 
 def _measure(
     name: str, missing: list[tuple[Arm, Measurement]], planned: int, ledger: Ledger, load: Workload, budget: Budget
-) -> tuple[int, int]:
-    """Measure one quantity; returns the number of arms that raised, which are not tried again, and what is left."""
+) -> set[str]:
+    """Measure one quantity, as long as there is time; returns the labels of arms that raised, which are not tried again."""
     failed: set[str] = set()
     pace = Pace()
     with progress(f"measuring {name}", planned, "measurements") as reached:
@@ -192,7 +193,7 @@ def _measure(
             if arm.label in failed:
                 continue
             if not budget.allows(pace.of(1)):
-                return len(failed), sum(waiting.label not in failed for waiting, _ in missing[-(planned - count + 1) :])
+                break
             begin = time.monotonic()
             try:
                 chosen = load.of(measurement.repetition) if QUANTITIES[name].varied else load
@@ -204,4 +205,4 @@ def _measure(
                 ledger.write(measurement)
             pace.add(1, time.monotonic() - begin)
             reached(count)
-    return len(failed), 0
+    return failed

@@ -23,7 +23,7 @@ from specbench.common.timing import BackgroundLoad, Clock, PhaseClock
 from specbench.data.chat import Chat, Message, answer_text
 from specbench.data.prompts import Question
 from specbench.data.scoring import Check
-from specbench.engine.decode import Limits, Prefill, RunSettings, decode
+from specbench.engine.decode import Limits, RunSettings, decode
 from specbench.engine.drafter import Drafter, ServedEngine
 from specbench.engine.interface import Taps
 from specbench.engine.replay import ReplayTarget
@@ -339,11 +339,7 @@ class Bench:
             return len(row.tokens)
         limits = Limits(warm_up.TOKENS, self.target.stop_ids)
         events = decode(self.target, bound.drafter, prompt, limits, bound.rule, self.sampler)
-        tokens = sum(1 if isinstance(event, Prefill) else len(event.tokens) for event in events)
-        room = self.target.max_context - self.target.cache.length
-        if self.target.captured is not None and (nodes := min(bound.drafter.nodes, room)) > 1:
-            self.target.captured.prepare(self.target, nodes)  # the widest trees come later, in timed cycles
-        return tokens
+        return warm_up.finish(self.target, bound.drafter, events)
 
     def _duration(
         self, todo: Sequence[Question], ledger: Ledger, token_s: dict[str, float], budget: Budget, total_work: float

@@ -253,8 +253,8 @@ def bind(planned: PlannedArm, target: Target) -> Arm | None:
 def repetitions(study: Study, number: int, base: RunSpec, typed: Sequence[str]) -> dict[str, int]:
     """Repetitions by quantity in a cell.
 
-    Unless study or command line say otherwise, peak memory is measured once beside timed rows, and so is the bandwidth of a
-    local target.
+    Unless study or command line say otherwise, peak memory is measured once beside timed rows, and so is the least time of
+    a local target's plain pass.
     """
     counts = studies.measured_in(study, number)
     if number == studies.measuring_cell(study):

@@ -2,13 +2,17 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from specbench.common.errors import SpecBenchError, format_exception
 from specbench.data.chat import Chat
 from specbench.data.prompts import Question
+from specbench.engine.decode import Prefill
+from specbench.engine.drafter import Drafter
+from specbench.engine.interface import Step
+from specbench.engine.target import Target
 
 TOKENS = 16  # of each answer
 SHORT = 64  # tokens of a prompt on a CPU, where any ids do, and few always fit
@@ -25,6 +29,13 @@ def prompt(chat: Chat, questions: Sequence[Question], device: torch.device, max_
 
 def _encoded(chat: Chat, question: Question) -> list[int]:
     return chat.encode([{"role": "user", "content": question.turns[0]}])
+
+
+def finish(target: Target, drafter: Drafter, events: Iterable[Prefill | Step]) -> int:
+    """Decode to the end, and prepare the drafter's widest trees, which may come later; returns the number of tokens."""
+    tokens = sum(len(event.tokens) for event in events)
+    target.prepare(drafter.nodes)
+    return tokens
 
 
 def run(device: torch.device, times: int, arms: Mapping[str, Callable[[], int]]) -> dict[str, float]:

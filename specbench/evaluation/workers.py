@@ -12,7 +12,8 @@ from specbench.common import timing
 from specbench.common.budget import Budget
 from specbench.common.errors import warn
 from specbench.common.processes import dying_with_parent, signal_of
-from specbench.config import catalog
+from specbench.config.cli import composed
+from specbench.data.prompts import file_below
 from specbench.evaluation.plan import Scope, Task, all_tasks
 
 MIN_SLICE_S = 30.0
@@ -123,9 +124,9 @@ def _start(task: Task, settings: Settings, budget: Budget) -> Process:
 
 
 def _is_below(root: Path, dataset: str) -> bool:
-    """Has a folder the file of a data set, or that of several sets in which it is?"""
-    shared = catalog.file("dataset", dataset).node.get("shared")
-    return any((root / name).is_file() for name in (f"{dataset}.jsonl", shared) if name)
+    """Has a folder the prompts of a data set?"""
+    options = composed("run", [f"dataset={dataset}"]).dataset
+    return file_below(root, options.name, options.get("shared")).is_file()
 
 
 def _ended(running: Iterable[Process]) -> Process:

@@ -27,7 +27,6 @@ SAMPLING = 2
 # To be raised when a drafter's training makes other weights from the same options: then studies train them anew.
 OBJECTIVES = {"beagle": 2}  # 2: drawn ids are corrected for in predictions of its windows, too
 SPEEDS = {"timing": TIMING, "emulator": EMULATOR, "batching": BATCHING, "sampling": SAMPLING}  # as headers have them
-LOCAL = "local"  # the link of a target on this machine
 
 TENSOR_FILES = (".safetensors", ".bin", ".index.json")  # files of a target whose tensors are in its fingerprint
 FILES = ("weights", "searched", "path", "name")  # options that are paths or names
@@ -99,8 +98,8 @@ def cell_key(header: Mapping[str, Any]) -> str:
     """Target, decoding and mode of a block: of each arm and question only one row counts under one key."""
     config, target = header["config"], header["target"]
     settings = {name: sha for name, sha in (target.get("contents") or {}).items() if not name.endswith(TENSOR_FILES)}
-    sampler, decode, link = config["sampler"], config.get("decode") or {}, config.get("link") or {}
-    shape = plain_options({**link, "to": None})
+    sampler, decode = config["sampler"], config.get("decode") or {}
+    shape = plain_options({**(config.get("link") or {}), "to": None})
     quantised = target.get("quantised")
     sampled = sampler["temperature"] > 0 or bool(header.get("simulated"))
     return digest(
@@ -112,7 +111,7 @@ def cell_key(header: Mapping[str, Any]) -> str:
             "tokens": decode.get("max_new_tokens"),
             "seed": decode.get("seed") if sampled else None,
             "replay": bool(header.get("replay")),
-            "link": None if link.get("name", LOCAL) == LOCAL else shape,
+            "link": shape if _linked(config) else None,
             **({} if config.get("batch", 1) == 1 else {"batch": [config["batch"], header.get("batching", 1)]}),
             **({} if quantised is None else {"quantised": quantised}),
         }
@@ -137,13 +136,17 @@ def speeds_count(header: Mapping[str, Any]) -> bool:
 
 
 def _linked(config: Mapping[str, Any]) -> bool:
-    return bool((config.get("link") or {}).get("name", LOCAL) != LOCAL)
+    return bool((config.get("link") or {}).get("name", "local") != "local")
+
+
+def kind_of(hardware: Mapping[str, Any]) -> list[Any]:
+    """The kind of a machine, whatever the engine's settings on it. hardware: of a header."""
+    return [hardware["device"], hardware.get("instructions"), hardware["cores"]]
 
 
 def machine_key(header: Mapping[str, Any]) -> str:
     """The kind of machine and the engine's settings on it; speeds are pooled only over blocks with one key."""
     hardware, config = header["hardware"], header["config"]
-    machine = [hardware["device"], hardware.get("instructions"), hardware["cores"]]
     engine = [config.get("threads") or hardware.get("threads"), config.get("backend"), config["model"].get("forward")]
     attention = header["target"].get("attention")  # older blocks, and those of CPUs, name none
     chosen = [] if attention is None else [attention]
@@ -151,4 +154,4 @@ def machine_key(header: Mapping[str, Any]) -> str:
         chosen.append(f"emulator {header['emulator']}")
     if config["sampler"]["temperature"] > 0 and "sampling" in header:
         chosen.append(f"sampling {header['sampling']}")
-    return digest([*machine, *engine, header["target"].get("kernels"), header.get("timing"), *chosen])
+    return digest([*kind_of(hardware), *engine, header["target"].get("kernels"), header.get("timing"), *chosen])

@@ -240,11 +240,11 @@ def busy(rows: Sequence[Row], cores: int) -> str | None:
     """
     if any(r.replayed for r in rows):
         return None  # nothing was timed
-    # Over a link the server may be one of the other processes.
-    others = [r.others for r in rows if r.others is not None and r.link is None]
+    alone = [r for r in rows if r.link is None and r.served is None]  # else the server may be one of the other processes
+    others = [r.others for r in alone if r.others is not None]
     if others and (mean := float(np.mean(others))) > OTHERS * cores:
         return f"The machine was busy: other processes kept {mean:.1f} of its {cores} cores at work. Do not rely on speeds."
-    if shared := max((r.gpu.others or 0 for r in rows if r.gpu is not None), default=0):
+    if shared := max((r.gpu.others or 0 for r in alone if r.gpu is not None), default=0):
         return f"The GPU was shared: up to {shared} other processes had memory there. Do not rely on speeds."
     base = [r for r in rows if r.drafter == BASELINE and r.accepted]
     if len(base) < FEWEST:

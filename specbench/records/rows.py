@@ -44,7 +44,7 @@ class PromptRecord:
 
     @property
     def asked(self) -> str:
-        """Its question by text, since ids may change theirs: the digest; without one, the id."""
+        """What identifies its question: the digest of the text, since an id may have had another; the id without one."""
         return self.text or self.question
 
 

@@ -142,8 +142,8 @@ class Entry:
         return frozenset(row.asked for row in self.rows)
 
     def shares_questions(self, other: "Entry") -> bool:
-        """Are there questions of one name and text in both, as of a data set under two system prompts?"""
-        mine, theirs = ({(row.question, row.text) for row in e.rows if row.text} for e in (self, other))
+        """Are there questions of one text in both, as of a data set under two system prompts?"""
+        mine, theirs = ({row.text for row in e.rows if row.text} for e in (self, other))
         return not mine.isdisjoint(theirs)
 
     def with_rows(self, rows: Sequence[Row], baseline: Sequence[Row]) -> "Entry":

@@ -18,7 +18,7 @@ def digest(results: Path) -> str:
     """Digest of all files that the report on a results folder is made from."""
     whole = hashlib.sha256(f"{identity.DECODING} {identity.SPEEDS} {identity.OBJECTIVES}\n".encode())
     read = [(results, path) for pattern in READ for path in blocks.below(results, pattern)]
-    read += [(root, path) for root in (studies.FOLDER, PUBLISHED) for path in sorted(root.iterdir())]
+    read += [(root, path) for root in (studies.FOLDER, PUBLISHED) for path in sorted(root.glob("*"))]
     for root, path in read:
         if path.is_file():
             whole.update(f"{path.relative_to(root).as_posix()} {sha256_of(path)}\n".encode())

@@ -63,8 +63,15 @@ def whole(drafter, target, *overrides):
     return made
 
 
-def test_recording_which_runs_a_function_several_times_moves_no_row_twice(monkeypatch):
+DEEP = [0] + [0] * 50 + [0, *range(51, 120)]  # fifty children of the root, then a chain of seventy
+
+
+@pytest.mark.parametrize(("parents", "path"), [([0, 0, 0, 2, 2], [0, 2, 4]), (DEEP, [0, *range(51, 121)])])
+def test_recording_which_runs_a_function_several_times_moves_no_row_twice(parents, path, monkeypatch):
     """As on CUDA, where a function is recorded at its first call."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
 
     def prepare(self, *inputs):
         self._fill(*inputs)
@@ -76,13 +83,15 @@ def test_recording_which_runs_a_function_several_times_moves_no_row_twice(monkey
     monkeypatch.setattr(Captured, "prepare", prepare)
     kept = []
     for target in (tiny(), capturing()):
-        target.reset(64)
+        target.reset(256)
         target.prefill(torch.tensor(PROMPTS[0]))
-        parents = torch.tensor([0, 0, 0, 2, 2])
-        tree = build(torch.tensor([4, 5, 6, 7, 8]), parents, torch.tensor([0, 1, 1, 2, 2]), torch.zeros(5), 2, 2)
+        tokens = 4 + torch.arange(len(parents)) % 9
+        ranks = torch.zeros(len(parents), dtype=torch.long)
+        tree = build(tokens, torch.tensor(parents), torch.tensor(depths), ranks, max(depths), len(parents))
         target.forward(tree)
-        target.keep(torch.tensor([0, 2, 4]))
-        kept.append(torch.cat([part for layer in range(target.layers) for part in target.cache.rows(layer, 0, 6)]))
+        target.keep(torch.tensor(path))
+        rows = len(PROMPTS[0]) + len(path)
+        kept.append(torch.cat([part for layer in range(target.layers) for part in target.cache.rows(layer, 0, rows)]))
     torch.testing.assert_close(*kept)
 
 

@@ -321,7 +321,7 @@ def test_a_hybrids_trees_are_those_of_the_drafter_that_it_asks(monkeypatch):
 
 
 def test_a_replay_takes_the_tree_of_timed_rows(tmp_path):
-    """Whatever threads and precision its drafter has there; and never one that other replays timed beside other work."""
+    """Whatever threads and precision its drafter has there; without them its own, and never that of another cell."""
     target, spec = tiny(), settled("eagle2", "tree=fitted", "replay=true", f"results={tmp_path}")
     drafter = make("eagle2", target, "tree=fitted")
     spec.own["drafter"].setdefault("name", "eagle2")
@@ -331,18 +331,18 @@ def test_a_replay_takes_the_tree_of_timed_rows(tmp_path):
         fitted = {"choice": {"depth": 1, "top_k": 1, "nodes": 2, "tau": 1.0, "speedup": 1.0}}
         fitted["costs"] = asdict(replace(COSTS, verify={1: verify, 2: verify}))
         header["arms"]["eagle2"] |= {"drafter": spec.drafter, "fitted": fitted}
-        Block(spec.cell_folder.parent / cell, header).write(random_row(np.random.default_rng(0))[0])
+        Block(cell, header).write(random_row(np.random.default_rng(0))[0])
 
     def found():
         costs = fitting._earlier_costs(drafter, spec, target, "eagle2")
         return None if costs is None else costs.verify[1]
 
     assert found() is None
-    written("other-replayed", 9.0, replay=True)
+    written(replace(spec, batch=2, replay=False).cell_folder, 9.0)
     assert found() is None
-    written(spec.cell_folder.name, 3.0, replay=True)
+    written(spec.cell_folder, 3.0, replay=True)
     assert found() == 3.0
-    written("timed", 1.0)
+    written(replace(spec, replay=False).cell_folder, 1.0)
     assert found() == 1.0
 
 

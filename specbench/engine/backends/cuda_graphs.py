@@ -26,9 +26,8 @@ class Captured:
     """A function in fixed shapes.
 
     Args:
-        function: of tensors. Recording runs it several times with one input, after which its state must be that after one
-            run: where that is not so for all inputs, `prepare` it with one for which it is. It may not read a value back to
-            the host.
+        function: of tensors. It may not read a value back to the host. Recording runs it several times with the same
+            inputs: where that leaves another state than one run does, `prepare` it first with inputs for which it does not.
         inputs: what its buffers hold where a call gives less.
         graphs: whose device and memory it uses.
     """
