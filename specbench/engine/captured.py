@@ -39,14 +39,12 @@ class CapturedPasses:
         self.graphs = Graphs(device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self._made_for: tuple[Any, int] = (None, 0)  # a cache, and which of its allocations the graphs read and write
-        self._kept = 0  # captured number of rows that holds any path of the last tree; 0: the last pass was none of these
+        self._kept = 0  # rows of the last pass that may be kept; 0: it was none of these
 
     def forward(self, target: Any, tree: DraftTree) -> tuple[Tensor, ...]:
         """As `Target.read` of a tree behind a cache that is not empty; outputs are valid until the next pass."""
         count, key = len(tree), self.prepare(target, len(tree))
-        longest = min(count, tree.max_depth + 1)
-        self._kept = next((width for width in WIDTHS if width >= longest), width_of(count))
-        target.cache.pending = count
+        target.cache.pending, self._kept = count, min(count, tree.max_depth + 1)
         outputs = self.graphs.captured[key](tree.tokens, tree.depths, tree.ancestors)
         return tuple(x[:, :count] for x in outputs)
 
@@ -86,7 +84,8 @@ class CapturedPasses:
         if not size or cache.pending == 1:  # the pass was none of these, or nothing moves
             cache.keep(nodes)
         else:
-            self._mover(cache, size)(nodes)
+            size = max(size, len(nodes))
+            self._mover(cache, next((width for width in WIDTHS if width >= size), width_of(cache.pending)))(nodes)
             cache.advance(len(nodes))
 
 
