@@ -15,13 +15,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field
 
 from specbench.common import hashing
 from specbench.common.errors import SpecBenchError
+from specbench.common.io import read_json
 from specbench.common.progress import progress
 from specbench.common.storage import atomic_path, write_file
 from specbench.common.types import Count, Few, Rows, Seed, Temperature, Times, Tokens
@@ -30,8 +31,10 @@ from specbench.data.chat import Chat, Message
 from specbench.data.corpus_file import Dialogue
 from specbench.engine.target import Target
 from specbench.training.answer_writer import Lengths, Precision, Prompt, fastest, write
+from specbench.training.precision import Reading, settled_reading
 
 MAX_CHARACTERS = 12  # of a token; longer questions are dropped without counting their tokens
+SETTINGS = "settings.json"
 MIN_ANSWER = 32  # tokens that an answer must have room for, or its question is not asked
 # options that say how much, where and how it is written, not what it is
 NON_IDENTITY_KEYS = ("tokens", "draws", "states", "layers", "shard", "rows", "reading")
@@ -61,7 +64,7 @@ class CorpusSettings:
     shard: Count = 96
     rows: Rows = 128
     precision: Precision = "target"
-    reading: Literal["auto", "target"] = "target"
+    reading: Literal["auto"] | Reading = "target"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperatures", tuple(self.temperatures))  # a configuration brings lists
@@ -153,6 +156,12 @@ class CorpusText:
         usable = [c for c in shuffled if len(c[0]["content"]) <= MAX_CHARACTERS * settings.prompt_tokens]
         return sorted(usable, key=lambda c: len(c[0]["content"]) >= 3 * settings.prompt_tokens)
 
+    @property
+    def reading(self) -> Reading:
+        """In which the target computes states of this text, after `prepare`."""
+        assert self.settings.reading != "auto"
+        return self.settings.reading
+
     # Reading ------------------------------------------------------------------------------------------------------------
 
     def written(self) -> dict[int, Dialogue]:
@@ -224,12 +233,22 @@ class CorpusText:
 
     def prepare(self) -> None:
         """Make the folder; unpack the packed corpus into it if that has these settings and nothing is written yet."""
-        write_file(self.folder / "settings.json", json.dumps(asdict(self.settings), indent=1))
+        self._settle_reading()
+        write_file(self.folder / SETTINGS, json.dumps(asdict(self.settings), indent=1))
         if self.settings.source == "answers" and self.packed is not None and not self.written():
             texts = corpus_file.unpack_checked(self.packed, self.digest)
             if texts:
                 with atomic_path(self._unpacked) as temporary:
                     temporary.write_bytes(b"".join(map(corpus_file.to_line, texts)))
+
+    def _settle_reading(self) -> None:
+        """Replace `reading=auto` by what earlier jobs settled for this corpus, else by what is faster here."""
+        if self.settings.reading == "auto":
+            path = self.folder / SETTINGS
+            earlier = read_json(path).get("reading") if path.is_file() else None
+            own = settled_reading(self.target.device, self.target.hidden_size)
+            reading = next((r for r in get_args(Reading) if r == earlier), own)
+            self.settings = replace(self.settings, reading=reading)
 
     def write(self, process: int = 0, processes: int = 1, held_out: bool = False) -> None:
         """Write what is missing, after `prepare`. Of several processes each writes its own dialogues into its own file.

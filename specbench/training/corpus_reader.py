@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specbench.common.errors import SpecBenchError
 from specbench.engine.interface import SIZE_STEP, Batch, Taps
 from specbench.engine.target import Target
-from specbench.training.precision import wide
+from specbench.training.precision import Reading, wide
 from specbench.training.shards import VALIDATION, Shard, read_shard
 
 Span = tuple[Path, int, int]  # a sequence: its shard, begin and end there
@@ -36,7 +36,7 @@ class CorpusReader:
         limit: use this many tokens' worth of shards at most.
         row_tokens: pack sequences end to end into rows of this many tokens (longer ones are cut off behind them); None
             gives each a row of its own, padded behind it.
-        reading: precision of what `online` computes, see `precision.wide`.
+        reading: in which `online` computes.
 
     Raises:
         SpecBenchError: no shards, or no states in them and no target to compute them.
@@ -52,7 +52,7 @@ class CorpusReader:
         taps: Taps | None = None,
         limit: int | None = None,
         row_tokens: int | None = None,
-        reading: str = "target",
+        reading: Reading = "target",
     ):
         self.batch, self.answers_only, self.seed, self.online = batch, answers_only, seed, online
         self.taps, self.row_tokens, self.reading = taps or Taps(), row_tokens, reading
@@ -118,7 +118,7 @@ class CorpusReader:
 
     def _compute_states(self, batch: Batch, target: Target, dtype: torch.dtype) -> None:
         """Fill in the states and tapped layers of a batch."""
-        with wide(self.reading, target.device, target.hidden_size):
+        with wide(self.reading, target.device):
             states, hidden, kv = target.tapped(batch.tokens, self.taps, batch.positions, batch.causal_mask())
         # autocast may have computed them in another precision
         batch.hidden = {layer: h.to(target.dtype) for layer, h in hidden.items()}

@@ -165,7 +165,7 @@ def _corpus(workspace: Workspace, drafter: Any, online: bool) -> CorpusReader:
         drafter.taps.resolve(workspace.target.layers),
         writing.tokens,
         job.row_tokens,
-        writing.reading,
+        workspace.text.reading,
     )
 
 

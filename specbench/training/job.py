@@ -92,8 +92,9 @@ class Workspace:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The options of `train`, with the precision that `auto` stood for."""
-        corpus = self.job.recipe["corpus"] | {"precision": self.text.settings.precision}
+        """The options of `train`, with what `auto` stood for."""
+        writing = self.text.settings
+        corpus = self.job.recipe["corpus"] | {"precision": writing.precision, "reading": self.text.reading}
         return {**self.job.recipe, "corpus": corpus}
 
     @property

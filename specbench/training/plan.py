@@ -1,11 +1,16 @@
-"""Disk, memory and time that a training needs, before it starts: time from a trial of seconds. Refuses what cannot fit."""
+"""Disk, memory and time that a training needs, before it starts, from a trial of seconds. Refuses what cannot fit."""
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError
@@ -54,7 +59,10 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool, processes: i
         memory = max(memory, _answer_cache(text))
     disk = stored_anew * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
     _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
-    seconds = training_tokens / processes * _training_seconds(drafter, target, settings, rows, online)
+    trial = _try(drafter, target, settings, rows, online)
+    memory = max(memory, int(3 * weights + LOGIT_COPIES * logits + trial.kept * rows * row_tokens))
+    _require(disk, shards.folder, memory, target.device)
+    seconds = training_tokens / processes * trial.seconds
     return (
         f"plan: {missing:,} more tokens of text, states of {stored_anew:,}; training at most {training_tokens:,} tokens, "
         f"about {seconds / 60:.0f} min; "
@@ -91,36 +99,72 @@ def _require(disk: int, folder: Path, memory: int, device: torch.device) -> None
         )
 
 
-def _training_seconds(drafter: Any, target: Target, settings: TrainSettings, rows: int, online: bool) -> float:
-    """Per token: one step in every phase, weighted by its share, on random tokens and states.
+@dataclass(frozen=True)
+class _Trial:
+    """What a training takes per token. kept: bytes held for the backward pass, in the phase that holds most."""
 
-    Leaves gradients, options and random state as they were.
-    """
-    seconds, progress = 0.0, 0.0
+    seconds: float
+    kept: float
+
+
+def _try(drafter: Any, target: Target, settings: TrainSettings, rows: int, online: bool) -> _Trial:
+    """Two steps in every phase on random tokens and states; leaves gradients, options and random state as they were."""
+    seconds, kept, progress = 0.0, 0.0, 0.0
     options = {name: getattr(drafter, name) for name in drafter.phased}
     drafter.train()
-    half = mixed(settings.precision, target.device, target.hidden_size) != "no"
+    length = min(TRIAL_LENGTH, target.max_context)
     with torch.random.fork_rng():
-        tokens = torch.randint(target.vocab_size, (rows, min(TRIAL_LENGTH, target.max_context)), device=target.device)
-        everywhere = torch.ones_like(tokens, dtype=torch.bool)
-        states = torch.randn(*tokens.shape, target.hidden_size, device=target.device, dtype=target.dtype)
-        for trial, phase in enumerate((settings.phases[0], *settings.phases)):
-            begin = time.perf_counter()
+        for phase in settings.phases:
             drafter.configure(**phase.drafter)
-            batch = Batch(tokens, states, everywhere, everywhere.clone(), progress=progress + phase.share / 2)
-            batch.hidden = dict.fromkeys(drafter.taps.hidden, states)
-            if online:
-                batch.states, batch.hidden, batch.kv = target.tapped(tokens, drafter.taps)
-            count = settings.vocabulary_in(phase)
-            if count is not None:
-                batch.vocabulary = torch.arange(min(count, target.vocab_size), device=target.device)
-            with torch.autocast(target.device.type, torch.bfloat16, enabled=half):
-                loss = drafter.loss(batch)["loss"]
-            loss.backward()
-            float(loss.detach())  # waits for the device
-            drafter.zero_grad(set_to_none=True)
-            if trial:  # the first one warms up
-                seconds += phase.share * (time.perf_counter() - begin)
-                progress += phase.share
+            progress += phase.share / 2
+            step = partial(_step, drafter, target, settings, settings.vocabulary_in(phase), progress, online)
+            (_, fewer), (spent, more) = step(rows, length // 2), step(rows, length)  # the first one warms up
+            seconds += phase.share * spent / (rows * length)
+            kept = max(kept, (more - fewer) / (rows * (length - length // 2)))  # weights that are held, too, do not grow
+            progress += phase.share / 2
     drafter.configure(**options)
-    return seconds / tokens.numel()
+    return _Trial(seconds, kept)
+
+
+def _step(
+    drafter: Any,
+    target: Target,
+    settings: TrainSettings,
+    vocabulary: int | None,
+    progress: float,
+    online: bool,
+    rows: int,
+    length: int,
+) -> tuple[float, int]:
+    """Seconds of one step, and bytes held for its backward pass."""
+    begin = time.perf_counter()
+    tokens = torch.randint(target.vocab_size, (rows, length), device=target.device)
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    states = torch.randn(*tokens.shape, target.hidden_size, device=target.device, dtype=target.dtype)
+    batch = Batch(tokens, states, everywhere, everywhere.clone(), progress=progress)
+    batch.hidden = dict.fromkeys(drafter.taps.hidden, states)
+    if online:
+        batch.states, batch.hidden, batch.kv = target.tapped(tokens, drafter.taps)
+    if vocabulary is not None:
+        batch.vocabulary = torch.arange(min(vocabulary, target.vocab_size), device=target.device)
+    half = mixed(settings.precision, target.device, target.hidden_size) != "no"
+    with torch.autocast(target.device.type, torch.bfloat16, enabled=half), _counting_held() as held:
+        loss = drafter.loss(batch)["loss"]
+    loss.backward()
+    float(loss.detach())  # waits for the device
+    drafter.zero_grad(set_to_none=True)
+    return time.perf_counter() - begin, sum(held.values())
+
+
+@contextmanager
+def _counting_held() -> Iterator[dict[int, int]]:
+    """Bytes by address of what autograd keeps for the backward pass, each memory once."""
+    held: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        held[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield held

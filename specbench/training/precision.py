@@ -6,14 +6,15 @@ does, it is bfloat16, too.
 
 import functools
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 
 TOKENS = 2048  # of the trial
 NARROW = 128  # hidden size below which converting costs more than it saves
 PAYS = 1.3  # times as fast: clearly faster
+Reading = Literal["bfloat16", "target"]  # in which a target computes states: products in bfloat16, or its own precision
 
 
 def mixed(precision: str, device: torch.device, width: int) -> str:
@@ -23,11 +24,14 @@ def mixed(precision: str, device: torch.device, width: int) -> str:
     return "bf16" if device.type != "cpu" or bfloat16_pays(width) else "no"
 
 
-def wide(precision: str, device: torch.device, width: int) -> AbstractContextManager[Any]:
-    """Context of a pass over many tokens of a float32 model: `auto` is bfloat16 where faster, `target` changes nothing."""
-    if precision == "auto" and device.type == "cpu" and bfloat16_pays(width):
-        return torch.autocast("cpu", torch.bfloat16)
-    return nullcontext()
+def settled_reading(device: torch.device, width: int) -> Reading:
+    """What `reading: auto` stands for on this machine. width: the target's hidden size."""
+    return "bfloat16" if device.type == "cpu" and bfloat16_pays(width) else "target"
+
+
+def wide(reading: Reading, device: torch.device) -> AbstractContextManager[Any]:
+    """Context of a target's pass over many tokens, of which only states are kept."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=reading == "bfloat16")
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from specbench.data.corpus_file import Dialogue
 from specbench.engine.interface import Taps
 from specbench.engine.target import Target
 from specbench.training.corpus import CorpusText
-from specbench.training.precision import wide
+from specbench.training.precision import Reading, wide
 
 VALIDATION = "validation"
 READ_TOKENS = 4096  # of a pass that computes states
@@ -45,7 +45,7 @@ class Sequence:
 
 
 def read(
-    target: Target, texts: list[Dialogue], states: bool = True, precision: str = "target", layers: tuple[int, ...] = ()
+    target: Target, texts: list[Dialogue], states: bool = True, reading: Reading = "target", layers: tuple[int, ...] = ()
 ) -> list[Sequence]:
     """Texts with the target's states, in the given order; neighbours in length share a right-padded pass."""
     parts: list[list[int]] = []
@@ -62,7 +62,7 @@ def read(
         padded = [texts[i].tokens + [0] * (longest - len(texts[i].tokens)) for i in part]
         tokens = torch.tensor(padded, device=target.device)
         positions = torch.arange(longest, device=target.device).expand_as(tokens)
-        with wide(precision, target.device, target.hidden_size):  # causal, so no real token sees the padding
+        with wide(reading, target.device):  # causal, so no real token sees the padding
             if layers:
                 last, hidden, _ = target.tapped(tokens, Taps(hidden=layers), positions)
                 found = [last, *(hidden[layer] for layer in layers)]
@@ -143,7 +143,7 @@ class Shards:
             show(total - left)
             for path, texts in missing.items():
                 settings, layers = self.settings, self._layers_of(path)
-                sequences = read(self.target, texts, settings.states, settings.reading, layers)
+                sequences = read(self.target, texts, settings.states, self.text.reading, layers)
                 save_layers(path, sequences)
                 if not self._has_states(path, texts):  # what trainings have read stays as it is
                     save_shard(path, sequences)

@@ -16,6 +16,7 @@ from specbench.data.corpus_file import unpack
 from specbench.engine.backends.quantised import EXACT, Int8Linear, quantised
 from specbench.engine.interface import SIZE_STEP, Taps
 from specbench.engine.rows import Rows
+from specbench.training import precision
 from specbench.training.answer_writer import Lengths, Prompt, write
 from specbench.training.corpus import CorpusSettings, CorpusText
 from specbench.training.corpus_reader import CorpusReader, held_out, packed
@@ -148,6 +149,15 @@ def writer(target, root, packed_at=None, **changes):
     made = CorpusText(CorpusSettings(**(SMALL | changes)), target, Words(), lambda: chats_of(60), root, packed_at)
     made.prepare()
     return made
+
+
+def test_states_of_a_corpus_are_read_in_one_precision_whatever_is_faster_later(tmp_path, monkeypatch):
+    target, readings = tiny(), []
+    for pays in (True, False):
+        monkeypatch.setattr(precision, "bfloat16_pays", lambda width, pays=pays: pays)
+        readings += [writer(target, tmp_path / folder, reading="auto").reading for folder in ("old", f"new-{pays}")]
+    assert readings == ["bfloat16", "bfloat16", "bfloat16", "target"]
+    assert writer(target, tmp_path / "old", reading="target").reading == "target"
 
 
 def test_writing_goes_on_where_it_was_cut_off(tmp_path):

@@ -20,7 +20,7 @@ from specbench.training.corpus_reader import CorpusReader
 from specbench.training.loss_vocabulary import LossVocabulary, draw
 from specbench.training.overwriting import made_by
 from specbench.training.parameters import check, optimizer
-from specbench.training.plan import _training_seconds
+from specbench.training.plan import _try
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
 from specbench.training.shards import Sequence, save_shard
 from specbench.training.trainer import METRICS_EVERY, Trainer
@@ -478,12 +478,24 @@ def test_what_the_drafter_lacks_is_said_before_the_first_step(tmp_path, case):
 def test_the_plan_tries_every_phase_and_leaves_the_drafter_as_it_was():
     target, drafter = tiny(), Fake(width=32)
     settings = TrainSettings(vocabulary=5, phases=PHASES)
-    assert _training_seconds(drafter, target, settings, 2, online=False) > 0
-    tried = drafter.seen[1:]  # the first one warms up
+    assert _try(drafter, target, settings, 2, online=False).seconds > 0
+    tried = drafter.seen[1::2]  # the first one of each phase warms up
     assert [s["gain"] for s in tried] == [3.0, 3.0, 0.5]
     assert [len(s["ids"] or range(VOCABULARY)) for s in tried] == [5, 3, 8]
     assert [s["progress"] for s in tried] == pytest.approx([0.15, 0.45, 0.8])
     assert (drafter.gain, drafter.noise) == (1.0, 0.1)
+
+
+def test_the_plan_counts_what_grows_with_tokens_and_is_held_for_the_backward_pass():
+    class Squares(Fake):
+        def loss(self, batch):
+            held = batch.tokens[..., None] * self.gain_of_all.weight[:, 0]  # [N, T, width], which the square holds
+            return {"loss": (held**2).sum()}
+
+    drafter = Squares(width=32)
+    drafter.gain_of_all = torch.nn.Linear(1, 32)
+    kept = _try(drafter, tiny(), TrainSettings(vocabulary=5), 2, online=False).kept
+    assert kept == 4 * 32 + 8  # and a token's id
 
 
 # What conf/ says ---------------------------------------------------------------------------------------------------------
