@@ -33,17 +33,19 @@ class _Bar(Progress):
 def progress(title: str, total: int, unit: str, below: Callable[[], str] | None = None) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with each count reached. The first count is that of work done earlier, for estimates.
 
-    below: makes the text under a terminal's bar at every count; both are erased at the end.
+    below: makes the text under a terminal's bar at every count; both are erased at the end. The bar is drawn at counts
+    alone: a thread that draws it at intervals would run beside what is timed.
     """
     if sys.stderr.isatty():
         counts = TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit)
         columns = TextColumn("{task.description}", markup=False), BarColumn(), counts, TimeRemainingColumn()
-        with _Bar(*columns, console=Console(stderr=True), transient=below is not None) as bar:
+        console = Console(stderr=True)
+        with _Bar(*columns, console=console, transient=below is not None, auto_refresh=False) as bar:
             task = bar.add_task(title, total=total)
 
             def reached(count: int) -> None:
                 bar.below = below() if below is not None else ""
-                bar.update(task, completed=count)
+                bar.update(task, completed=count, refresh=True)
 
             yield reached
         return

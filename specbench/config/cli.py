@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from specbench.common import environment, storage
 from specbench.common.errors import Reported, SpecBenchError, format_exception, one_line, warn
+from specbench.common.processes import INTERRUPTED
 from specbench.config import catalog, usage, validation
 
 CONF = str(storage.PROJECT / "conf")
@@ -41,7 +42,7 @@ def handle_errors(job: Callable[..., None]) -> Callable[..., bool]:
         try:
             job(*args)
         except KeyboardInterrupt:
-            sys.exit(_report("interrupted; run the same command again to continue"))
+            sys.exit(_interrupted())
         except Reported:
             return False
         except Exception as error:
@@ -115,7 +116,7 @@ def run_cli(main: Callable[[], None], name: str | None = None) -> None:
             catalog.require_optional(name, sys.argv[1:])
         main()
     except KeyboardInterrupt:
-        sys.exit(_report("interrupted; run the same command again to continue"))
+        sys.exit(_interrupted())
     except Exception as error:
         message = _missing_choice(error) or _unknown_option(error, name) or _parser_failure(error)
         sys.exit(_report(message or format_exception(error)))
@@ -251,6 +252,12 @@ def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{name}.")
+
+
+def _interrupted() -> int:
+    """Say how to go on; returns the exit code."""
+    warn("interrupted; run the same command again to continue")
+    return INTERRUPTED
 
 
 def _report(line: str) -> int:
