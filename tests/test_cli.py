@@ -144,7 +144,8 @@ def test_an_interrupted_run_says_how_to_go_on(home, tmp_path):
     wait_for_rows(process, tmp_path, 2)
     process.send_signal(signal.SIGINT)
     done = process.completed()
-    assert done.returncode == 130 and done.stderr.endswith("specbench: interrupted; run the same command again to continue\n")
+    assert done.returncode == 130
+    assert done.stderr.endswith("specbench: interrupted; run the same command again to continue\n")
     run(home, "run", *arguments)
     _, rows = records_of(tmp_path, "none")
     assert len({r.key for r in rows}) == len(rows) == 12 * 2

@@ -176,16 +176,20 @@ class Trainer:
             if self.step % METRICS_EVERY == 0 or over:
                 self.metrics.read(self.step)
                 self._show_progress()
-            due = now - validated > settings.validate_minutes * 60 or self.step in milestones
-            if due := self._agreed(due and not over):
-                self._save()  # a validation takes minutes; its result is saved below
+            validating, saving, pausing = self._agreed(
+                now - validated > settings.validate_minutes * 60,
+                now - saved > settings.checkpoint_minutes * 60,
+                not budget.allows(0),
+            )
+            if (validating or self.step in milestones) and not over:
+                saving = True  # now, since a validation takes minutes, and its result below
+                self._save()
                 self._log()
                 now = validated = time.monotonic()  # validation is no training time
-            if self._agreed(now - saved > settings.checkpoint_minutes * 60 or due or over):
+            if saving or pausing or over:
                 self._save()
                 saved = time.monotonic()
-            if not over and self._agreed(not budget.allows(0)):
-                self._save()
+            if pausing and not over:
                 raise Paused(self.step, self.total, self.seconds_left)
         self._enter(len(settings.phases) - 1)
         for parameter in self.parameters:
@@ -227,34 +231,33 @@ class Trainer:
             batch.progress = self.step / self.total
             with self.accelerator.autocast():
                 metrics = self.objective(batch)
-            own_tokens = sum(b - a for row in share for _, a, b in row)
-            loss, metrics, tokens = self._over_processes(metrics, batch, own_tokens)
+            loss, metrics = self._over_processes(metrics, batch)
             self.accelerator.backward(loss / len(batches))
-            total += tokens
+            total += sum(b - a for row in rows for _, a, b in row)
         return metrics, total
 
-    def _over_processes(
-        self, metrics: dict[str, Tensor], batch: Batch, tokens: int
-    ) -> tuple[Tensor, dict[str, Tensor], int]:
-        """This process's part of the loss, and metrics and token count of the whole batch, from those of its share.
+    def _over_processes(self, metrics: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """This process's part of the loss, and the metrics of the whole batch, from those of its share.
 
         Gradients are averaged over processes, so a share counts by its scored positions over their average.
         """
         if self.processes == 1:
-            return metrics["loss"], metrics, tokens
+            return metrics["loss"], metrics
         scored = batch.scored.sum()
-        totals: Tensor = self.accelerator.reduce(torch.stack([scored, torch.full_like(scored, tokens)]), "sum")
-        share = scored / totals[0].clamp(min=1) * self.processes
+        everywhere: Tensor = self.accelerator.reduce(scored, "sum")
+        share = scored / everywhere.clamp(min=1) * self.processes
         names = list(metrics)
         values: Tensor = self.accelerator.reduce(torch.stack([metrics[n].detach().float() for n in names]) * share, "mean")
-        return metrics["loss"] * share, dict(zip(names, values.unbind(), strict=True)), int(totals[1])
+        return metrics["loss"] * share, dict(zip(names, values.unbind(), strict=True))
 
-    def _agreed(self, due: bool) -> bool:
-        """The first process's clock decides for all."""
+    def _agreed(self, *due: bool) -> list[bool]:
+        """What the first process's clock says, in all of them; asked for seldom, since the answer waits for the device."""
         if self.processes == 1:
-            return due
-        flag = torch.tensor(float(due and self.accelerator.is_main_process), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum") > 0)
+            return list(due)
+        if self.step > METRICS_EVERY and self.step % METRICS_EVERY:
+            return [False] * len(due)
+        agreed: list[bool] = broadcast_object_list(list(due))
+        return agreed
 
     def _update(self) -> None:
         settings = self.settings
