@@ -35,6 +35,9 @@ class Words:
             ids += [58, *words] if m["role"] == "user" else [59, *words, STOP]
         return ids + [59] * answer_follows
 
+    def opening(self, question):
+        return self.encode([{"role": "user", "content": question}])
+
     def follow_up(self, content):
         return [STOP, 58, *map(int, content.split()), 59]
 

@@ -36,7 +36,7 @@ def real():
     short, _, long = instantiate(config.dataset).load()
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     torch.set_num_threads(threads)
-    yield target, [chat.encode([{"role": "user", "content": q.turns[0]}]) for q in (short, long)]
+    yield target, [chat.opening(q.turns[0]) for q in (short, long)]
     torch.set_num_threads(1)
 
 
@@ -107,7 +107,7 @@ def test_fast_products_leave_greedy_ids_unchanged_on_twenty_prompts(real, fast):
     """Rounding differs in the last bits; a tie so close that it turns would show here first."""
     fast, chat = fast
     for question in instantiate(configuration("none", "data.limit=20").dataset).load():
-        prompt = chat.encode([{"role": "user", "content": question.turns[0]}])[-32:]
+        prompt = chat.opening(question.turns[0])[-32:]
         plain, hastened = (ids(events(target, bound("none", target), prompt, 6)) for target in (real[0], fast))
         assert plain == hastened, question.id
 

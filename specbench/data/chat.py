@@ -40,6 +40,10 @@ class Chat:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, tokenize=False)
             return self._ids(text, add_special_tokens=False)
 
+    def opening(self, question: str) -> list[int]:
+        """Ids of a conversation that begins with this question, up to its answer."""
+        return self.encode([{"role": "user", "content": question}])
+
     def _ids(self, text: str, **options: Any) -> list[int]:
         if len(text) > MAX_CHARACTERS:
             raise SpecBenchError(f"a prompt of {len(text):,} characters, more than {MAX_CHARACTERS:,}; shorten it")
@@ -51,7 +55,7 @@ class Chat:
         Raises `SpecBenchError` if the template does not concatenate turns.
         """
         user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
-        opening = self.encode([user])
+        opening = self.opening("x")
         whole = self.encode([user, answer, {"role": "user", "content": content}])
         answered = self.tokenizer("x", add_special_tokens=False)["input_ids"]
         if whole[: len(opening) + len(answered)] != opening + answered:

@@ -117,7 +117,7 @@ def run(
         ledger = _ledger(spec, header)
         if ours:
             bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
-            prompts = [_first_prompt(chat, question) for question in questions]
+            prompts = [chat.opening(question.turns[0]) for question in questions]
             tokens = min(TOKENS, spec.decode.max_new_tokens)
             workload = Workload(target, prompts[:PROMPTS], tokens, cell_arms[0].bound, prompts)
             unmeasured, waiting = measurements.measure(repetitions, ledger, workload, cell_arms, budget)
@@ -181,10 +181,6 @@ def _exclusive(spec: RunSpec, bench: Bench, budget: Budget) -> AbstractContextMa
     return locked(spec.cell_folder, "whole", wait=True, seconds=budget.left)
 
 
-def _first_prompt(chat: Chat, question: Question) -> list[int]:
-    return chat.encode([{"role": "user", "content": question.turns[0]}])
-
-
 def _trace(spec: RunSpec, target: Target, chat: Chat, cell_arms: Sequence[Arm], questions: Sequence[Question]) -> None:
     """Decode the first turns of `spec.trace` questions once more, untimed, and write their trees, one file an arm.
 
@@ -198,7 +194,7 @@ def _trace(spec: RunSpec, target: Target, chat: Chat, cell_arms: Sequence[Arm], 
             continue
         traces = []
         for question in questions[: spec.trace]:
-            drafter, rule, prompt = arm.bound.drafter, arm.bound.rule, _first_prompt(chat, question)
+            drafter, rule, prompt = arm.bound.drafter, arm.bound.rule, chat.opening(question.turns[0])
             seed, tokens = spec.decode.seed, spec.decode.max_new_tokens
             traced = trace.trace(target, chat, drafter, prompt, rule, spec.sampler, seed, tokens)
             traces.append({"question": question.id, **traced, "drafter": arm.label, "arm": own})

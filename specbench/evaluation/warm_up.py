@@ -22,13 +22,9 @@ GPU_S = 5.0  # at least, on a GPU: libraries are loaded lazily, clocks rise, mem
 def prompt(chat: Chat, questions: Sequence[Question], device: torch.device, max_context: int) -> list[int]:
     """Ids of a first turn: on a GPU of the longest one, cut to leave room for an answer."""
     if device.type != "cuda":
-        return _encoded(chat, questions[0])[:SHORT]
-    longest = max((_encoded(chat, question) for question in questions), key=len)
+        return chat.opening(questions[0].turns[0])[:SHORT]
+    longest = max((chat.opening(question.turns[0]) for question in questions), key=len)
     return longest[: max(1, max_context - TOKENS)]
-
-
-def _encoded(chat: Chat, question: Question) -> list[int]:
-    return chat.encode([{"role": "user", "content": question.turns[0]}])
 
 
 def finish(target: Target, drafter: Drafter, events: Iterable[Prefill | Step]) -> int:

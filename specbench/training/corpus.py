@@ -308,7 +308,7 @@ class CorpusText:
         for question in [m["content"] for m in chat if m["role"] == "user"][: settings.turns]:
             if len(question) > MAX_CHARACTERS * settings.prompt_tokens:
                 break
-            ids = self.chat.follow_up(question) if turns else self.chat.encode([{"role": "user", "content": question}])
+            ids = self.chat.follow_up(question) if turns else self.chat.opening(question)
             if len(ids) > longest:
                 break
             turns.append(tuple(ids))

@@ -239,7 +239,7 @@ def test_a_run_decodes_the_adapted_target_and_measures_its_drift(home, tmp_path)
     rows = {(r.drafter, r.question, r.turn): r for r in records if isinstance(r, Row)}
     assert {r.audit["verdict"] for r in rows.values() if r.drafter == "suffix"} == {"identical"}
     adapted, chat = instantiate(composed("run", f"model.path={home / 'model'}", f"model.adapter={folder}").model).load()
-    prompt = chat.encode([{"role": "user", "content": "w0 w3 w4"}])
+    prompt = chat.opening("w0 w3 w4")
     answers = [plain(one, prompt, 8) for one in (adapted, target)]
     assert rows["none", "0", 0].tokens == answers[0] != answers[1], "the baseline is the adapted target's plain decoding"
     printed = " ".join(console.lines(cells.collect([path], path.parents[2]), width=1000))

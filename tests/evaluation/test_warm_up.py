@@ -15,7 +15,7 @@ from specbench.records.rows import GpuUse, Row, contradiction
 
 CPU = torch.device("cpu")
 QUESTIONS = [Question(str(n), "c", ("x" * n,)) for n in (80, 300, 100)]
-CHAT = SimpleNamespace(encode=lambda messages: list(range(len(messages[0]["content"]))))
+CHAT = SimpleNamespace(opening=lambda question: list(range(len(question))))
 
 
 @pytest.fixture
