@@ -1,12 +1,14 @@
 """Prompts, chats and trainers for tests of training."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from drafters.base import TrainedDrafter
+from specbench.data.chat import Chat
 from specbench.engine.interface import Batch
 from specbench.engine.policies import Chain
 from specbench.training.answer_writer import Prompt
@@ -40,6 +42,16 @@ class Words:
 
     def follow_up(self, content):
         return [STOP, 58, *map(int, content.split()), 59]
+
+
+class Numbers(Chat):
+    """A chat whose ids are the newest 40 numbers in it."""
+
+    def __init__(self):
+        super().__init__(SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))))
+
+    def encode(self, messages, answer_follows=True):
+        return [int(x) for m in messages for x in m["content"].split()][-40:]
 
 
 def chats_of(count):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, composed
 from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, start, train, typed, wait_for_rows, weight
+from safetensors.torch import load_file
 
 from specbench.config.cli import expand_shorthands
 from specbench.records import blocks
@@ -362,6 +363,15 @@ def test_a_packed_corpus_saves_the_writing(home, tmp_path):
     run(home, "train", *train(home, "unpacked", "train.corpus.seed=3", "train.settings.steps=2"), packed)
     folder = next(p.parent for p in (home / "cache" / "corpora").rglob("answers-packed.jsonl"))
     assert [p.name for p in folder.glob("answers-*.jsonl")] == ["answers-packed.jsonl"], "nothing was written anew"
+
+
+def test_a_list_of_frequent_ids_takes_text_alone(home, tmp_path):
+    own = ["train.corpus.seed=4", f"train.packed={tmp_path}", "train.until=vocabulary"]
+    assert "frequent ids in" in run(home, "train", *train(home, "listed", *own))
+    assert sorted(load_file(tmp_path / "vocabulary.safetensors")["ids"].tolist()) == list(range(61))
+    settings = next(p for p in (home / "cache" / "corpora").rglob("settings.json") if '"seed": 4' in p.read_text())
+    assert not list(settings.parent.glob("*.safetensors")), "states were computed"
+    assert not (home / "out" / "listed").exists(), "something was trained"
 
 
 def test_training_online_equals_training_stored(home):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TRAINED, configuration, make, tiny
+from corpora import Numbers
 from decoding import PROMPT, generate, plain
 from fixtures import ledger
 from fixtures import settings as header
@@ -447,9 +448,7 @@ def test_short_prompts(name, prompt):
 # Memory, and cells -------------------------------------------------------------------------------------------------------
 
 REMEMBERERS = ["suffix", "token_recycling", "lookahead"]
-CHAT = SimpleNamespace(
-    encode=lambda history: [int(x) for x in history[0]["content"].split()], tokenizer=SimpleNamespace(decode=str)
-)
+CHAT = Numbers()
 TEXTS = [f"{i} 3 14 15 9 26 {i} 3" for i in (5, 6, 5, 7)]
 TEXTS[2] += " "  # the same prompt, and another question
 QUESTIONS = [Question(str(n), "c", (text,)) for n, text in enumerate(TEXTS)]
@@ -504,7 +503,7 @@ def test_what_comes_before_a_cell_is_not_remembered(name, tmp_path):
     first = cycles(decoded(tmp_path / "a", label, target=target), name)
     made = make(name, target, "drafter.state=run")
     for _ in range(2):
-        generate(target, made, CHAT.encode([{"content": QUESTIONS[0].turns[0]}]), cap=20)
+        generate(target, made, CHAT.opening(QUESTIONS[0].turns[0]), cap=20)
     bench = Bench(target, CHAT, [BoundDrafter(name, made, Lossless())], Sampler(), RunSettings(max_new_tokens=20, warmup=3))
     bench.run(QUESTIONS, ledger(tmp_path / "b", header(name)))
     assert cycles(rows_of(tmp_path / "b"), name) == first

@@ -3,11 +3,11 @@
 import re
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, composed, make, tiny
+from corpora import Numbers
 from doors import rows_of, run
 from fixtures import ledger, settings
 from hydra.utils import instantiate
@@ -160,10 +160,7 @@ def test_no_other_answer_stands_for_that_of_a_baseline_that_failed(tmp_path, rep
     """Of its first turn nothing else is decoded or replayed, its second is not asked; a later run does both."""
     target = tiny()
     target.stop_ids = ()
-    chat = SimpleNamespace(
-        encode=lambda history: [int(x) for m in history for x in m["content"].split()],
-        tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
-    )
+    chat = Numbers()
     bound_drafters = [BoundDrafter(d, make(d, target), Lossless()) for d in ("none", "eagle2", "vanilla")]
     bench = Bench(target, chat, bound_drafters, Sampler(), RunSettings(max_new_tokens=6, warmup=0), replay)
     propose, calls = bound_drafters[0].drafter.propose, []

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import make, tiny
+from corpora import Numbers
 from fixtures import settings
 
 from specbench.data.prompts import Question
@@ -28,10 +29,7 @@ GREEDY = Sampler()
 
 
 def bench(target, batch, sampler=GREEDY, names=("none", "eagle2", "prompt_lookup")):
-    chat = SimpleNamespace(
-        encode=lambda history: [int(x) for m in history for x in m["content"].split()][-40:],
-        tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
-    )
+    chat = Numbers()
     bound = [BoundDrafter(name, make(name, target), Rule()) for name in names]
     arguments = target, chat, bound, sampler, RunSettings(max_new_tokens=20)
     return Bench(*arguments) if batch == 1 else BatchBench(*arguments, batch=batch)

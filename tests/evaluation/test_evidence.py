@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, tiny
 from conftest import make as bound
+from corpora import Numbers
 from doors import TWO, arguments_of, call, environment, read_rows, run, start
 from fixtures import settings
 
@@ -65,22 +66,12 @@ class Steps(Budget):
         return self.count >= 0
 
 
-class Words:
-    """A chat format whose ids are its numbers."""
-
-    tokenizer = type("Tokenizer", (), {"decode": staticmethod(lambda ids: " ".join(map(str, ids)))})
-
-    @staticmethod
-    def encode(history):
-        return [int(x) for m in history for x in m["content"].split()][-40:]
-
-
 def test_whole_questions_are_decoded_as_long_as_they_fit(tmp_path):
     target = tiny()
     bound_drafters = [BoundDrafter(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
     questions = [Question(str(i), "c", (f"{i} 3 14 15", "9 26")) for i in range(5)]
     for allowed, done in ((2, 2), (1, 3), (9, 5)):
-        bench = Bench(target, Words, bound_drafters, Sampler(), RunSettings(max_new_tokens=8))
+        bench = Bench(target, Numbers(), bound_drafters, Sampler(), RunSettings(max_new_tokens=8))
         ledger = Ledger(tmp_path, settings("eagle2"), "none", timed=True)
         bench.run(questions, ledger, Steps(allowed))
         whole = {
@@ -114,7 +105,7 @@ def test_how_much_there_is_is_said_before_the_first_question(tmp_path, capsys, r
     target = tiny()
     bound_drafters = [BoundDrafter(d, bound(d, target), Lossless()) for d in ("none", "eagle2")]
     questions = [Question(str(i), "c", (f"{i} 3 14 15",)) for i in range(3)]
-    bench = Bench(target, Words, bound_drafters, Sampler(), RunSettings(max_new_tokens=8), replay)
+    bench = Bench(target, Numbers(), bound_drafters, Sampler(), RunSettings(max_new_tokens=8), replay)
     ledger = Ledger(tmp_path, settings("eagle2"), "none", timed=not replay)
     bench.run(questions[:1], ledger)
     capsys.readouterr()

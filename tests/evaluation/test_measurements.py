@@ -19,6 +19,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from drafters.none import NoDrafter
 from specbench.common.budget import Budget
+from specbench.common.errors import SpecBenchError
 from specbench.config import run_spec
 from specbench.config.cli import composed
 from specbench.engine.backends import packed_linear
@@ -355,6 +356,11 @@ def test_a_killed_study_goes_on_with_what_was_not_measured(home, tmp_path):
     found = {(r.what, r.drafter): r.values for r in records if isinstance(r, Measurement)}
     assert found["memory", "none"]["peak"] >= found["memory", "none"]["loaded"] > 2**20
     assert found["training", "eagle2"]["peak"] > 2**20 and found["training", "eagle2"]["tokens_per_s"] > 0
+
+
+def test_a_measuring_process_that_is_killed_is_one_line():
+    with pytest.raises(SpecBenchError, match="was killed while it measured; is there enough memory"):
+        isolated.call(os._exit, 9)
 
 
 def test_a_killed_process_takes_the_one_that_measures_with_it(tmp_path):

@@ -1,10 +1,9 @@
 """Targets without weights: real time and memory, assumed acceptance, marked as such everywhere."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import composed, make, tiny
+from corpora import Numbers
 from doors import run
 from fixtures import settings
 from omegaconf import OmegaConf
@@ -69,10 +68,7 @@ def test_the_coin_gives_the_assumed_acceptance():
 
 def rows_alone_or_together(folder, target, sampler, orders):
     """Accepted lengths by question and turn, of cells that decode these questions in these orders with one rule."""
-    chat = SimpleNamespace(
-        encode=lambda history: [int(x) for m in history for x in m["content"].split()][-40:],
-        tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
-    )
+    chat = Numbers()
     bound_drafters = [BoundDrafter(d, make(d, target), Simulated([0.7, 0.6, 0.5])) for d in ("none", "eagle2")]
     found = []
     for number, order in enumerate(orders):

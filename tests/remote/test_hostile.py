@@ -19,7 +19,7 @@ import zmq
 from conftest import make, tiny
 from decoding import PROMPT, generate, plain
 from doors import start
-from test_remote import LIMITS, client, folder, server, serving  # noqa: F401 - fixtures
+from test_remote import LIMITS, client, folder, server, serving, wait_for  # noqa: F401 - fixtures
 from test_serve import served
 
 from specbench.common.errors import SpecBenchError
@@ -189,6 +189,22 @@ def test_what_is_not_received_or_piles_up_is_bounded_and_others_are_served():
         with raw(own.address) as other:
             assert other.ask(BEGIN)["kind"] == "answer"
         silent.close()
+
+
+def test_a_client_that_is_silent_for_too_long_makes_room_and_is_told():
+    with serving(tiny(), clients=1, idle_s=0.3) as own, raw(own.address) as silent:
+        assert silent.ask(BEGIN)["kind"] == "answer"
+        wait_for(lambda: not own.clients)
+        with raw(own.address) as following:
+            assert following.ask(BEGIN)["kind"] == "answer"
+            assert "dropped it as idle" in silent.ask(PASS)["message"]
+
+
+def test_a_message_larger_than_the_server_takes_is_not_sent(folder):  # noqa: F811
+    with serving(tiny(), message=300) as small, client(small, folder) as there:
+        assert generate(there, make("none", there), cap=2)[0] == plain(tiny(), PROMPT, 2)
+        with pytest.raises(SpecBenchError, match=r"but the server takes 300; set a larger megabytes= there"):
+            generate(there, make("none", there), [55] * 120)
 
 
 def test_clients_that_ask_without_reading_are_one_pass_ahead_of_another_at_most(monkeypatch):

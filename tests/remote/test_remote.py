@@ -35,9 +35,9 @@ NEEDS_LAYERS = {"self_speculation", "early_exit"}
 
 
 @contextmanager
-def serving(target, address="tcp://127.0.0.1:0", condensers=(), **limits):
+def serving(target, address="tcp://127.0.0.1:0", condensers=(), idle_s=600.0, **limits):
     """A server in a thread of this process."""
-    server = Server(target, address, {**LIMITS, **limits}, condensers=condensers)
+    server = Server(target, address, {**LIMITS, **limits}, idle_s, condensers=condensers)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -293,7 +293,7 @@ def test_a_link_that_stops_ends_the_row(server, folder):
 
 def test_warming_up_is_never_cut(server, folder):
     """However early the link is to break, the first generation that can lose it is a row."""
-    chat = SimpleNamespace(encode=lambda messages: PROMPT)
+    chat = SimpleNamespace(opening=lambda question: PROMPT)
     with client(server, folder, on_disconnect="stop", cut_after=2) as there:
         bound_drafters = [BoundDrafter("eagle2", make("eagle2", there), Lossless())]
         Bench(there, chat, bound_drafters, Sampler(), RunSettings(20))._warm_up([Question("q", "c", ("anything",))])

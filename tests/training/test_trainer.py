@@ -20,7 +20,7 @@ from specbench.training.corpus_reader import CorpusReader
 from specbench.training.loss_vocabulary import LossVocabulary, draw
 from specbench.training.overwriting import made_by
 from specbench.training.parameters import check, optimizer
-from specbench.training.plan import _try
+from specbench.training.plan import _try, plan
 from specbench.training.recipe import Phase, Schedule, TrainSettings, describe, lr_shares, phase_at, rates, starts
 from specbench.training.shards import Sequence, save_shard
 from specbench.training.trainer import METRICS_EVERY, Trainer
@@ -484,6 +484,14 @@ def test_the_plan_tries_every_phase_and_leaves_the_drafter_as_it_was():
     assert [len(s["ids"] or range(VOCABULARY)) for s in tried] == [5, 3, 8]
     assert [s["progress"] for s in tried] == pytest.approx([0.15, 0.45, 0.8])
     assert (drafter.gain, drafter.noise) == (1.0, 0.1)
+
+
+def test_a_target_that_caps_its_logits_is_refused_since_no_loss_does():
+    target = tiny()
+    target.config.final_logit_softcapping = 30.0
+    text = SimpleNamespace(target=target)
+    with pytest.raises(SpecBenchError, match="caps its logits"):
+        plan(SimpleNamespace(settings=TrainSettings()), SimpleNamespace(text=text), Fake(width=32), online=False)
 
 
 def test_the_plan_counts_what_grows_with_tokens_and_is_held_for_the_backward_pass():
