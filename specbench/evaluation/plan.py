@@ -13,14 +13,14 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import project_path
 from specbench.config import catalog
 from specbench.evaluation import study_runs
+from specbench.evaluation.study_training import lacks
 from specbench.records import blocks, identity, studies, trainings
 from specbench.records.blocks import BlockIndex
 from specbench.records.cell_options import CellOptions, option
 from specbench.records.metrics import BASELINE
 from specbench.records.schema import WEIGHTS
 from specbench.records.studies import ON_DEMAND, Study, measured_in
-from specbench.records.trainings import Member, weights_folder
-from specbench.tuning.train_stages import lacking
+from specbench.records.trainings import Member, training_of
 
 Kind = Literal["replayed", "trained", "timed"]
 ORDER: Mapping[str, int] = {"replayed": 0, "trained": 1, "timed": 2}
@@ -123,9 +123,9 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         members = [member for member in members if not _greedy_only(member)]
     labels = [BASELINE, *(member.label for member in members)]
     typed = [f"model={scope.model}", *scope.overrides]
-    folders = {m.label: folder for m in members if (folder := weights_folder(m, study, typed)) is not None}
+    made = {m.label: training for m in members if (training := training_of(m, study, typed)) is not None}
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
-    done = min(options.questions, _done(known, labels, turns, {label: folder.name for label, folder in folders.items()}))
+    done = min(options.questions, _done(known, labels, turns, {label: name for label, (name, _) in made.items()}))
     return Task(
         study=name,
         cell=number,
@@ -138,7 +138,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         generations=(options.questions - done) * len(labels) * turns,
         pace=blocks.pace(known),
         claims=len(study.get("claims", [])),
-        trainings=sum(lacking(folder) is not None for folder in set(folders.values())),
+        trainings=sum(lacks(*training) is not None for training in dict(made.values()).items()),
         missing=(
             *studies.unmet(studies.cell_needs(study, number), None, cuda),
             *["trained drafters"] * (absent != [] and not here),

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbench.common.budget import Budget
-from specbench.common.errors import warn
+from specbench.common.errors import SpecBenchError, warn
 from specbench.common.processes import dying_with_parent, signal_of, was_interrupted
+from specbench.config import train_spec
+from specbench.config.cli import composed
 from specbench.records.blocks import locked
 from specbench.records.studies import Study
-from specbench.records.trainings import Member, start_of, training_of, weights_folder
+from specbench.records.trainings import Member, folder_of, start_of, training_of
+from specbench.training.job import Stage
 from specbench.tuning.train_stages import lacking
 
 GRACE = 90  # seconds beyond its time limit after which a training is terminated in the middle of a step
@@ -39,9 +42,9 @@ def train_missing(
     while queue:
         member, wait = queue.pop(0)
         training, start = training_of(member, study, typed), start_of(member, study)
-        folder = weights_folder(member, study, typed)
-        if training is None or folder is None or lacking(folder) is None:
+        if training is None or lacks(*training) is None:
             continue
+        folder = folder_of(training[0])
         if start is not None and start.label in failed | unfinished:
             (failed if start.label in failed else unfinished).add(member.label)
             continue
@@ -53,10 +56,10 @@ def train_missing(
                 if not ours and not wait:
                     queue.append((member, True))
                     continue
-                if ours and lacking(folder) is not None:
+                if ours and lacks(*training) is not None:
                     print(f"{name}: training {member.label}", file=sys.stderr, flush=True)
                     succeeded[folder] = _train(*training, folder, budget)
-        if (left := lacking(folder)) is None:
+        if (left := lacks(*training)) is None:
             continue
         if succeeded.get(folder, True):
             unfinished.add(member.label)
@@ -64,6 +67,21 @@ def train_missing(
             failed.add(member.label)
             warn(f"{name}: the training of {member.label} failed; see above")
     return TrainingOutcome(frozenset(failed), frozenset(unfinished))
+
+
+def lacks(name: str, overrides: Sequence[str]) -> Stage | None:
+    """What the folder of a training's weights lacks: also them, where the recipe that made them was edited since."""
+    folder = folder_of(name)
+    return lacking(folder) or (None if _made_today(overrides, folder) else "weights")
+
+
+def _made_today(overrides: Sequence[str], folder: Path) -> bool:
+    """Would these overrides make a folder's weights today?"""
+    try:
+        train_spec.from_config(composed("train", [*overrides, f"train.out={folder}"]))
+    except SpecBenchError:  # what would be overwritten is of another recipe
+        return False
+    return True
 
 
 def _with_starts(members: Sequence[Member], study: Study) -> list[Member]:
@@ -78,7 +96,8 @@ def _with_starts(members: Sequence[Member], study: Study) -> list[Member]:
 
 def _train(name: str, overrides: Sequence[str], folder: Path, budget: Budget) -> bool:
     """One training, as long as the budget lasts; False if it failed, `KeyboardInterrupt` if it was interrupted."""
-    out = [f"train.name={name}", f"train.out={folder}", "train.missing=true"]
+    out = [f"train.name={name}", f"train.out={folder}"]
+    out += ["train.missing=true"] if lacking(folder) is not None else ["train.overwrite=true"]  # an earlier recipe's
     command, left = [sys.executable, "-m", "specbench.train", *overrides, *out], budget.left
     if left is not None:
         command.append(f"train.minutes={max(left, 1) / 60:.2f}")

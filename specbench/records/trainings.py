@@ -63,7 +63,7 @@ def training_of(member: Member, study: Study, typed: Sequence[str]) -> tuple[str
         named_by.append(f"objective={objective}")
     if (start := start_of(member, study)) is not None and (before := training_of(start, study, typed)):
         started.append(before[0])
-        overrides.append(f"train.start={studies_folder() / before[0]}")
+        overrides.append(f"train.start={folder_of(before[0])}")
     return f"{drafter}-{hashing.of([named_by, started])[:12]}", overrides
 
 
@@ -106,4 +106,9 @@ def start_of(member: Member, study: Study) -> Member | None:
 def weights_folder(member: Member, study: Study, typed: Sequence[str]) -> Path | None:
     """The folder of a member's weights, trained or not; None if its study trains none."""
     training = training_of(member, study, typed)
-    return None if training is None else studies_folder() / training[0]
+    return None if training is None else folder_of(training[0])
+
+
+def folder_of(training: str) -> Path:
+    """The folder of the weights of a training with this name."""
+    return studies_folder() / training

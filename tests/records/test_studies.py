@@ -1,11 +1,13 @@
 """The shipped studies: every table and figure of the sources has one, and each says what the doors understand."""
 
+import json
 import re
 from collections import defaultdict
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, tiny
+from conftest import ROOT, make, tiny
 from filelock import FileLock
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -17,6 +19,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.config import train_spec, validation
 from specbench.config.cli import composed
 from specbench.config.run_spec import from_config
+from specbench.engine import weights
 from specbench.evaluation import study_runs, study_training
 from specbench.records import identity, studies, trainings
 from specbench.records.blocks import LOCKS
@@ -277,12 +280,47 @@ def test_where_a_training_starts_is_trained_first_even_if_only_the_other_is_name
         return outcome != "failed"
 
     monkeypatch.setattr(study_training, "_train", train)
-    monkeypatch.setattr(study_training, "lacking", lambda folder: None if folder in there else "weights")
+    monkeypatch.setattr(study_training, "lacks", lambda name, _: None if trainings.folder_of(name) in there else "weights")
     members = trainings.members(one, None, ["b"])
     done = study_training.train_missing("s", list(members), one, [], Budget(None))
     found = {"done": set(), "failed": set(done.failed), "unfinished": set(done.unfinished)}
     assert found[outcome] == (set() if outcome == "done" else {"a@0", "b@0"})
     assert asked == (["eagle2", "hass"] if outcome == "done" else ["eagle2"]), "nothing goes on from absent weights"
+
+
+def test_weights_of_a_recipe_that_was_edited_since_are_trained_anew(monkeypatch, tmp_path):
+    arms = {"a": {"run": ["drafter=eagle2"], "train": ["train=short"]}}
+    monkeypatch.setattr(trainings, "studies_folder", lambda: tmp_path)
+    name, overrides = training_of(Member("a", 0, "a@0", arms["a"]), {"arms": arms}, [])
+    job = train_spec.from_config(composed("train", [*overrides, f"train.out={tmp_path}"]))
+    begun = []
+    started = SimpleNamespace(Popen=lambda command, **_: begun.append(command[-1]) or Done(), TimeoutExpired=TimeoutError)
+    monkeypatch.setattr(study_training, "subprocess", started)
+    for lr, lacking, option in ((job.settings.lr, None, None), (0.5, "weights", "train.overwrite=true")):
+        recipe = {**job.recipe, "settings": {**job.recipe["settings"], "lr": lr}}
+        made = {
+            "drafter": job.drafter,
+            "recipe": json.loads(json.dumps(recipe)),
+            "target": "tiny",
+            "target_fingerprint": "x",
+        }
+        weights.save(make("eagle2", tiny()), tmp_path / name, made)
+        assert study_training.lacks(name, overrides) == lacking
+        study_training.train_missing("s", [Member("a", 0, "a@0", arms["a"])], {"arms": arms}, [], Budget(None))
+        assert begun == ([] if option is None else [option])
+
+
+class Done:
+    """A process that ended well."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait(self, timeout):
+        return 0
 
 
 def test_what_another_process_trains_is_waited_for_last_and_not_trained_twice(monkeypatch, tmp_path):
@@ -305,7 +343,7 @@ def test_what_another_process_trains_is_waited_for_last_and_not_trained_twice(mo
         return True
 
     monkeypatch.setattr(study_training, "_train", train)
-    monkeypatch.setattr(study_training, "lacking", lambda folder: None if folder in there else "weights")
+    monkeypatch.setattr(study_training, "lacks", lambda name, _: None if trainings.folder_of(name) in there else "weights")
     members = list(trainings.members(one, None, ["a", "b", "c"]))
     done = study_training.train_missing("s", members, one, [], Budget(None))
     assert asked == ["medusa", "hass"] and not done.failed | done.unfinished
