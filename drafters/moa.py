@@ -294,12 +294,14 @@ class MoA(CrossAttention, TrainedDrafter):
         keys, values = self.keys_values(self.seen(batch.states, batch.kv), positions)
         causal = batch.restrict_mask(positions[:, None, :] <= positions[:, :, None])  # [B, T, T]
         confined = self._confined(batch)
-        s = self._causal(batch, None if batch.starts is None else causal) if confined is None else keys
+        shared = self._causal(batch, None if batch.starts is None else causal) if confined is None else None
         cos, sin = self.cross_rotary(self.q.weight, positions)
         for starts in windows:
             before = batch.restrict_mask(positions[:, None, :] < starts[:, :, None])  # [B, T, T]
+            s = shared
             if confined is not None:
                 s = self._causal(batch, causal & ~(before & confined[:, :, None]))
+            assert s is not None
             hidden = self.cross(s, cos, sin, keys, values, before)
             final = hidden
             if self.tli:

@@ -23,7 +23,7 @@ from specbench.training.corpus_reader import CorpusReader, HeldOutAnswer, held_o
 from specbench.training.job import Workspace
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
 from specbench.training.plan import plan
-from specbench.training.replay import AcceptanceCounts, chain_acceptance, known_states, replay
+from specbench.training.replay import AcceptanceCounts, answer_states, chain_acceptance, replay
 from specbench.training.trainer import Trainer
 
 CALIBRATION_ANSWERS = 64  # held-out answers for a drafter's calibration
@@ -70,7 +70,7 @@ class Validation:
         """Values for the history of a training."""
         self.chains = chain_acceptance(self.target, self.drafter, self.answers)
         chosen = self.answers[:CALIBRATION_ANSWERS]
-        self.calibration = self.drafter.calibrate(known_states(self.target, answer) for answer in chosen)
+        self.calibration = self.drafter.calibrate(answer_states(self.target, answer) for answer in chosen)
         followed = self.answers[: self.trees]
         tree = {"tree_tau": round(replay(self.target, self.drafter, followed).tau, 4)} if followed else {}
         return _rounded(self.chains) | tree

@@ -200,7 +200,7 @@ def replay(
 
 
 @torch.no_grad()
-def known_states(target: Target, answer: HeldOutAnswer) -> tuple[Tensor, Tensor, int]:
+def answer_states(target: Target, answer: HeldOutAnswer) -> tuple[Tensor, Tensor, int]:
     """A held-out answer with the target's states: (tokens [T], states [T, D], index of the first answer token)."""
     tokens = torch.tensor(answer.ids, device=target.device)
     if answer.states is not None:

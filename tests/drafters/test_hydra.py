@@ -17,7 +17,7 @@ from specbench.engine import checkpoints
 from specbench.engine.policies import Chain
 from specbench.engine.target import Target
 from specbench.training.corpus_reader import HeldOutAnswer
-from specbench.training.replay import known_states, replay
+from specbench.training.replay import answer_states, replay
 
 GOLDEN = ROOT / "tests" / "golden" / "official" / "hydra"
 
@@ -146,7 +146,7 @@ def test_calibration_chooses_the_tree_and_is_what_a_level_accepts():
     target = tiny()
     made, _ = trained("hydra", target)
     tokens = PROMPT + plain(target, PROMPT, 30)
-    accuracy = made.calibrate([known_states(target, HeldOutAnswer(tokens, len(PROMPT)))])
+    accuracy = made.calibrate([answer_states(target, HeldOutAnswer(tokens, len(PROMPT)))])
     assert len(accuracy) == made.heads and all(sum(row) <= 1 + 1e-6 for row in accuracy)
     hits = [0, 0]
     with torch.inference_mode():

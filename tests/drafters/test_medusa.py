@@ -15,7 +15,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.engine import checkpoints
 from specbench.engine.policies import AccuracyTree
 from specbench.training.corpus_reader import HeldOutAnswer
-from specbench.training.replay import known_states
+from specbench.training.replay import answer_states
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -49,7 +49,7 @@ def test_calibration_is_the_acceptance_that_drafting_finds():
     target = tiny()
     made, _ = trained("medusa", target)
     tokens = PROMPT + plain(target, PROMPT, 30)
-    found = made.calibrate([known_states(target, HeldOutAnswer(tokens, len(PROMPT)))])
+    found = made.calibrate([answer_states(target, HeldOutAnswer(tokens, len(PROMPT)))])
     with torch.inference_mode():
         target.reset(60)
         states = target.prefill(torch.tensor(tokens))
@@ -72,7 +72,7 @@ def test_the_tree_ships_with_the_weights(tmp_path):
 
     target = tiny()
     made, _ = trained("medusa", target)
-    accuracy = made.calibrate([known_states(target, HeldOutAnswer(PROMPT + plain(target, PROMPT, 30), len(PROMPT)))])
+    accuracy = made.calibrate([answer_states(target, HeldOutAnswer(PROMPT + plain(target, PROMPT, 30), len(PROMPT)))])
     provenance = {"target_fingerprint": target.fingerprint(), "calibration": accuracy}
     weights.save(made, tmp_path, provenance)
     again = instantiate(configuration("medusa").drafter, weights=str(tmp_path))
