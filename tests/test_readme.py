@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, make, tiny
 from forked import FIXED, Door
 
+from specbench.config import listing
 from specbench.config.cli import composed, expand_shorthands
 from specbench.engine.decode import Limits, decode
 from specbench.engine.sampling import Sampler
@@ -46,6 +47,39 @@ def test_makefile_targets_exist(command):
     assert done.returncode == 0, done.stderr
 
 
+STUB = """#!/bin/sh
+case "$*" in *$FAILS*) code=3 ;; *) code=0 ;; esac
+echo "$*" >> words
+exit $code
+"""
+
+
+def made(folder, *words, fails="nothing"):
+    """Runs the Makefile in a folder, with a stub for Python; the status, and the words of each call."""
+    (folder / "python").write_text(STUB)
+    (folder / "python").chmod(0o755)
+    command = ["make", "-s", "-f", str(ROOT / "Makefile"), "READY=", f"BIN={folder}", *words]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, "FAILS": fails}, capture_output=True, text=True)
+    return done.returncode, (folder / "words").read_text().splitlines()
+
+
+@pytest.mark.parametrize("fails", ["nothing", "specbench.study"])
+def test_make_bench_reports_whatever_the_study_says_and_returns_its_status(tmp_path, fails):
+    (tmp_path / "results" / "local" / "bench" / "smollm2-135m").mkdir(parents=True)
+    status, calls = made(tmp_path, "bench", "DRAFTERS=eagle2,hass", fails=fails)
+    assert (status == 0) == (fails == "nothing")
+    assert [call.split()[1] for call in calls] == ["specbench.study", "specbench.report"]
+    assert "arms=[eagle2,hass]" in calls[0] and "model=smollm2-135m" in calls[0]
+
+
+def test_make_train_ends_at_the_first_training_that_fails(tmp_path):
+    _, every = made(tmp_path, "train", "TRAIN=medusa,hass,coral", "ROUTERS=coral_router")
+    assert [call.split()[1] for call in every] == ["specbench.train"] * 4 + ["specbench.report"]
+    (tmp_path / "words").unlink()
+    status, calls = made(tmp_path, "train", "TRAIN=medusa,hass,coral", "ROUTERS=coral_router", fails="drafter=hass")
+    assert status != 0 and [call.split("drafter=")[1].split()[0] for call in calls] == ["medusa", "hass"]
+
+
 @pytest.mark.parametrize("command", [c for c in commands(README) if c.startswith("specbench")])
 def test_commands_of_the_readme_run(command, home, tmp_path):
     """On the shipped target and drafters, each with one question and a few tokens; FILE and DIR are made here."""
@@ -68,8 +102,10 @@ def test_commands_of_the_readme_run(command, home, tmp_path):
 @pytest.mark.parametrize("command", [c for page in PAGES.values() for c in commands(page) if c.startswith("specbench")])
 def test_options_of_the_pages_are_there(command):
     _, entry, *words = shlex.split(command)
-    if entry in ("list", "study"):
+    if entry == "list":
+        assert listing.list_text(words)
         return
+    words = [word.replace("study=NAME", "study=bench") for word in words]
     first = [word if "[" in word else word.split(",")[0] for word in words if not word.startswith("-")]  # of a sweep
     assert composed(entry, expand_shorthands(first)) is not None
 
