@@ -16,7 +16,7 @@ from specbench.common.storage import user_path
 from specbench.common.types import Count, Name, Text
 from specbench.data.chat import MAX_CHARACTERS
 from specbench.data.download import WebFile, Wheel, file_from_web, file_from_wheel
-from specbench.data.scoring import Check, LastNumber, UnitTests
+from specbench.data.scoring import Check, LastNumber, Reference, UnitTests
 from specbench.records.identity import question_digest
 
 FIELDS = ("turns", "prompt", "question")  # a record of the user's own has its prompt in one of these
@@ -68,7 +68,7 @@ class PromptSet:
     template: Annotated[str, StringConstraints(pattern=r"^[^{}]*\{text\}[^{}]*$")] = "{text}"
     categories: Sequence[Text] | None = None
     limit: Count | None = None
-    check: UnitTests | LastNumber | None = None
+    check: UnitTests | LastNumber | Reference | None = None
     score: bool = False
     run_programs: bool = False
     system: Text | None = None

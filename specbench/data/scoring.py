@@ -1,7 +1,8 @@
-"""Checks whether the text of an answer solves its question's problem.
+"""Scores the text of an answer.
 
-There are two kinds of checks: tests that a program must pass (HumanEval), and the number at the end (GSM8K). Programs run
-only with `data.run_programs=true`, in a process of their own, see `specbench.data.run_program`.
+There are three kinds of checks: tests that a program must pass (HumanEval), the number at the end (GSM8K), and a summary
+that people wrote, to which an answer comes near (CNN/DailyMail). Programs run only with `data.run_programs=true`, in a
+process of their own, see `specbench.data.run_program`.
 """
 
 import importlib.util
@@ -22,13 +23,20 @@ from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 from specbench.common.errors import SpecBenchError
 from specbench.common.types import Text
 from specbench.data import run_program
 
 TIMEOUT_S = 60.0  # of the whole process, on a busy machine
+
+
+class Scores(NamedTuple):
+    """Of an answer. solved: does it solve the problem? rouge_l: of a summary. None: another kind of question."""
+
+    solved: bool | None = None
+    rouge_l: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,10 @@ class Program:
         """Run the program in an answer: does it pass?"""
         return _runs(self, completion(self.prompt, answer, self.entry_point))
 
+    def scores(self, answer: str) -> Scores:
+        """Whether it passes."""
+        return Scores(solved=self.passed(answer))
+
 
 @dataclass(frozen=True)
 class Number:
@@ -63,8 +75,26 @@ class Number:
         number = last_number(answer)
         return number is not None and Decimal(number) == Decimal(self.value)
 
+    def scores(self, answer: str) -> Scores:
+        """Whether it passes."""
+        return Scores(solved=self.passed(answer))
 
-Check = Program | Number
+
+@dataclass(frozen=True)
+class Summary:
+    """A text that people wrote as the summary."""
+
+    text: str
+
+    def require(self) -> None:
+        """No requirements."""
+
+    def scores(self, answer: str) -> Scores:
+        """How near it comes."""
+        return Scores(rouge_l=rouge_l(answer, self.text))
+
+
+Check = Program | Number | Summary
 
 # A program that imports from the standard library, without which no answer would ever pass.
 TRIAL = Program("def trial(x):\n", "def check(f):\n    assert f(2) == 3\n", "trial")
@@ -107,6 +137,40 @@ class LastNumber:
         if value is None:
             raise ValueError(f"`{name}` is no text that ends in a number")
         return Number(value)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Makes a `Summary` from a record. field: holds the text, or a list of one."""
+
+    field: Text = "reference"
+
+    def of(self, record: Mapping[str, Any], prompt: str) -> Summary | None:
+        """None if the field is missing. Raises `ValueError` for other contents."""
+        text = record.get(self.field)
+        text = text[0] if isinstance(text, list) and len(text) == 1 else text
+        if text is not None and not (isinstance(text, str) and words(text)):
+            raise ValueError(f"`{self.field}` is no text")
+        return None if text is None else Summary(text)
+
+
+def words(text: str) -> list[str]:
+    """Runs of ASCII letters and digits in lower case, as ROUGE's tools count words."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def rouge_l(text: str, reference: str) -> float:
+    """ROUGE-L (Lin, 2004): the harmonic mean of the shares that the longest common subsequence has of both texts' words.
+
+    Words are not stemmed.
+    """
+    ours, theirs = words(text), words(reference)
+    common = [0] * (len(theirs) + 1)  # length of the longest one of our words so far and the first j of theirs
+    for word in ours:
+        before = 0  # of one word of ours less, and j - 1
+        for j, other in enumerate(theirs, 1):
+            before, common[j] = common[j], before + 1 if word == other else max(common[j], common[j - 1])
+    return 2 * common[-1] / (len(ours) + len(theirs))
 
 
 def last_number(text: str) -> str | None:

@@ -303,7 +303,7 @@ class Bench:
         return torch.Generator(self.target.device).manual_seed(seed)
 
     def _score(self, row: Row, check: Check) -> None:
-        row.solved = check.passed(self.text(row.tokens + row.alone))
+        row.solved, row.rouge_l = check.scores(self.text(row.tokens + row.alone))
 
     def _replayed(
         self, row: Row, bound: BoundDrafter, shared: list[ReplayTarget], prompt: list[int], answer: list[int]

@@ -106,6 +106,8 @@ OWN = (
     "whole",
     "scored",
     "solved",
+    "summaries",
+    "rouge_l",
     *DRIFT_SUMS,
 )
 ZEROS: Counts = {
@@ -147,6 +149,7 @@ def _own_counts(row: Row, reference: Sequence[int] | None) -> dict[str, float | 
     tried, passed = depth_counts(row.accepted, row.drafted, DEPTHS)
     counts: dict[str, float | np.ndarray] = {"answers": 1, "tried": tried, "passed": passed}
     counts |= {"scored": row.solved is not None, "solved": bool(row.solved)}
+    counts |= {"summaries": row.rouge_l is not None, "rouge_l": row.rouge_l or 0.0}
     counts |= {"waited": row.decode_s if row.batch is None else row.batch.own_s}
     if row.drift is not None:
         counts |= {"judged": len(row.tokens), "nll": row.drift.nll, "kl": row.drift.kl}
@@ -185,6 +188,7 @@ RATES: dict[str, Rate] = {
     "bytes_per_token": lambda s: s["travelled"] / s["tokens"],  # between client and server, without the prompt
     "same_share": lambda s: s["same"] / s["whole"],  # ids equal to the baseline's at the same index
     "solved": lambda s: s["solved"] / s["scored"],  # answers that pass their question's check
+    "rouge_l": lambda s: s["rouge_l"] / s["summaries"],  # mean of answers, to the summaries that people wrote
     "answer_perplexity": lambda s: np.exp(s["nll"] / s["judged"]),  # of sampled answers under the target
     "answer_kl": lambda s: s["kl"] / s["judged"],  # of what emitted them to the target's distribution, in nats a token
     "lossless": lambda s: s["lossless"] / s["audited"],  # greedy answers equal to the baseline's, up to numerical ties

@@ -166,6 +166,7 @@ class Row(PromptRecord):
     alone: list[Natural] = field(default_factory=list)
     alone_s: Seconds = 0.0
     solved: bool | None = None  # does the answer, `alone` included, pass its question's check? None: not checked
+    rouge_l: float | None = None  # of such an answer, where its check is a summary that people wrote
     drift: Drift | None = None  # None: not measured
     text: str = ""
     kind: Literal["prompt"] = "prompt"

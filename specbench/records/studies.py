@@ -138,7 +138,7 @@ def _check_test(test: Test) -> Test:
 
 def is_difference(test: Mapping[str, Any]) -> bool:
     """Is the effect of a test a difference? Otherwise it is a ratio."""
-    return "metric" in test and (test["metric"] in ("tau", "solved", "answer_kl") or "alpha" in test["metric"])
+    return "metric" in test and (test["metric"] in ("tau", "solved", "rouge_l", "answer_kl") or "alpha" in test["metric"])
 
 
 class Claim(TypedDict):

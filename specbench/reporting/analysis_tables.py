@@ -127,6 +127,15 @@ def solved(group: Sequence[Entry]) -> Table:
     return ("drafter", "solved", "share [95%]", "of their tokens drafted alone, after the link broke"), lines
 
 
+def summaries(group: Sequence[Entry]) -> Table:
+    """How near answers come to the summaries that people wrote."""
+    lines = []
+    for e in group:
+        if count := sum(row.rouge_l is not None for row in e.rows):
+            lines.append([e.title, str(count), shown(interval(RATES["rouge_l"], e.totals))])
+    return ("drafter", "summaries", "ROUGE-L [95%]"), lines
+
+
 def drift(group: Sequence[Entry]) -> Table:
     """How far sampled answers are from the target's distribution, beside what that brings; none if it was not measured."""
     lines = []

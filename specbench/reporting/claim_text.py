@@ -11,7 +11,7 @@ METRIC_WORDS = {
     "tau": "tau", "speed_up": "speed-up", "tokens_per_s": "speed", "token_ms": "latency",
     "draft_ms": "drafting a cycle", "alpha": "acceptance",
     "late_alpha": "acceptance behind the first step", "lossless": "lossless answers", "parameters": "parameters",
-    "solved": "share of problems solved",
+    "solved": "share of problems solved", "rouge_l": "ROUGE-L",
     "answer_perplexity": "perplexity of answers", "answer_kl": "KL of answers to the target",
     "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
     "expected_speed_up": "speed-up by Theorem 3.8", "promised_speed_up": "what its fit promised",

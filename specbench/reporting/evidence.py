@@ -18,7 +18,7 @@ from specbench.reporting.cells import Entry, pooled
 from specbench.reporting.fastest import QUESTIONS
 
 SPEEDS = ("tokens_per_s", "token_ms", "speed_up", "draft_ms", "draft_cost", "pass_ms", "expected_speed_up")
-TIMED = (*SPEEDS, "lossless", "solved")  # what decoded answers alone have
+TIMED = (*SPEEDS, "lossless", "solved", "rouge_l")  # what decoded answers alone have
 # Measurements that `TIMING` is about.
 OF_ENGINE = ("drafting", "overhead", "target_pass", "clients", "generate", "busy", "bandwidth")
 Side = tuple[str, Mapping[str, Any] | None]  # of a comparison: an arm, and its place as `At` has it

@@ -196,6 +196,7 @@ def _beside(group: Sequence[Entry]) -> list[Block]:
     """Further tables and notes below the decoding table."""
     beside = {
         "Problems solved": analysis_tables.solved(group),
+        "Summaries": analysis_tables.summaries(group),
         "Drift of sampled answers": analysis_tables.drift(group),
         "Over the link": links.table(group),
         "Several clients of one server, tokens/s": links.clients(group),

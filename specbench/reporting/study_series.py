@@ -30,6 +30,7 @@ METRIC_LABELS = {
     "answer_perplexity": "perplexity of the answers under the target",
     "answer_kl": "KL to the target, nats a token",
     "solved": "share of problems solved",
+    "rouge_l": "ROUGE-L of summaries",
 }
 HISTORY_LABELS = {  # of what a training's history holds, besides acceptance by step
     "tau": METRIC_LABELS["tau"],

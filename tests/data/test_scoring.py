@@ -7,7 +7,17 @@ import pytest
 
 from specbench.common.errors import SpecBenchError
 from specbench.data.prompts import PromptSet
-from specbench.data.scoring import LastNumber, Number, Program, UnitTests, completion, last_number
+from specbench.data.scoring import (
+    LastNumber,
+    Number,
+    Program,
+    Reference,
+    Summary,
+    UnitTests,
+    completion,
+    last_number,
+    rouge_l,
+)  # fmt: skip
 
 PROMPT = 'def double(x):\n    """Twice x."""\n'
 TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n"
@@ -82,6 +92,23 @@ def test_numbers_are_equal_by_value():
     assert not Number("5").passed("5 or rather 6") and not Number("5").passed("five")
 
 
+# Summaries --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "score"),
+    [
+        ("The cat sat on the mat.", "the cat is on a mat", 2 / 3),  # as the package rouge-score has them
+        ("a b c d", "d c b a", 0.25),
+        ("It's U.S. news: 3.5% up", "news: the U.S. is up 3.5%", 0.5),
+        ("", "x", 0),
+    ],
+)
+def test_rouge_l_is_that_of_the_longest_common_subsequence(text, reference, score):
+    assert rouge_l(text, reference) == rouge_l(reference, text) == pytest.approx(score)
+    assert Summary(reference).scores(text) == (None, pytest.approx(score))
+
+
 # Prompt sets ----------------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +123,8 @@ def test_a_set_hands_out_checks_where_they_are_wanted_and_there(tmp_path):
     assert PromptSet(**program, check=UnitTests(), score=True, run_programs=True).load()[0].check == PROBLEM
     number = written(tmp_path, reference=["2 * 3 = <<2*3=6>>6\n#### 6"])
     assert PromptSet(**number, check=LastNumber(), score=True).load()[0].check == Number("6")
+    summary = written(tmp_path, reference=["The cat sat."])
+    assert PromptSet(**summary, check=Reference(), score=True).load()[0].check == Summary("The cat sat.")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +135,9 @@ def test_a_set_hands_out_checks_where_they_are_wanted_and_there(tmp_path):
         (UnitTests(), {"test": TESTS, "entry_point": "not a name"}, "the name of a function"),
         (UnitTests(), {"test": 3, "entry_point": "double"}, "a text of tests"),
         (LastNumber(), {"reference": "no idea"}, "ends in a number"),
+        (Reference(), {}, "nothing to score by"),
+        (Reference(), {"reference": ["one", "two"]}, "is no text"),
+        (Reference(), {"reference": "..."}, "is no text"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(check, record, message, tmp_path):

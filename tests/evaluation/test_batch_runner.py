@@ -111,13 +111,13 @@ def test_a_prompt_that_is_too_long_fails_alone(tmp_path, long):
 
 
 def test_answers_of_batches_are_scored(tmp_path):
-    check = SimpleNamespace(passed=lambda text: len(text) > 3, require=lambda: None, description={"kind": "length"})
+    check = SimpleNamespace(scores=lambda text: (len(text) > 3, 0.5), require=lambda: None, description={"kind": "length"})
     asked = [replace(question, check=check) for question in QUESTIONS[:2]]
     ledger = Ledger(tmp_path, settings("eagle2", "prompt_lookup"), "none", timed=True)
     bench(tiny(), 2).run(asked, ledger)
     for row in rows_of(ledger).values():
         last = len(asked[[q.id for q in asked].index(row.question)].turns) == row.turn + 1
-        assert row.solved is (True if last else None)
+        assert (row.solved, row.rouge_l) == ((True, 0.5) if last else (None, None))
 
 
 def test_a_whole_batch_has_to_fit_into_the_time_that_is_left(tmp_path):

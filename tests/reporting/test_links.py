@@ -21,6 +21,7 @@ def group(tmp_path):
             row, steps = random_row(rng, who, str(question))
             size = 1000 * len(steps)
             row.link = LinkUse({"prompt": 500, "tree": size}, {"last": 2 * size}, len(steps) + 1, 9.0, 7.0, 0, 500, 3.0)
+            row.rouge_l = 0.25 * question if who == "none" else None
             row.solved, row.alone = question == 0, [3] * (2 * (who == "eagle2"))
             cell.write(row)
     for repetition in range(3):
@@ -58,6 +59,11 @@ def test_clients_are_medians_in_order_of_their_number(group):
     columns, lines = links.clients(group)
     assert columns[1:4] == ("1 client, all", "2 clients, all", "8 clients, all")
     assert lines == [["eagle2", *["11.0", "21.0", "81.0"] * 2]]
+
+
+def test_summaries_have_the_mean_of_their_scores(group):
+    _, ((name, count, score),) = analysis_tables.summaries(group)
+    assert (name, count) == ("none", "4") and score.startswith("0.38")
 
 
 def test_solved_problems_are_counted_with_what_was_said_alone(group):
