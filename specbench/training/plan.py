@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specbench.common import environment
 from specbench.common.errors import SpecBenchError
+from specbench.engine.device import free_unused
 from specbench.engine.interface import Batch
 from specbench.engine.target import Target
 from specbench.training.answer_writer import row_bytes, rows_that_fit, writes_quantised
@@ -123,6 +124,7 @@ def _try(drafter: Any, target: Target, settings: TrainSettings, rows: int, onlin
             kept = max(kept, (more - fewer) / (rows * (length - length // 2)))  # weights that are held, too, do not grow
             progress += phase.share / 2
     drafter.configure(**options)
+    free_unused()
     return _Trial(seconds, kept)
 
 
