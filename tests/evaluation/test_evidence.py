@@ -294,7 +294,7 @@ def test_the_plan_counts_trainings_that_arms_wait_for_each_once(tmp_path, monkey
     tasks = plan.all_tasks(plan.Scope(tmp_path / "results", "smollm2-135m"), ["eagle_figure10", "n_alpha"])
     # four inputs of the draft model, each in a chain and in a tree
     assert {(task.study, task.kind): task.trainings for task in tasks if not task.missing} == {
-        ("eagle_figure10", "trained"): 4, ("n_alpha", "replayed"): 0,
+        ("eagle_figure10", "trained"): 4, ("eagle_figure10", "timed"): 4, ("n_alpha", "replayed"): 0,
     }  # fmt: skip
 
 
