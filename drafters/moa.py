@@ -294,11 +294,10 @@ class MoA(CrossAttention, TrainedDrafter):
         keys, values = self.keys_values(self.seen(batch.states, batch.kv), positions)
         causal = batch.restrict_mask(positions[:, None, :] <= positions[:, :, None])  # [B, T, T]
         confined = self._confined(batch)
-        shared = self._causal(batch, None if batch.starts is None else causal) if confined is None else None
+        s = None if confined is not None else self._causal(batch, None if batch.starts is None else causal)
         cos, sin = self.cross_rotary(self.q.weight, positions)
         for starts in windows:
             before = batch.restrict_mask(positions[:, None, :] < starts[:, :, None])  # [B, T, T]
-            s = shared
             if confined is not None:
                 s = self._causal(batch, causal & ~(before & confined[:, :, None]))
             assert s is not None

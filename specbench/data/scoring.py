@@ -39,8 +39,22 @@ class Scores(NamedTuple):
     rouge_l: float | None = None
 
 
+class Check:
+    """How the answer to a question is scored: as solved or not, unless a kind of check says otherwise."""
+
+    def require(self) -> None:
+        """Raises `SpecBenchError` if a right answer would not be found right on this machine."""
+
+    def passed(self, answer: str) -> bool:
+        """Does an answer solve the problem?"""
+        raise NotImplementedError(f"{type(self).__name__} solves no problem")
+
+    def scores(self, answer: str) -> Scores:
+        return Scores(solved=self.passed(answer))
+
+
 @dataclass(frozen=True)
-class Program:
+class Program(Check):
     """A function to complete, and its tests. prompt: as in the data set. tests: define `check(candidate)`."""
 
     prompt: str
@@ -48,7 +62,6 @@ class Program:
     entry_point: str
 
     def require(self) -> None:
-        """Raises `SpecBenchError` if a correct program does not pass on this machine."""
         if not TRIAL.passed(SOLUTION):
             raise SpecBenchError("a program that is right does not pass its tests here; set data.run_programs=false")
 
@@ -56,45 +69,28 @@ class Program:
         """Run the program in an answer: does it pass?"""
         return _runs(self, completion(self.prompt, answer, self.entry_point))
 
-    def scores(self, answer: str) -> Scores:
-        """Whether it passes."""
-        return Scores(solved=self.passed(answer))
-
 
 @dataclass(frozen=True)
-class Number:
+class Number(Check):
     """The result of a calculation. value: its digits, as in `1234.5`."""
 
     value: str
-
-    def require(self) -> None:
-        """No requirements."""
 
     def passed(self, answer: str) -> bool:
         """Is it the last number of an answer?"""
         number = last_number(answer)
         return number is not None and Decimal(number) == Decimal(self.value)
 
-    def scores(self, answer: str) -> Scores:
-        """Whether it passes."""
-        return Scores(solved=self.passed(answer))
-
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Check):
     """A text that people wrote as the summary."""
 
     text: str
 
-    def require(self) -> None:
-        """No requirements."""
-
     def scores(self, answer: str) -> Scores:
-        """How near it comes."""
         return Scores(rouge_l=rouge_l(answer, self.text))
 
-
-Check = Program | Number | Summary
 
 # A program that imports from the standard library, without which no answer would ever pass.
 TRIAL = Program("def trial(x):\n", "def check(f):\n    assert f(2) == 3\n", "trial")

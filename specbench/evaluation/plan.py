@@ -123,9 +123,9 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         members = [member for member in members if not _greedy_only(member)]
     labels = [BASELINE, *(member.label for member in members)]
     typed = [f"model={scope.model}", *scope.overrides]
-    made = {m.label: training for m in members if (training := training_of(m, study, typed)) is not None}
+    by_label = {m.label: training for m in members if (training := training_of(m, study, typed)) is not None}
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
-    done = min(options.questions, _done(known, labels, turns, {label: name for label, (name, _) in made.items()}))
+    done = min(options.questions, _done(known, labels, turns, {label: name for label, (name, _) in by_label.items()}))
     return Task(
         study=name,
         cell=number,
@@ -138,7 +138,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         generations=(options.questions - done) * len(labels) * turns,
         pace=blocks.pace(known),
         claims=len(study.get("claims", [])),
-        trainings=sum(lacks(*training) is not None for training in dict(made.values()).items()),
+        trainings=sum(lacks(*training) is not None for training in dict(by_label.values()).items()),
         missing=(
             *studies.unmet(studies.cell_needs(study, number), None, cuda),
             *["trained drafters"] * (absent != [] and not here),

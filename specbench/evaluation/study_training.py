@@ -4,7 +4,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from specbench.common.budget import Budget
 from specbench.common.errors import SpecBenchError, warn
@@ -12,9 +14,11 @@ from specbench.common.processes import dying_with_parent, signal_of, was_interru
 from specbench.config import train_spec
 from specbench.config.cli import composed
 from specbench.records.blocks import locked
+from specbench.records.schema import PROVENANCE
 from specbench.records.studies import Study
 from specbench.records.trainings import Member, folder_of, start_of, training_of
 from specbench.training.job import Stage
+from specbench.training.overwriting import differences, made_by
 from specbench.tuning.train_stages import lacking
 
 GRACE = 90  # seconds beyond its time limit after which a training is terminated in the middle of a step
@@ -72,16 +76,19 @@ def train_missing(
 def lacks(name: str, overrides: Sequence[str]) -> Stage | None:
     """What the folder of a training's weights lacks: also them, where the recipe that made them was edited since."""
     folder = folder_of(name)
-    return lacking(folder) or (None if _made_today(overrides, folder) else "weights")
-
-
-def _made_today(overrides: Sequence[str], folder: Path) -> bool:
-    """Would these overrides make a folder's weights today?"""
+    if (left := lacking(folder)) is not None:
+        return left
     try:
-        train_spec.from_config(composed("train", [*overrides, f"train.out={folder}"]))
-    except SpecBenchError:  # what would be overwritten is of another recipe
-        return False
-    return True
+        return "weights" if differences(folder / PROVENANCE, _recipe(tuple(overrides))) else None
+    except SpecBenchError:  # these overrides make nothing today; their training says why
+        return "weights"
+
+
+@cache
+def _recipe(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """All options by which a training with these overrides makes weights, as conf/ has them now."""
+    job = train_spec.from_config(composed("train", [*overrides, "train.missing=true"]))
+    return made_by(job.drafter, job.recipe)
 
 
 def _with_starts(members: Sequence[Member], study: Study) -> list[Member]:

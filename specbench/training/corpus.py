@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -34,7 +34,6 @@ from specbench.training.answer_writer import Lengths, Precision, Prompt, fastest
 from specbench.training.precision import Reading, settled_reading
 
 MAX_CHARACTERS = 12  # of a token; longer questions are dropped without counting their tokens
-SETTINGS = "settings.json"
 MIN_ANSWER = 32  # tokens that an answer must have room for, or its question is not asked
 # options that say how much, where and how it is written, not what it is
 NON_IDENTITY_KEYS = ("tokens", "draws", "states", "layers", "shard", "rows", "reading")
@@ -129,6 +128,7 @@ class CorpusText:
         self.digest = settings.digest(self.fingerprint, conversations)
         self.folder = root / f"{settings.source}-{self.digest}"
         self.load = load
+        self.reading: Reading = "target"  # in which the target computes states of this text; settled by `prepare`
 
     @cached_property
     def chats(self) -> list[list[Message]]:
@@ -155,12 +155,6 @@ class CorpusText:
             return [c for c in shuffled if len(c) > 1]
         usable = [c for c in shuffled if len(c[0]["content"]) <= MAX_CHARACTERS * settings.prompt_tokens]
         return sorted(usable, key=lambda c: len(c[0]["content"]) >= 3 * settings.prompt_tokens)
-
-    @property
-    def reading(self) -> Reading:
-        """In which the target computes states of this text, after `prepare`."""
-        assert self.settings.reading != "auto"
-        return self.settings.reading
 
     # Reading ------------------------------------------------------------------------------------------------------------
 
@@ -233,22 +227,15 @@ class CorpusText:
 
     def prepare(self) -> None:
         """Make the folder; unpack the packed corpus into it if that has these settings and nothing is written yet."""
-        self._settle_reading()
-        write_file(self.folder / SETTINGS, json.dumps(asdict(self.settings), indent=1))
+        path, target = self.folder / "settings.json", self.target
+        earlier = read_json(path).get("reading") if path.is_file() else None
+        self.reading = settled_reading(self.settings.reading, earlier, target.device, target.hidden_size)
+        write_file(path, json.dumps(asdict(self.settings) | {"reading": self.reading}, indent=1))
         if self.settings.source == "answers" and self.packed is not None and not self.written():
             texts = corpus_file.unpack_checked(self.packed, self.digest)
             if texts:
                 with atomic_path(self._unpacked) as temporary:
                     temporary.write_bytes(b"".join(map(corpus_file.to_line, texts)))
-
-    def _settle_reading(self) -> None:
-        """Replace `reading=auto` by what earlier jobs settled for this corpus, else by what is faster here."""
-        if self.settings.reading == "auto":
-            path = self.folder / SETTINGS
-            earlier = read_json(path).get("reading") if path.is_file() else None
-            own = settled_reading(self.target.device, self.target.hidden_size)
-            reading = next((r for r in get_args(Reading) if r == earlier), own)
-            self.settings = replace(self.settings, reading=reading)
 
     def write(self, process: int = 0, processes: int = 1, held_out: bool = False) -> None:
         """Write what is missing, after `prepare`. Of several processes each writes its own dialogues into its own file.

@@ -46,11 +46,16 @@ def refuse_overwriting(path: Path, recipe: Mapping[str, Any] | None = None) -> N
     provenance = path.parent / PROVENANCE
     if not provenance.exists():
         raise SpecBenchError(f"{path} has no {PROVENANCE} beside it that says who made it; {hint}")
-    before: dict[str, Any] = read_json(provenance)
-    earlier = made_by(before.get("drafter") or {}, before.get("recipe") or {})
-    if changed := list(differing(earlier, json.loads(json.dumps(recipe)))):
+    if changed := differences(provenance, recipe):
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise SpecBenchError(f"{path} was made with another {', '.join(changed[:SHOWN])}{more}; {hint}")
+
+
+def differences(provenance: Path, recipe: Mapping[str, Any]) -> list[str]:
+    """Names of the options that are not those by which weights were made. recipe: `made_by` of another training."""
+    before: dict[str, Any] = read_json(provenance)
+    earlier = made_by(before.get("drafter") or {}, before.get("recipe") or {})
+    return list(differing(earlier, json.loads(json.dumps(recipe))))
 
 
 def made_by(drafter: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:

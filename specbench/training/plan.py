@@ -55,13 +55,12 @@ def plan(job: TrainJob, shards: Shards, drafter: Any, online: bool, processes: i
     vocabularies = [settings.vocabulary_in(phase) or target.vocab_size for phase in settings.phases]
     rows = -(-job.batch // processes)
     logits = 4 * rows * row_tokens * min(max(vocabularies), target.vocab_size)
-    memory = 3 * weights + LOGIT_COPIES * logits  # gradients, two moments, the loss over the vocabulary
-    if missing:  # their answers are written before, and their cache is freed
-        memory = max(memory, _answer_cache(text))
+    least = 3 * weights + LOGIT_COPIES * logits  # gradients, two moments, the loss over the vocabulary
+    written = _answer_cache(text) if missing else 0  # before, and freed
     disk = stored_anew * shards.bytes_per_token + 2 * 3 * weights  # corpus, two checkpoints of weights and two moments each
-    _require(disk, shards.folder, memory, target.device)  # before the trial would fill the memory
+    _require(disk, shards.folder, max(least, written), target.device)  # before the trial would fill the memory
     trial = _try(drafter, target, settings, rows, online)
-    memory = max(memory, int(3 * weights + LOGIT_COPIES * logits + trial.kept * rows * row_tokens))
+    memory = max(least + int(trial.kept * rows * row_tokens), written)
     _require(disk, shards.folder, memory, target.device)
     seconds = training_tokens / processes * trial.seconds
     return (

@@ -7,7 +7,7 @@ does, it is bfloat16, too.
 import functools
 import time
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -24,8 +24,11 @@ def mixed(precision: str, device: torch.device, width: int) -> str:
     return "bf16" if device.type != "cpu" or bfloat16_pays(width) else "no"
 
 
-def settled_reading(device: torch.device, width: int) -> Reading:
-    """What `reading: auto` stands for on this machine. width: the target's hidden size."""
+def settled_reading(reading: str, earlier: str | None, device: torch.device, width: int) -> Reading:
+    """What `auto` stands for: what `earlier` jobs settled for a corpus, else what is faster here. width: hidden size."""
+    for asked in (reading, earlier):
+        if asked in ("bfloat16", "target"):
+            return cast(Reading, asked)
     return "bfloat16" if device.type == "cpu" and bfloat16_pays(width) else "target"
 
 

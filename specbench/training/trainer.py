@@ -182,10 +182,10 @@ class Trainer:
                 not budget.allows(0),
             )
             if (validating or self.step in milestones) and not over:
-                saving = True  # now, since a validation takes minutes, and its result below
-                self._save()
+                self._save()  # a validation takes minutes; its result is saved below
                 self._log()
                 now = validated = time.monotonic()  # validation is no training time
+                saving = True
             if saving or pausing or over:
                 self._save()
                 saved = time.monotonic()

@@ -118,11 +118,11 @@ def test_bad_values_of_every_option_are_refused_by_name():
         *(("train", f"drafter={d}") for d in TRAINED),
         *(("run", f"drafter={d}") for d in DRAFTERS),
         *(("run", f"dataset={d}") for d in named("dataset")),
-        *((door, "") for door in ("serve", "evidence", "export", "report")),
+        *((door,) for door in ("serve", "evidence", "export", "report")),
         ("study", "study=bench"),
     ]
-    for door, override in places:
-        plain: Any = OmegaConf.to_container(composed(door, *filter(None, [override])), resolve=True)
+    for door, *overrides in places:
+        plain: Any = OmegaConf.to_container(composed(door, *overrides), resolve=True)
         for path, annotation in leaves(plain, DOORS[door].Options):
             for value in bad_values(annotation):
                 if (f"{door} {path} {annotation}", value) in tried:

@@ -17,7 +17,7 @@ from specbench.data.scoring import (
     completion,
     last_number,
     rouge_l,
-)  # fmt: skip
+)
 
 PROMPT = 'def double(x):\n    """Twice x."""\n'
 TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n"

@@ -57,7 +57,7 @@ def test_a_training_in_bfloat16_keeps_its_weights_in_float32(tmp_path, pays):
 def test_states_are_read_in_float32_unless_that_is_slower(pays):
     target = tiny(spread=0.15)
     texts = [Dialogue(0, list(range(2, 40)), [(10, 38)])]
-    readings = ("target", precision.settled_reading(CPU, target.hidden_size))
+    readings = ("target", precision.settled_reading("auto", None, CPU, target.hidden_size))
     exact, asked = (read(target, texts, True, reading)[0].states for reading in readings)
     assert exact is not None and asked is not None
     assert torch.equal(exact, asked) is not pays
