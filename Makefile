@@ -28,7 +28,8 @@ ARMS := $(if $(filter all null,$(DRAFTERS)),null,[$(DRAFTERS)])# DRAFTERS=all: e
 MEMORY ?= 0# measure peak memory so many times, in processes of their own
 DATASETS ?= mtbench
 RESULTS ?= results/local
-TRAIN ?= vanilla,eagle2,medusa,hass,coral,beagle,moa,hydra,clover2,eagle3,mtp,dflash
+TRAIN ?= vanilla,eagle2,medusa,beagle,moa,hydra,clover2,eagle3,mtp,dflash
+ALIGNED ?= hass,coral# go on from eagle2's weights
 ROUTERS ?= eagle2_router,coral_router
 SCALE ?= small
 MISSING ?= true# false: train anew what is there
@@ -41,6 +42,10 @@ JOBS ?= $(if $(filter gpu,$(SCALE)),4,1)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CHECKED := $(VENV)/.checked
+
+# $(call train_each,NAMES,SCALE): train these drafters, JOBS at once
+train_each = @echo $(subst $(comma), ,$(1)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
+	model=$(MODEL) train=$(2) drafter=$$0 train.missing=$(MISSING) $(OVERWRITE) || exit 255'
 
 .DEFAULT_GOAL := help
 .PHONY: help install bench evidence plan report train test lint format clean
@@ -80,10 +85,9 @@ report: $(READY) ## tables, figures, claims and report.html from the rows in RES
 	$(BIN)/python -m specbench.report results=$(RESULTS)
 
 train: $(READY) ## corpus, drafters and routers that MODEL has no weights for, JOBS at once; SCALE=gpu, MISSING=false
-	@echo $(subst $(comma), ,$(TRAIN)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
-		model=$(MODEL) train=$(SCALE) drafter=$$0 train.missing=$(MISSING) $(OVERWRITE) || exit 255'
-	@echo $(subst $(comma), ,$(ROUTERS)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
-		model=$(MODEL) train=router drafter=$$0 train.missing=$(MISSING) $(OVERWRITE) || exit 255'
+	$(call train_each,$(TRAIN),$(SCALE))
+	$(call train_each,$(ALIGNED),$(SCALE))
+	$(call train_each,$(ROUTERS),router)
 	$(BIN)/python -m specbench.report training=drafters/weights/$(MODEL)
 
 test: $(CHECKED) ## the whole test-suite, a file at a time on every core

@@ -40,10 +40,10 @@ class Coral(Hass):
 
     Args:
         temperature: of the contrast. samples: M. csra_weight: None to balance, 0 for alignment only.
-        step_regression: weight of a step's regression term. hass: options of `Hass`.
+        regression: weight of its term. hass: options of `Hass`.
     """
 
-    phased: tuple[str, ...] = (*Hass.phased, "csra_weight", "step_regression")
+    phased: tuple[str, ...] = (*Hass.phased, "csra_weight")
 
     def __init__(
         self,
@@ -53,18 +53,13 @@ class Coral(Hass):
         temperature: Positive = 0.07,
         samples: Tokens = 512,
         csra_weight: Weight | None = None,
-        step_regression: Weight = 0.5,
+        regression: Weight = 0.5,
         beta: Weight = 1.0,
         topk_weight: Weight = 0.0,
         **hass: Any,
     ):
-        super().__init__(name, growth, weights, beta=beta, topk_weight=topk_weight, **hass)
+        super().__init__(name, growth, weights, beta=beta, topk_weight=topk_weight, regression=regression, **hass)
         self.temperature, self.samples, self.csra_weight = temperature, samples, csra_weight
-        self.step_regression = step_regression
-
-    @property
-    def regression_weight(self) -> float:
-        return self.step_regression
 
     def step_terms(self, truth: Batch) -> Callable[[Tensor, dict[str, Tensor]], None]:
         """CSRA between a step's outputs and those of earlier steps and the target, at positions drawn for this batch."""
@@ -78,7 +73,7 @@ class Coral(Hass):
             current = predicted[row, column]
             contrast = csra(current, views, self.temperature)
             views.append(current.detach())
-            balanced = self.step_regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
+            balanced = self.regression * metrics["regression"] / contrast.detach().clamp(min=1e-6)
             metrics["loss"] = metrics["loss"] + (balanced if self.csra_weight is None else self.csra_weight) * contrast
             metrics["csra"] = contrast.detach()
 

@@ -66,7 +66,7 @@ class Hass(Eagle):
         total = batch.states.new_zeros(())
         logged: dict[str, Tensor] = {}
         for predicted in self.aligned(self.noisy(batch), batch, self.steps):
-            metrics = teacher.loss(predicted, self.regression_weight, self.classification, top_ids)
+            metrics = teacher.loss(predicted, self.regression, self.classification, top_ids)
             add_terms(predicted, metrics)
             total, weight = total + weight * metrics["loss"], weight * self.beta
             logged = logged or metrics
@@ -75,11 +75,6 @@ class Hass(Eagle):
     def teacher(self, truth: Batch) -> DistillationLoss:
         """What every step is held to."""
         return DistillationLoss(truth, self.head, uses=self.steps, unbiased=self.lacks_a_token)
-
-    @property
-    def regression_weight(self) -> float:
-        """Weight of a step's regression term."""
-        return self.regression
 
     def step_terms(self, truth: Batch) -> Callable[[Tensor, dict[str, Tensor]], None]:
         """A function that adds further terms to a step's metrics, from its predicted states [B, T - 1, D]."""

@@ -105,7 +105,7 @@ def test_switches_are_independent():
 def test_defaults_are_the_best_of_the_paper_and_of_coral():
     hass, coral = make("hass", tiny()), make("coral", tiny())
     assert (hass.steps, hass.beta, hass.topk, hass.topk_weight) == (3, 0.5, 5, 0.5)
-    assert (coral.steps, coral.beta, coral.topk_weight, coral.step_regression) == (3, 1.0, 0.0, 0.5)
+    assert (coral.steps, coral.beta, coral.topk_weight, coral.regression) == (3, 1.0, 0.0, 0.5)
 
 
 @pytest.mark.parametrize("drafter", ["hass", "coral"])
@@ -115,7 +115,7 @@ def test_a_first_phase_costs_what_eagle_costs(drafter, monkeypatch):
     batch, made, passes = batch_of(target, rows=2), make(drafter, target, "+drafter.noise=0"), []
     made.configure(steps=1, topk_weight=0)
     if drafter == "coral":
-        made.configure(step_regression=1.0, csra_weight=0.0)
+        made.configure(regression=1.0, csra_weight=0.0)
         monkeypatch.setattr(coral, "csra", None)
     network = made.network
     monkeypatch.setattr(made, "network", lambda *parts: (passes.append(parts[3:]), network(*parts))[1])

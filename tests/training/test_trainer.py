@@ -558,9 +558,10 @@ def objectives(settings: TrainSettings, total: int) -> tuple[dict[str, float], d
     return by_options, by_ids
 
 
+@pytest.mark.parametrize("scale", ["small", "gpu"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_objective_and_vocabulary_of_the_small_recipes_is_really_trained(drafter):
-    settings = settings_of("train=small", f"drafter={drafter}")
+def test_every_objective_and_vocabulary_of_a_recipe_is_really_trained(drafter, scale):
+    settings = settings_of(f"train={scale}", f"drafter={drafter}")
     for total in (150, 1404):
         by_options, by_ids = objectives(settings, total)
         assert min(by_options.values()) >= 0.15
