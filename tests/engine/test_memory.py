@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from test_loading import said_in
 from drafters.eagle import Eagle
 from specbench.common import environment, timing
 from specbench.common.errors import SpecBenchError
+from specbench.data.download import converted_entry
 from specbench.engine import memory
 from specbench.engine.backends import forwards, packed_linear
 from specbench.engine.checkpoints import Checkpoint
@@ -247,9 +249,12 @@ def test_a_folder_or_a_cached_folder_decides_whatever_billions_says(home, free, 
     target, _ = spec("smollm2-135m", f"model.path={home / 'model'}", *asked).load()
     assert target.layers == 3
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "smollm2-135m").symlink_to(home / "model")
+    wheel = spec("smollm2-135m").wheel
+    entry = tmp_path / converted_entry("smollm2-135m", wheel)
+    entry.parent.mkdir()
+    entry.symlink_to(home / "model")
     assert spec("smollm2-135m", "model.dtype=float32", "+model.billions=900").load()[0].layers == 3
+    assert converted_entry("smollm2-135m", replace(wheel, sha256="0" * 64)) != converted_entry("smollm2-135m", wheel)
     free(MIN_HEADROOM)
     assert "needs about 0.5 GB" in refused(spec("smollm2-135m", f"model.path={home / 'model'}", *asked).load)
 
