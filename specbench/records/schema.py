@@ -3,6 +3,7 @@
 Everything that a table or figure uses is declared, with its range; `OPEN` types keep other keys too. Rows: see `rows.py`.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 from annotated_types import Ge, Interval, MinLen
@@ -90,6 +91,11 @@ class ExternalWeights(TypedDict):
     """Weights trained elsewhere, or a drafter without weights."""
 
     base: NotRequired["Provenance"]
+
+
+def all_tokens(weights: Mapping[str, Any]) -> int:
+    """Training tokens that weights have seen, from their provenance: those before this training included."""
+    return int(weights.get("tokens_seen", 0) + weights.get("tokens_before", 0))
 
 
 def _kind(value: Any) -> str:

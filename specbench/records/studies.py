@@ -22,6 +22,7 @@ from specbench.common.types import Count, Name, Repetitions, Seed, Temperature, 
 from specbench.records import figures
 from specbench.records.cell_options import CellOptions
 from specbench.records.metrics import BASELINE, METRICS
+from specbench.records.schema import all_tokens
 
 FOLDER = PROJECT / "conf" / "study"
 OWN = ("drafter", "tree", "verify", "checkpoint")  # options in which drafters of one cell may differ
@@ -271,8 +272,7 @@ def _unmet_by_training(needs: Mapping[str, Any], header: Mapping[str, Any], arms
     for label, arm in header["arms"].items():
         name = arm.get("of", label)
         if arm["weights"].get("history") and (arms is None or name in arms):
-            weights = arm["weights"]
-            seen.setdefault(name, []).append(weights["tokens_seen"] + weights.get("tokens_before", 0))
+            seen.setdefault(name, []).append(all_tokens(arm["weights"]))
     means = [sum(tokens) / len(tokens) for tokens in seen.values()]
     if seen and min(map(min, seen.values())) < needs.get("trained", 0):
         missing.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")

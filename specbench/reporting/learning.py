@@ -26,6 +26,7 @@ NOTE = (
     f"Expected: after {PAPERS / 1e9:.1f} billion tokens, the papers' 20 passes over 60 million, by two curves "
     "through all points of a training: one bounded by the draft's length, and a straight line over log tokens. "
     "This is rather too high, since all points but the last were measured before the learning rate had fallen. "
+    "Trainings that went on from another drafter's weights are left out. "
     "Published: T = 0, all tables of the sources, targets of 7 billion parameters and more."
 )
 COLUMNS = (
@@ -62,9 +63,14 @@ def deepest(growth: Mapping[str, Any]) -> int | None:
 
 
 def lines(weights: Mapping[str, Mapping[str, Any]], published: pd.DataFrame) -> list[list[str]]:
-    """One line a drafter whose curve has enough points, see `COLUMNS`. weights: name -> provenance."""
+    """One line a drafter whose curve has enough points, see `COLUMNS`. weights: name -> provenance.
+
+    A training that went on from another's weights begins where that one ended: its own points are no such curve.
+    """
     made = []
     for name, provenance in weights.items():
+        if provenance.get("tokens_before"):
+            continue
         history = [h for h in provenance["history"] if {"tokens", "chain_tau", "n_alpha"} <= h.keys()]
         chain = [(float(h["tokens"]), float(h["chain_tau"])) for h in history]
         tree = [(float(h["tokens"]), float(h["tree_tau"])) for h in history if "tree_tau" in h]

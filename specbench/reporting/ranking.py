@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specbench.records.metrics import BASELINE, RATES
+from specbench.records.schema import all_tokens
 from specbench.records.simultaneous import all_pairs
 from specbench.records.statistics import estimate_contrast, interval, pooled, repeated, with_seeds
 from specbench.records.totals import Rate
@@ -104,12 +105,12 @@ def _place(best: int, worst: int) -> str:
 
 def _about(e: Entry) -> list[str]:
     """0-alpha, parameters, tokens and seeds."""
-    seen = e.weights.get("tokens_seen")
+    seen = all_tokens(e.weights)
     alpha = tables.number("{:.2f}", *e.summary.alphas[:1])
     return [
         alpha,
         f"{e.parameters:,}",
-        tables.ABSENT if seen is None else f"{seen:,}",
+        f"{seen:,}" if seen else tables.ABSENT,
         str(e.seeds) if seen else tables.ABSENT,
     ]
 

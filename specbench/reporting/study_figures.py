@@ -93,7 +93,7 @@ def learning_curves(weights: Mapping[str, Mapping[str, Any]]) -> Figure | None:
     looks = styles.distinct(histories)
     for name, points in histories.items():
         style = looks[name] | {"label": mathtext(name)}
-        tokens = [h["tokens"] / 1e6 for h in points]
+        tokens = [(weights[name].get("tokens_before", 0) + h["tokens"]) / 1e6 for h in points]
         for axes, curve in zip(panels, shown, strict=True):
             values = [np.ravel(h.get(curve, math.nan))[0] for h in points]  # of a list the first: 0-alpha
             axes.plot(tokens, values, markersize=3.5, linewidth=1.1, **style)

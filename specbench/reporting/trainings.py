@@ -10,7 +10,7 @@ import numpy as np
 
 from specbench.common.io import read_json, readable
 from specbench.records.metrics import RATES
-from specbench.records.schema import PROVENANCE, Provenance
+from specbench.records.schema import PROVENANCE, Provenance, all_tokens
 from specbench.records.statistics import interval
 from specbench.records.totals import Totals
 from specbench.records.trainings import weights_read
@@ -43,9 +43,14 @@ def _stages(weights: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Different tokens of the stage with most; tokens seen, steps and hours of all stages."""
+    """Different tokens of the stage with most; tokens seen, steps and hours of all stages.
+
+    Steps and hours are without those of the weights that a training went on from; their tokens are named.
+    """
     tokens, steps, hours = (sum(stage[key] for stage in stages) for key in ("tokens_seen", "steps", "hours"))
-    return [f"{max(stage['data']['unique_tokens'] for stage in stages):,}", f"{tokens:,}", f"{steps:,}", f"{hours:.2f}"]
+    before = sum(stage.get("tokens_before", 0) for stage in stages)
+    seen = f"{tokens:,}" + f" after {before:,}" * bool(before)
+    return [f"{max(stage['data']['unique_tokens'] for stage in stages):,}", seen, f"{steps:,}", f"{hours:.2f}"]
 
 
 def _processes(provenance: Mapping[str, Any]) -> str:
@@ -88,7 +93,7 @@ def tokens_seen(group: Sequence[Entry]) -> list[str]:
     """How many tokens the drafters were trained on: one drafter has several trainings, which studies chose among."""
     by_tokens: dict[int, list[str]] = {}
     for e in group:
-        if seen := sum(stage.get("tokens_seen", 0) for stage in _stages(e.weights)):
+        if seen := sum(map(all_tokens, _stages(e.weights))):
             by_tokens.setdefault(seen, []).append(e.title)
     parts = [f"{', '.join(titles)} on {seen / 1e6:.1f} million" for seen, titles in by_tokens.items()]
     return [f"Tokens seen in training: {'; '.join(parts)}."] if parts else []

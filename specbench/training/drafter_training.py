@@ -18,7 +18,7 @@ from specbench.engine import weights
 from specbench.engine.adapters import Adapter
 from specbench.engine.interface import Taps
 from specbench.engine.target import Target
-from specbench.records.schema import WEIGHTS
+from specbench.records.schema import WEIGHTS, all_tokens
 from specbench.training.corpus_reader import CorpusReader, HeldOutAnswer, held_out
 from specbench.training.job import Workspace
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
@@ -133,18 +133,13 @@ def _measured(trainer: Trainer, start: str | None) -> dict[str, Any]:
     return {
         "parameters": trainer.size,
         "tokens_seen": trainer.tokens,
-        "tokens_before": 0 if start is None else _all_tokens(weights.matching(project_path(start))),
+        "tokens_before": 0 if start is None else all_tokens(weights.matching(project_path(start))),
         "steps": trainer.step,
         "precision": trainer.accelerator.mixed_precision,
         "processes": trainer.processes,
         "hours": round(trainer.seconds / 3600, 3),
         "history": trainer.history,
     }
-
-
-def _all_tokens(provenance: Mapping[str, Any]) -> int:
-    """Training tokens of weights, those of the trainings that theirs went on from included."""
-    return int(provenance.get("tokens_seen", 0) + provenance.get("tokens_before", 0))
 
 
 def _stored(taps: Taps, workspace: Workspace) -> bool:

@@ -23,7 +23,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.records import blocks, identity, metrics, statistics
 from specbench.records.blocks import NAME, below, read_block, scan
 from specbench.records.rows import Failure, Measurement, QuestionEnd, Row
-from specbench.records.schema import SCHEMA
+from specbench.records.schema import SCHEMA, all_tokens
 from specbench.reporting import cells, trainings
 from specbench.reporting.cells import Entry
 
@@ -844,11 +844,20 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
 
     first, second = weights(), weights(parameters=7)
     routed = weights(parameters=3, base=second)
-    lines = trainings.cost_lines(
-        [entry("a", first), entry("b", second), entry("a2", first), entry("r", routed), entry("none", {})]
-    )
-    assert [line[:2] for line in lines] == [["a, a2", "100"], ["b", "7"], ["r", "10"]]
-    assert lines[2][4:7] == ["20", "4", "1.00"]
+    on = weights(parameters=5, tokens_before=30_000_000)
+    entries = [entry("a", first), entry("b", second), entry("a2", first), entry("r", routed), entry("on", on)]
+        entry("a", first),
+        entry("b", second),
+        entry("a2", first),
+        entry("r", routed),
+        entry("on", on),
+        entry("none", {}),
+    ]
+    lines = trainings.cost_lines(entries)
+    assert [line[:2] for line in lines] == [["a, a2", "100"], ["b", "7"], ["r", "10"], ["on", "5"]]
+    assert lines[2][4:7] == ["20", "4", "1.00"] and lines[3][4:7] == ["10 after 30,000,000", "2", "0.50"]
+    (seen,) = trainings.tokens_seen([entry("on", on), entry("a", first)])
+    assert "on on 30.0 million" in seen and all_tokens(on) == 30_000_010 and all_tokens({}) == 0
 
 
 def test_verdicts():

@@ -68,6 +68,7 @@ def test_the_table_sets_expected_beside_published():
         ("hass", "mtbench", "speed_up", "0", 9.0),
     ]
     weights = {"hass": provenance("hass"), "mine": provenance("mine"), "brief": provenance("brief", history=[])}
+    weights["continued"] = provenance("continued", tokens_before=10**7)
     hass, mine = learning.lines(weights, pd.DataFrame(numbers, columns=columns))
     assert len(hass) == len(learning.COLUMNS)
     assert hass[:4] == ["hass", "20,000,000", "10", "2.00"] and hass[5] == "3.00" and hass[7] == "4.2 to 5.1"
