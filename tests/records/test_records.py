@@ -846,14 +846,7 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
     routed = weights(parameters=3, base=second)
     on = weights(parameters=5, tokens_before=30_000_000)
     entries = [entry("a", first), entry("b", second), entry("a2", first), entry("r", routed), entry("on", on)]
-        entry("a", first),
-        entry("b", second),
-        entry("a2", first),
-        entry("r", routed),
-        entry("on", on),
-        entry("none", {}),
-    ]
-    lines = trainings.cost_lines(entries)
+    lines = trainings.cost_lines([*entries, entry("none", {})])
     assert [line[:2] for line in lines] == [["a, a2", "100"], ["b", "7"], ["r", "10"], ["on", "5"]]
     assert lines[2][4:7] == ["20", "4", "1.00"] and lines[3][4:7] == ["10 after 30,000,000", "2", "0.50"]
     (seen,) = trainings.tokens_seen([entry("on", on), entry("a", first)])
