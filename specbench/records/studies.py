@@ -276,7 +276,7 @@ def _unmet_by_training(needs: Mapping[str, Any], header: Mapping[str, Any], arms
     means = [sum(tokens) / len(tokens) for tokens in seen.values()]
     if seen and min(map(min, seen.values())) < needs.get("trained", 0):
         missing.append(f"drafters trained on {needs['trained'] / 1e6:g} M tokens")
-    if needs.get("alike") and means and max(means) > 1.05 * min(means):
+    if needs.get("alike") and means and round(max(means) / min(means), 2) > 1.05:  # to whole percent
         missing.append("drafters trained on as many tokens each")
     if needs.get("pretrained") in seen:
         missing.append(f"a pretrained draft model as {needs['pretrained']}")
