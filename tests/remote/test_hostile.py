@@ -176,9 +176,9 @@ def test_what_is_not_received_or_piles_up_is_bounded_and_others_are_served():
     """Each of 100 answers to one client is 40 kB of logits that it does not receive; it is dropped, not stored for."""
     with serving(tiny()) as own:
         silent = Raw(own.address)
-        silent.socket.set(zmq.RCVHWM, 1)
         begun = silent.ask({**BEGIN, "taps": {**TAPS, "observe_top_k": None}})  # a pass sent earlier would replace it
         assert begun["kind"] == "answer"
+        silent.socket.set(zmq.RCVHWM, 1)
         wide = {**PASS, "tokens": [1] * 40, "parents": [0] * 39}
         sent = 0
         deadline = time.monotonic() + 60
