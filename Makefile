@@ -29,7 +29,7 @@ MEMORY ?= 0# measure peak memory so many times, in processes of their own
 DATASETS ?= mtbench
 RESULTS ?= results/local
 TRAIN ?= vanilla,eagle2,medusa,beagle,moa,hydra,clover2,eagle3,mtp,dflash
-ALIGNED ?= hass,coral# go on from eagle2's weights
+ALIGNED ?= hass,coral# after those: with SCALE=small they go on from eagle2's weights
 ROUTERS ?= eagle2_router,coral_router
 SCALE ?= small
 MISSING ?= true# false: train anew what is there

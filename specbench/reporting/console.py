@@ -17,9 +17,8 @@ from rich.cells import cell_len, set_cell_size
 from specbench.common.errors import visible
 from specbench.records.blocks import Ledger
 from specbench.records.metrics import BASELINE, PHASES, RATES
-from specbench.records.schema import all_tokens
 from specbench.records.statistics import interval
-from specbench.reporting import engines, fastest, names
+from specbench.reporting import engines, fastest, names, trainings
 from specbench.reporting.cells import Entry
 from specbench.reporting.claims import ClaimVerdict
 from specbench.reporting.groups import Asked, groups, measured
@@ -232,8 +231,8 @@ def output(e: Entry) -> str:
 def _training(e: Entry) -> str:
     if not e.weights.get("history"):
         return ""
-    tokens = f"{e.weights['data']['unique_tokens']:,} different tokens, {all_tokens(e.weights):,} seen"
-    return f"{e.title}: trained on {tokens}, in {e.weights['hours']:.1f} h"
+    different, seen, _, hours = trainings.amounts([e.weights])
+    return f"{e.title}: trained on {different} different tokens, {seen} seen, in {hours} h"
 
 
 # Sentences ------------------------------------------------------------------------------------------------------------

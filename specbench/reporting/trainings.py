@@ -42,10 +42,10 @@ def _stages(weights: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return stages
 
 
-def _amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
+def amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Different tokens of the stage with most; tokens seen, steps and hours of all stages.
 
-    Steps and hours are without those of the weights that a training went on from; their tokens are named.
+    Where a training went on from other weights, their tokens are named beside its own; steps and hours are its own.
     """
     tokens, steps, hours = (sum(stage[key] for stage in stages) for key in ("tokens_seen", "steps", "hours"))
     before = sum(stage.get("tokens_before", 0) for stage in stages)
@@ -112,7 +112,7 @@ def cost_lines(entries: Sequence[Entry]) -> list[list[str]]:
                 name,
                 f"{sum(stage['parameters'] for stage in stages):,}",
                 f"{first.parameters:,}",
-                *_amounts(stages),
+                *amounts(stages),
                 number("{:.2f}", first.weights["history"][-1].get("chain_tau", math.nan)),
                 f"{machine['device']}, {machine['cores']} cores{_processes(first.weights)}",
             ]
@@ -131,7 +131,7 @@ def held_out_lines(folder: Path, problems: list[str] | None = None) -> list[list
         alphas = " ".join(number("{:.2f}", a) for a in last.get("n_alpha", [])) or ABSENT
         tree = number("{:.2f}", provenance["history"][-1].get("tree_tau", math.nan))
         parameters, device = f"{provenance['parameters']:,}", provenance["machine"]["device"] + _processes(provenance)
-        lines.append([name, parameters, *_amounts([provenance]), tau, alphas, tree, device])
+        lines.append([name, parameters, *amounts([provenance]), tau, alphas, tree, device])
     return lines
 
 
