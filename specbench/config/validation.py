@@ -127,7 +127,7 @@ def _explain(error: ValidationError, value: Any) -> str:
     for step in path:
         value = value[step]
     allowed = [_INPUT.sub("must", e["msg"]).removeprefix("Value error, ") for e in errors if e["loc"][: len(path)] == path]
-    shown_path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    shown_path = "".join(f"[{step}]" if isinstance(step, int) else f".{visible(str(step))}" for step in path)
     return f"{shown_path}={_shown(value)}: {' or '.join(dict.fromkeys(allowed))}"
 
 

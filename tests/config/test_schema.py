@@ -163,6 +163,12 @@ def test_anything_at_all_is_held_or_refused_in_one_line(data):
     assert message is None or (message.startswith(path) and len(message.splitlines()) == 1)
 
 
+def test_a_key_of_control_characters_stays_on_one_line():
+    plain: Any = OmegaConf.to_container(composed("train", "drafter=coral"), resolve=True)
+    with pytest.raises(SpecBenchError, match=r"^train\.settings\.groups\.\\x1e=null: must be a valid number$"):
+        validation.check_node(put(plain, "train.settings.groups", {"\x1e": None}), (DOORS["train"].Options,))
+
+
 EVERY = 5  # options, of which one is typed behind a door: that takes half a second each
 
 

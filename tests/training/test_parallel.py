@@ -68,9 +68,9 @@ def test_two_processes_train_what_one_does(home, name, options):
     assert said_one["history"][-1]["loss"] == pytest.approx(said_two["history"][-1]["loss"], abs=2e-4)
     for key, value in one.items():
         unlike = (value - two[key]).abs() >= 0.01 * value.abs().max() + 1e-4
-        assert unlike.float().mean() < 0.005, (
-            key
-        )  # where a gradient is nothing but rounding, AdamW takes a step by its sign
+        # Where a gradient is nothing but rounding, AdamW takes a step by its sign: up to 0.7% by processor; of gradients
+        # that are not averaged come 12 to 81%.
+        assert unlike.float().mean() < 0.05, key
 
 
 def test_a_launch_goes_on_only_with_as_many_processes(home):
