@@ -28,9 +28,9 @@ ARMS := $(if $(filter all null,$(DRAFTERS)),null,[$(DRAFTERS)])# DRAFTERS=all: e
 MEMORY ?= 0# measure peak memory so many times, in processes of their own
 DATASETS ?= mtbench
 RESULTS ?= results/local
-TRAIN ?= vanilla,eagle2,medusa,beagle,moa,hydra,clover2,eagle3,mtp,dflash
-ALIGNED ?= hass,coral# after those: with SCALE=small they go on from eagle2's weights
-ROUTERS ?= eagle2_router,coral_router
+TRAIN ?= vanilla,eagle2,medusa,beagle,moa,hydra,clover2,eagle3,mtp,dflash,hass,coral,eagle2_router,coral_router
+ALIGNED := hass coral# of TRAIN after the others: with SCALE=small they go on from eagle2's weights
+ROUTERS := %_router# after these
 SCALE ?= small
 MISSING ?= true# false: train anew what is there
 OVERWRITE := $(if $(filter false,$(MISSING)),train.overwrite=true)
@@ -43,9 +43,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CHECKED := $(VENV)/.checked
 
+CHOSEN = $(subst $(comma), ,$(TRAIN))
 # $(call train_each,NAMES,SCALE): train these drafters, JOBS at once
-train_each = @echo $(subst $(comma), ,$(1)) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
-	model=$(MODEL) train=$(2) drafter=$$0 train.missing=$(MISSING) $(OVERWRITE) || exit 255'
+train_each = $(if $(1),@echo $(1) | xargs -P $(JOBS) -n 1 sh -c '$(BIN)/python -m specbench.train \
+	model=$(MODEL) train=$(2) drafter=$$0 train.missing=$(MISSING) $(OVERWRITE) || exit 255')
 
 .DEFAULT_GOAL := help
 .PHONY: help install bench evidence plan report train test lint format clean
@@ -85,9 +86,9 @@ report: $(READY) ## tables, figures, claims and report.html from the rows in RES
 	$(BIN)/python -m specbench.report results=$(RESULTS)
 
 train: $(READY) ## corpus, drafters and routers that MODEL has no weights for, JOBS at once; SCALE=gpu, MISSING=false
-	$(call train_each,$(TRAIN),$(SCALE))
-	$(call train_each,$(ALIGNED),$(SCALE))
-	$(call train_each,$(ROUTERS),router)
+	$(call train_each,$(filter-out $(ALIGNED) $(ROUTERS),$(CHOSEN)),$(SCALE))
+	$(call train_each,$(filter $(ALIGNED),$(CHOSEN)),$(SCALE))
+	$(call train_each,$(filter $(ROUTERS),$(CHOSEN)),router)
 	$(BIN)/python -m specbench.report training=drafters/weights/$(MODEL)
 
 test: $(CHECKED) ## the whole test-suite, a file at a time on every core

@@ -73,12 +73,15 @@ def test_make_bench_reports_whatever_the_study_says_and_returns_its_status(tmp_p
 
 
 def test_make_train_ends_at_the_first_training_that_fails(tmp_path):
-    chosen = ("train", "TRAIN=medusa,eagle2", "ALIGNED=hass,coral", "ROUTERS=coral_router")
+    chosen = ("train", "TRAIN=coral_router,hass,coral,medusa,eagle2")  # whatever their order
     _, every = made(tmp_path, *chosen)
     assert [call.split()[1] for call in every] == ["specbench.train"] * 5 + ["specbench.report"]
     (tmp_path / "words").unlink()
     status, calls = made(tmp_path, *chosen, fails="drafter=hass")
     assert status != 0 and [call.split("drafter=")[1].split()[0] for call in calls] == ["medusa", "eagle2", "hass"]
+    (tmp_path / "words").unlink()
+    _, alone = made(tmp_path, "train", "TRAIN=eagle2_router")
+    assert len(alone) == 2 and "train=router drafter=eagle2_router" in alone[0]
 
 
 @pytest.mark.parametrize("command", [c for c in commands(README) if c.startswith("specbench")])
