@@ -17,7 +17,7 @@ from specbench.config import validation
 from specbench.config.cli import command, run_cli
 from specbench.evaluation import plan, workers
 from specbench.records.studies import Override
-from specbench.reporting import plan_table
+from specbench.reporting import plan_table, undecided
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def main(config: Any) -> None:
     results = Path(options["results"])
     scope = plan.Scope(results, options["model"], tuple(options["overrides"]))
     tasks = plan.all_tasks(scope, options["studies"] or None)
-    chosen = [task for task in tasks if options["kind"] in (None, task.kind)]
+    chosen = undecided.first([task for task in tasks if options["kind"] in (None, task.kind)], scope)
     if options["plan"]:
         print(plan_table.markdown(chosen))
         return

@@ -1,7 +1,7 @@
 """The plan of all studies: what their cells have, and about how long the rest takes; read from blocks, without models."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,10 +33,11 @@ class Task:
     Attributes:
         cell: its number in the study. kind: `timed`, or replayed with arms that are `trained` for the study or not.
         planned, done: questions, all and those that every arm has decoded. measured: are all other quantities there?
-        claims: of the study, which its rows decide. trainings: of its arms, that come first.
+        stale: arms that have other weights now than in their rows. trainings: of its arms, that come first.
         missing: needs of the study that this machine does not meet.
         records: number of rows and measurements that there are, of whichever arms.
         generations: that are missing. pace: seconds of one, without trainings; None: unknown.
+        claims: that wait for its rows, if that was looked up, see `specbench.reporting.undecided`.
     """
 
     study: str
@@ -49,10 +50,11 @@ class Task:
     measured: bool
     generations: int
     pace: float | None
-    claims: int
+    stale: tuple[str, ...] = ()
     trainings: int = 0
     missing: tuple[str, ...] = ()
     records: int = 0
+    claims: int = 0
 
     @property
     def open(self) -> bool:
@@ -117,15 +119,17 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     kind: Kind = "timed"
     if options.replayed:
         kind = "trained" if any("train" in study["arms"][label] for label in here) else "replayed"
-    known = _blocks(scope.results / name / target / options.folder, kind)
+    newest = _blocks(scope.results / name / target / options.folder)
+    known = _of_this_machine(newest) if kind == "timed" else newest
     members = [m for m in trainings.members(study, None, here) if studies.takes_part(m.spec, options.adapted)]
     if options.temperature > 0:
         members = [member for member in members if not _greedy_only(member)]
     labels = [BASELINE, *(member.label for member in members)]
     typed = [f"model={scope.model}", *scope.overrides]
     by_label = {m.label: training for m in members if (training := training_of(m, study, typed)) is not None}
+    made_by = {label: training for label, (training, _) in by_label.items()}
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
-    done = min(options.questions, _done(known, labels, turns, {label: name for label, (name, _) in by_label.items()}))
+    done = min(options.questions, _done(known, labels, turns, made_by))
     return Task(
         study=name,
         cell=number,
@@ -137,7 +141,7 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
         measured=_measured(known, measured_in(study, number)),
         generations=(options.questions - done) * len(labels) * turns,
         pace=blocks.pace(known),
-        claims=len(study.get("claims", [])),
+        stale=tuple(label for label in labels if _is_stale(newest, label, made_by)),
         trainings=sum(lacks(*training) is not None for training in dict(by_label.values()).items()),
         missing=(
             *studies.unmet(studies.cell_needs(study, number), None, cuda),
@@ -157,16 +161,18 @@ def _published(model: str) -> dict[str, str]:
     return (model in catalog.names("model") and catalog.file("model", model).content.get("published")) or {}
 
 
-def _blocks(folder: Path, kind: Kind) -> list[BlockIndex]:
-    """The blocks of a cell that count here: of its newest settings; if timed, only those of this kind of machine."""
+def _blocks(folder: Path) -> list[BlockIndex]:
+    """The blocks of a cell that count: of its newest settings."""
     known = [
         k
         for k in blocks.scan_all(folder, BASELINE)
         if k.header["decoding"] == identity.DECODING and identity.cell_key({**k.header, **identity.SPEEDS}) == k.cell
     ]
-    known = [k for k in known if k.cell == known[-1].cell]
-    if kind != "timed":
-        return known
+    return [k for k in known if k.cell == known[-1].cell]
+
+
+def _of_this_machine(known: Iterable[BlockIndex]) -> list[BlockIndex]:
+    """Those whose seconds compare with seconds measured here."""
     hardware: Any = environment.hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     now = {"hardware": hardware, **identity.SPEEDS}
     return [k for k in known if identity.machine_key({**k.header, **now}) == k.machine]
@@ -179,10 +185,10 @@ def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int, traine
     """
     rows: dict[str, set[tuple[str, int]]] = {label: set() for label in labels}
     for label in labels:
-        newest = next((k for k in reversed(known) if label in k.arms), None)
-        if newest is None or _stale(newest.header["arms"][label], trained.get(label, "")):
+        latest = _newest(known, label)
+        if latest is None or _is_stale(known, label, trained):
             return 0
-        recipe = newest.arms[label][0]
+        recipe = latest.arms[label][0]
         by_tree: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
         for k in known:
             if label in k.arms and k.arms[label][0] == recipe:
@@ -192,13 +198,21 @@ def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int, traine
     return sum(all((text, turn) in common for turn in range(turns)) for text in {text for text, _ in common})
 
 
-def _stale(arm: Any, training: str) -> bool:
-    """Has the arm other weights now than when the block was written? training: that would make them."""
-    if not trainings.is_of(arm, training):
+def _newest(known: Sequence[BlockIndex], label: str) -> BlockIndex | None:
+    """The last block that has an arm."""
+    return next((k for k in reversed(known) if label in k.arms), None)
+
+
+def _is_stale(known: Sequence[BlockIndex], label: str, trained: Mapping[str, str]) -> bool:
+    """Has an arm other weights now than when its newest block was written? trained: see `_done`."""
+    if (newest := _newest(known, label)) is None:
+        return False
+    arm: Any = newest.header["arms"][label]
+    if not trainings.is_of(arm, trained.get(label, "")):
         return True
     path = project_path(str(arm["drafter"].get("weights"))) / WEIGHTS
-    known = (arm.get("contents") or {}).get(WEIGHTS)
-    return known is not None and path.is_file() and hashing.of_file(path) != known
+    read = (arm.get("contents") or {}).get(WEIGHTS)
+    return read is not None and path.is_file() and hashing.of_file(path) != read
 
 
 def _measured(known: Sequence[BlockIndex], planned: Mapping[str, int]) -> bool:

@@ -119,13 +119,17 @@ class Evidence:
 
     def _of_cell(self, arm: str, at: Mapping[str, Any] | None, timed: bool) -> list[Entry]:
         """An arm's entries in one cell, of all kinds of machine."""
-        at = self.place({"adapted": self._adapter(arm)} | dict(at or {}))
-        place = {name: at[name] for name in PLACE}
+        place = self.place_of(arm, at)
         return [
             e
             for e in self.entries
             if e.name == arm and e.place == place and (not e.lossy or self._means_lossy(arm)) and not (timed and e.replayed)
         ]  # fmt: skip
+
+    def place_of(self, arm: str, at: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What names the cell in which a comparison reads an arm."""
+        found = self.place({"adapted": self._adapter(arm)} | dict(at or {}))
+        return {name: found[name] for name in PLACE}
 
     def _adapter(self, arm: str) -> str | None:
         """Of the target that an arm drafts for unless a place says otherwise."""

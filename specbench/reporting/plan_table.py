@@ -27,7 +27,7 @@ COLUMNS: dict[str, Callable[[Task], str]] = {
     "planned": lambda task: f"{task.planned}{'' if task.measured else ' and measurements'}",
     "trainings left": lambda task: str(task.trainings if task.open else 0),
     "minutes left": _minutes_left,
-    "claims waiting": lambda task: str(task.claims if task.open else 0),
+    "claims waiting": lambda task: str(task.claims),
 }
 
 

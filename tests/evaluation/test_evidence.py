@@ -266,7 +266,7 @@ def test_a_cell_without_a_limit_is_complete_with_as_many_questions_as_mt_bench_h
 def test_the_plan_counts_whole_questions_of_all_arms_as_they_are_now(home, tmp_path):
     assert replayed(home, tmp_path, "counted", "data.limit=4").returncode == 0
     (task,) = planned(home, tmp_path, "counted")
-    assert (task.kind, task.done, task.planned, task.open, task.claims) == ("replayed", 4, 12, True, 2)
+    assert (task.kind, task.done, task.planned, task.open, task.stale) == ("replayed", 4, 12, True, ())
     assert task.seconds == pytest.approx(task.pace * 8 * 2 * 3)
     more = REPLAY.replace("arms:\n", "arms:\n  lookup: {run: [drafter=prompt_lookup]}\n")
     (home / "conf" / "study" / "counted.yaml").write_text(more.replace("HOME", str(home)))
@@ -306,7 +306,7 @@ def test_rows_of_batches_by_an_earlier_engine_do_not_count(home, tmp_path):
     header["config"]["batch"] = 2
     for batching, counted in ((identity.BATCHING, 1), (identity.BATCHING - 1, 0)):
         path.write_text(json.dumps({**header, "batching": batching}) + "\n" + rest)
-        assert len(plan._blocks(path.parent, "replayed")) == counted
+        assert len(plan._blocks(path.parent)) == counted
 
 
 def test_evidence_works_through_the_plan_and_names_what_is_broken(home, tmp_path, capfd):
@@ -347,7 +347,7 @@ def test_timed_work_waits_for_a_busy_machine_and_refuses_one_that_stays_so(monke
 
 
 def a_task(kind):
-    return plan.Task("s", 0, kind, 5, ("dataset=mtbench",), 4, 0, True, 8, None, 1)
+    return plan.Task("s", 0, kind, 5, ("dataset=mtbench",), 4, 0, True, 8, None)
 
 
 def test_a_cell_whose_process_dies_by_a_signal_is_named_with_it(monkeypatch, capsys):
