@@ -44,15 +44,17 @@ def by_cell(
     """The claims of a study without a verdict, for each of its cells that their tests read.
 
     Args:
-        entries: of one target. stale: by cell, arms that have other weights now than in their rows: claims about them wait.
+        entries: of one target. stale: by cell, arms that have other weights now than in their rows: claims about those wait.
     """
     known, cells_here = Evidence(study, entries), range(len(study["cells"]))
     waiting: list[list[Mapping[str, Any]]] = [[] for _ in cells_here]
     for verdict in claims.judge_study(name, study, entries):
         claim = verdict.claim
         for number in cells_here if verdict.verdict != claims.NOT_TESTABLE else ():
-            is_open = verdict.verdict in UNDECIDED or {*stale.get(number, ())} & {*studies.compared_arms(claim)}
-            if is_open and any(_reads(test, study, known, number) for test in claim["tests"]):
+            tests = [test for test in claim["tests"] if _reads(test, study, known, number)]
+            if verdict.verdict not in UNDECIDED:
+                tests = [t for t in tests if "metric" in t and {t["of"], t.get("over")} & {*stale.get(number, ())}]
+            if tests:
                 waiting[number].append(claim)
     return waiting
 
