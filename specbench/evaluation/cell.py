@@ -19,7 +19,7 @@ from specbench.evaluation.arms import Arm
 from specbench.evaluation.batch_runner import BatchBench
 from specbench.evaluation.measurements import PROMPTS, TOKENS, Workload
 from specbench.evaluation.runner import Bench
-from specbench.records import blocks, identity
+from specbench.records import blocks, identity, shared_rows
 from specbench.records.blocks import Ledger, locked
 from specbench.records.metrics import BASELINE
 
@@ -116,6 +116,7 @@ def run(
         begin, unmeasured, waiting = time.monotonic(), 0, 0
         ledger = _ledger(spec, header)
         if ours:
+            _copy_shared(spec, study, ledger, digests)
             bench.run(questions, ledger, budget, None if live is None else partial(live, ledger, digests), total_work)
             prompts = [chat.opening(question.turns[0]) for question in questions]
             tokens = min(TOKENS, spec.decode.max_new_tokens)
@@ -168,6 +169,16 @@ def _bench(spec: RunSpec, target: Target, chat: Chat, cell_arms: Sequence[Arm]) 
 
 def _ledger(spec: RunSpec, header: Mapping[str, Any]) -> Ledger:
     return Ledger(spec.cell_folder, header, BASELINE, timed=not spec.replay, fresh=spec.rerun == "all")
+
+
+def _copy_shared(spec: RunSpec, study: str | None, ledger: Ledger, digests: Sequence[str]) -> None:
+    """Take over what other studies have replayed of a study's cell, see `shared_rows`."""
+    if study is None or not spec.replay or spec.rerun == "all":
+        return
+    name = spec.cell_folder.relative_to(spec.results)
+    others = (folder for folder in sorted(spec.results.parent.glob(f"*/{name}")) if folder != spec.cell_folder)
+    if copied := shared_rows.copy_missing(ledger, others, digests):
+        print(f"{spec.cell_folder}: {copied} generations are those of other studies", file=sys.stderr, flush=True)
 
 
 def _exclusive(spec: RunSpec, bench: Bench, budget: Budget) -> AbstractContextManager[bool]:

@@ -44,7 +44,7 @@ def by_cell(
     """The claims of a study without a verdict, for each of its cells that their tests read.
 
     Args:
-        entries: of one target. stale: by cell, arms that have other weights now than in their rows: claims about those wait.
+        entries: of one target. stale: by cell, arms that have other weights now than in their rows; claims about those wait
     """
     known, cells_here = Evidence(study, entries), range(len(study["cells"]))
     waiting: list[list[Mapping[str, Any]]] = [[] for _ in cells_here]
