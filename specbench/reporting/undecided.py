@@ -44,7 +44,8 @@ def by_cell(
     """The claims of a study without a verdict, for each of its cells that their tests read.
 
     Args:
-        entries: of one target. stale: by cell, arms that have other weights now than in their rows; claims about those wait
+        entries: of one target.
+        stale: by cell, arms that have other weights now than in their rows; claims about those wait, decided or not.
     """
     known, cells_here = Evidence(study, entries), range(len(study["cells"]))
     waiting: list[list[Mapping[str, Any]]] = [[] for _ in cells_here]
@@ -63,8 +64,8 @@ def _reads(test: Mapping[str, Any], study: Study, known: Evidence, number: int) 
     """Is a test about rows or measurements of this cell?"""
     if "measured" in test:
         return test["measured"].partition(".")[0] in measured_in(study, number)
-    cell = cell_options(study)[number]
-    at = test.get("at", {})
+    options, at = cell_options(study), test.get("at", {})
+    cell = options[number]
     sides = [(test["of"], at)]
     if "than" not in test:
         sides.append((test.get("over", test["of"]), test.get("over_at", at)))
@@ -72,8 +73,8 @@ def _reads(test: Mapping[str, Any], study: Study, known: Evidence, number: int) 
         return False
     if {test["metric"], test.get("over_metric", "")} & {*TIMED}:
         return not cell.replayed
-    same = [one for one in cell_options(study) if _is_at(one, {name: getattr(cell, name) for name in PLACE})]
-    return cell.replayed or not any(one.replayed for one in same)
+    here = {name: getattr(cell, name) for name in PLACE}
+    return cell.replayed or not any(one.replayed and _is_at(one, here) for one in options)  # counts are read from replays
 
 
 def _is_at(cell: CellOptions, place: Mapping[str, Any]) -> bool:

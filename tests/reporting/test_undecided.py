@@ -11,7 +11,7 @@ from specbench.records.rows import Row
 from specbench.reporting import cells, undecided
 
 ARMS = ("good", "poor")
-REPLAYED, TIMED, WARM = 0, 1, 2  # cells
+REPLAYED, TIMED, AT_TEMPERATURE_1 = 0, 1, 2  # cells
 STUDY = {
     "title": "x",
     "source": ["x"],
@@ -75,7 +75,7 @@ def entries(tmp_path):
 def test_a_decided_claim_waits_only_for_arms_with_new_weights(entries):
     assert waiting(entries, TAU, SPEED) == [[], ["it is faster"], []]
     assert waiting(entries, TAU, SPEED, stale={REPLAYED: ["good"]}) == [["more is accepted"], ["it is faster"], []]
-    assert waiting(entries, TAU, SPEED, stale={REPLAYED: ["another"], WARM: ["good"]})[REPLAYED] == []
+    assert waiting(entries, TAU, SPEED, stale={REPLAYED: ["another"], AT_TEMPERATURE_1: ["good"]})[REPLAYED] == []
 
 
 def test_cells_that_nothing_waits_for_come_last(tmp_path):
