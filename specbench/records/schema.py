@@ -3,6 +3,7 @@
 Everything that a table or figure uses is declared, with its range; `OPEN` types keep other keys too. Rows: see `rows.py`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -71,7 +72,8 @@ class Data(TypedDict):
 class Trained(TypedDict):
     """`provenance.json` of weights trained here. base: of the drafter that a second stage was trained on.
 
-    tokens_before: of the trainings from whose weights this one went on, which `tokens_seen` leaves out.
+    tokens_before, hours_before: of the trainings from whose weights this one went on, which `tokens_seen` and `hours`
+    leave out. Older files name the tokens alone.
     """
 
     parameters: Natural
@@ -79,6 +81,7 @@ class Trained(TypedDict):
     tokens_before: NotRequired[Natural]
     steps: Natural
     hours: Seconds
+    hours_before: NotRequired[Seconds]
     data: Data
     machine: Machine
     history: Annotated[list[Point], MinLen(1)]
@@ -96,6 +99,12 @@ class ExternalWeights(TypedDict):
 def all_tokens(weights: Mapping[str, Any]) -> int:
     """Training tokens that weights have seen, from their provenance: those before this training included."""
     return int(weights.get("tokens_seen", 0) + weights.get("tokens_before", 0))
+
+
+def all_hours(weights: Mapping[str, Any]) -> float:
+    """Hours of training, from provenance: those before this training included; NaN where they are not known."""
+    before = weights.get("hours_before", math.nan if weights.get("tokens_before") else 0)
+    return float(weights.get("hours", math.nan) + before)
 
 
 def _kind(value: Any) -> str:

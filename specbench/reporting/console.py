@@ -232,7 +232,7 @@ def _training(e: Entry) -> str:
     if not e.weights.get("history"):
         return ""
     different, seen, _, hours = trainings.amounts([e.weights])
-    return f"{e.title}: trained on {different} different tokens, {seen} seen, in {hours} h"
+    return f"{e.title}: trained on {different} different tokens, {seen} seen, hours: {hours}"
 
 
 # Sentences ------------------------------------------------------------------------------------------------------------

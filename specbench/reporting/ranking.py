@@ -1,12 +1,13 @@
 """Drafters of a study in the order of one metric, with the places that simultaneous intervals of all pairs leave open."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from specbench.records.metrics import BASELINE, RATES
-from specbench.records.schema import all_tokens
+from specbench.records.schema import all_hours, all_tokens
 from specbench.records.simultaneous import all_pairs
 from specbench.records.statistics import estimate_contrast, interval, pooled, repeated, with_seeds
 from specbench.records.totals import Rate
@@ -87,8 +88,16 @@ def _beside(
         f"{metric} at T=1 [95%]": cells(sampled, rate),
         "speed-up as shipped [95%]": cells(fastest, RATES["speed_up"]),
         "its tau [95%]": cells(fastest, RATES["tau"]),
-        "hours of training": [tables.number("{:.1f}", e.weights.get("hours", math.nan)) for e in found],
+        "hours of training": [_hours(e.weights) for e in found],
     }
+
+
+def _hours(weights: Mapping[str, Any]) -> str:
+    """Hours of training; a lower bound where those of the weights that a training went on from are not known."""
+    hours = all_hours(weights)
+    if math.isnan(hours) and "hours" in weights:
+        return f"more than {weights['hours']:.1f}"
+    return tables.number("{:.1f}", hours)
 
 
 def _fastest(shipped: Evidence | None, e: Entry) -> Entry | None:

@@ -45,12 +45,16 @@ def _stages(weights: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Different tokens of the stage with most; tokens seen, steps and hours of all stages.
 
-    Where a training went on from other weights, their tokens are named beside its own; steps and hours are its own.
+    Where a training went on from other weights, their tokens and, if known, hours are named beside its own.
     """
     tokens, steps, hours = (sum(stage[key] for stage in stages) for key in ("tokens_seen", "steps", "hours"))
-    before = sum(stage.get("tokens_before", 0) for stage in stages)
-    seen = f"{tokens:,}" + f" after {before:,}" * bool(before)
-    return [f"{max(stage['data']['unique_tokens'] for stage in stages):,}", seen, f"{steps:,}", f"{hours:.2f}"]
+    before = {key: sum(stage.get(key, 0) for stage in stages) for key in ("tokens_before", "hours_before")}
+    return [
+        f"{max(stage['data']['unique_tokens'] for stage in stages):,}",
+        f"{tokens:,}" + " after {tokens_before:,}".format(**before) * bool(before["tokens_before"]),
+        f"{steps:,}",
+        f"{hours:.2f}" + " after {hours_before:.2f}".format(**before) * bool(before["hours_before"]),
+    ]
 
 
 def _processes(provenance: Mapping[str, Any]) -> str:

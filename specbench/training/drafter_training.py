@@ -1,5 +1,6 @@
 """Train one drafter on its corpus, from a job to weights with their provenance."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from specbench.engine import weights
 from specbench.engine.adapters import Adapter
 from specbench.engine.interface import Taps
 from specbench.engine.target import Target
-from specbench.records.schema import WEIGHTS, all_tokens
+from specbench.records.schema import WEIGHTS, all_hours, all_tokens
 from specbench.training.corpus_reader import CorpusReader, HeldOutAnswer, held_out
 from specbench.training.job import Workspace
 from specbench.training.overwriting import NON_IDENTITY_OPTIONS
@@ -130,10 +131,13 @@ def _shaped_by(workspace: Workspace) -> dict[str, Any]:
 
 def _measured(trainer: Trainer, start: str | None) -> dict[str, Any]:
     """Size, length and course of a training, for its provenance. start: the folder of weights that it began with."""
+    before = {} if start is None else weights.matching(project_path(start))
+    hours = 0 if start is None else all_hours(before)
     return {
         "parameters": trainer.size,
         "tokens_seen": trainer.tokens,
-        "tokens_before": 0 if start is None else all_tokens(weights.matching(project_path(start))),
+        "tokens_before": all_tokens(before),
+        **({} if math.isnan(hours) else {"hours_before": hours}),
         "steps": trainer.step,
         "precision": trainer.accelerator.mixed_precision,
         "processes": trainer.processes,

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -23,7 +24,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.records import blocks, identity, metrics, statistics
 from specbench.records.blocks import NAME, below, read_block, scan
 from specbench.records.rows import Failure, Measurement, QuestionEnd, Row
-from specbench.records.schema import SCHEMA, all_tokens
+from specbench.records.schema import SCHEMA, all_hours, all_tokens
 from specbench.reporting import cells, trainings
 from specbench.reporting.cells import Entry
 
@@ -844,11 +845,13 @@ def test_training_table_joins_shared_weights_and_adds_up_stages():
 
     first, second = weights(), weights(parameters=7)
     routed = weights(parameters=3, base=second)
-    on = weights(parameters=5, tokens_before=30_000_000)
+    on = weights(parameters=5, tokens_before=30_000_000, hours_before=4.0)
     entries = [entry("a", first), entry("b", second), entry("a2", first), entry("r", routed), entry("on", on)]
     lines = trainings.cost_lines([*entries, entry("none", {})])
     assert [line[:2] for line in lines] == [["a, a2", "100"], ["b", "7"], ["r", "10"], ["on", "5"]]
-    assert lines[2][4:7] == ["20", "4", "1.00"] and lines[3][4:7] == ["10 after 30,000,000", "2", "0.50"]
+    assert lines[2][4:7] == ["20", "4", "1.00"] and lines[3][4:7] == ["10 after 30,000,000", "2", "0.50 after 4.00"]
+    assert all_hours(on) == 4.5 and all_hours(first) == 0.5
+    assert math.isnan(all_hours(weights(tokens_before=5))) and math.isnan(all_hours({}))
     (seen,) = trainings.tokens_seen([entry("on", on), entry("a", first)])
     assert "on on 30.0 million" in seen and all_tokens(on) == 30_000_010 and all_tokens({}) == 0
 
