@@ -65,7 +65,7 @@ class Hybrid(Delegating, nn.Module):
         return self.base
 
     @property
-    def trained(self) -> Drafter:
+    def weights_owner(self) -> Drafter:
         return self.base
 
     def persist(self, on: bool) -> None:

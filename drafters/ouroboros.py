@@ -73,8 +73,8 @@ class Ouroboros(Delegating, Remembering, nn.Module):
         self.nodes, self.passes = 1 + gamma + suffixes * (level - 1), gamma
 
     @property
-    def trained(self) -> Drafter:
-        return self.base.trained
+    def weights_owner(self) -> Drafter:
+        return self.base.weights_owner
 
     def bind(self, target: Target) -> None:
         super().bind(target)

@@ -1,4 +1,4 @@
-"""Bad inputs to the doors, many of them, in one process: each must end in one line and exit code 2 and change nothing.
+"""Bad inputs to the commands, many of them, in one process: each must end in one line and exit code 2 and change nothing.
 
 What is wrong with a value follows from the declared type of the option, written down here once more by hand: a schema that
 accepted everything would not pass by agreeing with itself.
@@ -75,14 +75,14 @@ def snapshot(*folders: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.is_file()}
 
 
-def attempt(door: types.ModuleType, name: str, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard error and output of a door called in this process."""
+def attempt(command: types.ModuleType, name: str, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard error and output of a command called in this process."""
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = [name, *arguments]
     code = 0
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            run_cli(door.main, name)
+            run_cli(command.main, name)
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else 1
     finally:
@@ -90,11 +90,11 @@ def attempt(door: types.ModuleType, name: str, *arguments: str) -> tuple[int, st
     return code, err.getvalue(), out.getvalue()
 
 
-def refuse(door: types.ModuleType, name: str, arguments: list[str], mentions: str, watched: list[Path]) -> str | None:
+def refuse(command: types.ModuleType, name: str, arguments: list[str], mentions: str, watched: list[Path]) -> str | None:
     """Why a bad input did not end as it should; None if it did."""
     before = snapshot(*watched)
     try:
-        code, err, _ = attempt(door, name, *arguments)
+        code, err, _ = attempt(command, name, *arguments)
     except BaseException as error:
         wrong: str | None = f"raised {type(error).__name__}: {error}"
     else:

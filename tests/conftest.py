@@ -1,4 +1,4 @@
-"""Tiny random targets and every drafter that `conf/drafter/` declares, bound to them; a home folder for the doors."""
+"""Tiny random targets and every drafter that `conf/drafter/` declares, bound to them; a home folder for the commands."""
 
 import specbench.common.omp_policy
 
@@ -81,15 +81,15 @@ def tiny(architecture: str = "llama", seed: int = 0, spread: float = 0.4, **size
     return Target(model)
 
 
-def composed(door: str, *overrides: str) -> Any:
-    """A door's configuration. Hydra takes 0.1 s for one, and tests ask for the same few a thousand times."""
-    return copy.deepcopy(_composed(door, *overrides))
+def composed(command: str, *overrides: str) -> Any:
+    """A command's configuration. Hydra takes 0.1 s for one, and tests ask for the same few a thousand times."""
+    return copy.deepcopy(_composed(command, *overrides))
 
 
 @cache
-def _composed(door: str, *overrides: str) -> Any:
+def _composed(command: str, *overrides: str) -> Any:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(door, list(overrides))
+        return compose(command, list(overrides))
 
 
 def configuration(drafter: str, *overrides: str) -> Any:

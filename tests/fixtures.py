@@ -18,7 +18,7 @@ def arm(name="eagle2", **more):
 
 
 def settings(*drafters, dataset="d", **more):
-    """A header such as the doors write, of some drafters beside the baseline."""
+    """A header such as the commands write, of some drafters beside the baseline."""
     config = {"model": {"name": "m"}, "dataset": {"name": dataset}, "sampler": {"temperature": 0.0}}
     return {
         "config": config,

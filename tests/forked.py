@@ -1,4 +1,4 @@
-"""A door called in a process forked from one that has imported everything: real processes, in milliseconds.
+"""A command called in a process forked from one that has imported everything: real processes, in milliseconds.
 
 `python -m specbench.run` spends seconds on importing torch and Transformers, the same in every call. A forkserver pays
 them once. It has imported and done nothing else, so every fork begins as a new interpreter would: own output, exit code,
@@ -16,8 +16,10 @@ from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-DOORS = [f"specbench.{door}" for door in ("run", "train", "report", "study", "export", "cost", "serve", "evidence")]
-LATER = [  # what the doors import only when they need it
+COMMANDS = [
+    f"specbench.{command}" for command in ("run", "train", "report", "study", "export", "cost", "serve", "evidence")
+]
+LATER = [  # what the commands import only when they need it
     "drafters.beagle",
     "drafters.coral",
     "drafters.medusa",
@@ -36,10 +38,10 @@ LATER = [  # what the doors import only when they need it
 FIXED = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload([*DOORS, *LATER, __name__])
+_context.set_forkserver_preload([*COMMANDS, *LATER, __name__])
 
 
-class Door:
+class ForkedCommand:
     """A running `python -m module arguments…`, as far as `subprocess.Popen` is needed here.
 
     Args:

@@ -11,8 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import (
+    blocks_of,
+    call,
+    kill_after_rows,
+    records_of,
+    rows_of,
+    run,
+    start,
+    train,
+    typed,
+    wait_for_rows,
+    weight,
+)
 from conftest import ROOT, composed
-from doors import blocks_of, call, kill_after_rows, records_of, rows_of, run, start, train, typed, wait_for_rows, weight
 from safetensors.torch import load_file
 
 from specbench.config.cli import expand_shorthands
@@ -227,7 +239,7 @@ def test_training_writes_weights_that_run_uses(home):
 
 
 def test_trees_are_fitted_to_weights_and_machine(home):
-    """From the training's end over a run's header to the door that shows costs; and what is missing is said and made."""
+    """From the training's end over a run's header to the command that shows costs; and what is missing is said and made."""
     run(home, "train", *train(home, "fitted"))
     folder = home / "out" / "fitted"
     followed = (folder / "acceptance.json").read_text()
@@ -295,7 +307,7 @@ def test_two_trainings_of_one_name_would_share_a_checkpoint(home):
 
 
 def kill_often(begin, times, longest):
-    """Start a door again and again, each time killed at another moment; whether any was killed before its end."""
+    """Start a command again and again, each time killed at another moment; whether any was killed before its end."""
     moments = random.Random(7)
     cut_short = 0
     for _ in range(times):

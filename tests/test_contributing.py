@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
+from command_line import arguments_of, call, train
 from conftest import ROOT
-from doors import arguments_of, call, train
 from forked import FIXED
 
 

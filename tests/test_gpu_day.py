@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import arguments_of, read_rows, train
 from conftest import ROOT, composed
-from doors import arguments_of, read_rows, train
 from forked import FIXED
 from hydra.utils import instantiate
 

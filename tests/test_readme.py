@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT, make, tiny
-from forked import FIXED, Door
+from forked import FIXED, ForkedCommand
 
 from specbench.config import listing
 from specbench.config.cli import composed, expand_shorthands
@@ -99,7 +99,7 @@ def test_commands_of_the_readme_run(command, home, tmp_path):
     words = [w.replace("FILE.jsonl", str(tmp_path / "own.jsonl")).replace("DIR", str(home / "model")) for w in words]
     words += ["data.limit=1", "decode.max_new_tokens=4", "memory=0", f"results={tmp_path / 'results'}"]
     words += [f"data.root={tmp_path}"] * (not any(word.startswith("prompts=") for word in words))
-    done = Door(f"specbench.{entry}", words, ROOT, {**os.environ, **FIXED}, tmp_path).completed()
+    done = ForkedCommand(f"specbench.{entry}", words, ROOT, {**os.environ, **FIXED}, tmp_path).completed()
     assert done.returncode == 0 and "tokens/pass" in done.stdout, done.stderr
 
 

@@ -108,7 +108,7 @@ class RunSpec(Common):
     shared: Mapping[str, Any]
 
     @property
-    def trained(self) -> bool:
+    def has_weights(self) -> bool:
         """Does the drafter have weights of its own?"""
         return "weights" in self.drafter
 
@@ -160,9 +160,9 @@ class RunSpec(Common):
         if isinstance(drafter, ServedEngine):
             self._require_served(drafter)
         if self.checkpoint is not None:
-            if not drafter.trained.takes_checkpoint:
+            if not drafter.weights_owner.takes_checkpoint:
                 raise SpecBenchError(f"drafter={self.drafter['name']} takes no checkpoint; leave checkpoint out")
-            drafter.trained.checkpoint = checkpoints.read(self.checkpoint)
+            drafter.weights_owner.checkpoint = checkpoints.read(self.checkpoint)
         return drafter
 
     def _require_served(self, engine: ServedEngine) -> None:

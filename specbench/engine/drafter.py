@@ -163,7 +163,7 @@ class Drafter:
         return None if self.growth is None else self
 
     @property
-    def trained(self) -> Drafter:
+    def weights_owner(self) -> Drafter:
         """The drafter with the weights: this one, or one that it wraps."""
         return self
 

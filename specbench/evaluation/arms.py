@@ -125,7 +125,7 @@ def build(
         "weights": _provenance(drafter.provenance),
         "contents": drafter.contents,
     }
-    if (dtype := fitting.draft_dtype(drafter.trained)) is not None:
+    if (dtype := fitting.draft_dtype(drafter.weights_owner)) is not None:
         description["draft_dtype"] = dtype
     served = {"served": drafter.found} if isinstance(drafter, ServedEngine) else {}
     return Arm(BoundDrafter(label or drafter.name, drafter, rule), spec, description | fitted | served | more)

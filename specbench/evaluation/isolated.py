@@ -143,4 +143,4 @@ def _weight_bytes(target: Target, drafter: Any) -> int:
 
 def _parts(drafter: Any) -> list[Any]:
     """The modules of the drafter with the weights, or itself if it is none."""
-    return list(drafter.trained.modules()) if isinstance(drafter.trained, nn.Module) else [drafter]
+    return list(drafter.weights_owner.modules()) if isinstance(drafter.weights_owner, nn.Module) else [drafter]

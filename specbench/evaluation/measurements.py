@@ -146,7 +146,7 @@ QUANTITIES: Mapping[str, Quantity] = {  # as `measure` of a study names them
     "memory": Quantity(_memory),
     "training": Quantity(
         _training,
-        lambda arm: not _is_engine(arm) and arm.spec.trained and not arm.bound.drafter.counted,
+        lambda arm: not _is_engine(arm) and arm.spec.has_weights and not arm.bound.drafter.counted,
     ),
     "drafting": Quantity(_decoding(costs.drafting), lambda arm: not (_is_baseline(arm) or _is_engine(arm))),
     "overhead": Quantity(_local(_decoding(costs.overhead))),

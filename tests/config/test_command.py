@@ -7,8 +7,8 @@ import time
 
 import pytest
 import yaml
+from command_line import call, run
 from conftest import DRAFTERS, ROOT, composed
-from doors import call, run
 from huggingface_hub import constants
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
@@ -147,7 +147,7 @@ def test_help_of_a_chosen_file_is_about_it(drafter):
         assert option == "_target_" or f"drafter.{option}" in found
 
 
-def test_a_door_answers_the_same_help(home):
+def test_a_command_answers_the_same_help(home):
     assert call(home, "run", "--help").stdout == usage.help_text("run", ["--help"]) + "\n"
     assert "drafter.window=7" in usage.help_text("run", ["--help", "drafter=lookahead,none"])
     assert call(home, "train", "--help", "drafter=eagel2").stderr == (
@@ -292,7 +292,7 @@ def test_a_misspelt_command_is_one_line(words, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("door", "words", "message"),
+    ("command", "words", "message"),
     [
         ("run", ["drafter=eagel2"], "drafter=eagel2: there is no such drafter; did you mean eagle2?"),
         ("run", ["-m", "drafter=eagel2,none"], "drafter=eagel2: there is no such drafter; did you mean eagle2?"),
@@ -309,8 +309,8 @@ def test_a_misspelt_command_is_one_line(words, message, monkeypatch, capsys):
         ("study", [], "study is missing: name one with study=; `specbench list studies` shows what there is"),
     ],
 )
-def test_a_misspelt_file_of_options_is_one_line(home, door, words, message):
-    assert run(home, door, *words, ok=False) == f"specbench: {message}"
+def test_a_misspelt_file_of_options_is_one_line(home, command, words, message):
+    assert run(home, command, *words, ok=False) == f"specbench: {message}"
 
 
 def test_a_command_refuses_as_its_module_does():

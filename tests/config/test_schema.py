@@ -1,4 +1,4 @@
-"""What the doors are told is held to what the classes declare: one line, exit code 2, nothing loaded, nothing written."""
+"""Options of every command are held to the declared types: one line, exit code 2, nothing loaded, nothing written."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ from specbench.data.conversations import Conversations
 from specbench.data.prompts import PromptSet
 from specbench.engine.loading import ModelSpec
 
-DOORS: dict[str, Any] = {
+COMMANDS: dict[str, Any] = {
     "run": specbench.run,
     "train": SimpleNamespace(main=specbench.train.main, Options=TrainOptions),
     "export": specbench.export,
@@ -44,10 +44,10 @@ GROUPS = {"model": "model", "dataset": "dataset", "tree": "tree"}
 
 
 @functools.cache
-def composed(door: str, *overrides: str) -> Any:
-    """A door's configuration; composing one takes a third of a second."""
+def composed(command: str, *overrides: str) -> Any:
+    """A command's configuration; composing one takes a third of a second."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(door, list(overrides))
+        return compose(command, list(overrides))
 
 
 def named(group: str) -> list[str]:
@@ -55,7 +55,7 @@ def named(group: str) -> list[str]:
 
 
 def everything() -> list[tuple[str, tuple[str, ...]]]:
-    """A configuration of every YAML file of every group, at a door that takes it."""
+    """A configuration of every YAML file of every group, at a command that takes it."""
     runs = [
         ("run", (f"{group}={name}",)) for group in ("drafter", "model", "dataset", "tree", "link") for name in named(group)
     ]
@@ -73,12 +73,12 @@ def everything() -> list[tuple[str, tuple[str, ...]]]:
 
 
 class Loaded(BaseException):
-    """A door went on to load something: what it was told did not stop it."""
+    """A command went on to load something: what it was told did not stop it."""
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded(monkeypatch, tmp_path):
-    """Doors in this process neither load nor write."""
+    """Commands in this process neither load nor write."""
 
     def loaded(*_: Any, **__: Any) -> None:
         raise Loaded
@@ -91,15 +91,15 @@ def _nothing_is_loaded(monkeypatch, tmp_path):
 
 
 def test_the_schema_and_the_yaml_files_agree():
-    for door, overrides in everything():
-        validation.check(composed(door, *overrides), DOORS[door].Options)
+    for command, overrides in everything():
+        validation.check(composed(command, *overrides), COMMANDS[command].Options)
 
 
 def test_every_option_of_a_yaml_file_is_declared_with_a_type():
     """An option without a type would be held to nothing."""
-    for door, overrides in everything():
-        plain: Any = OmegaConf.to_container(composed(door, *overrides), resolve=True)
-        for path, annotation in leaves(plain, DOORS[door].Options):
+    for command, overrides in everything():
+        plain: Any = OmegaConf.to_container(composed(command, *overrides), resolve=True)
+        for path, annotation in leaves(plain, COMMANDS[command].Options):
             assert annotation is not Any, path
 
 
@@ -112,25 +112,25 @@ def put(plain: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def test_bad_values_of_every_option_are_refused_by_name():
-    """Every value that is not of an option's declared type, for every option of every drafter and door."""
+    """Every value that is not of an option's declared type, for every option of every drafter and command."""
     tried: set[tuple[str, str]] = set()
     places = [
         *(("train", f"drafter={d}") for d in TRAINED),
         *(("run", f"drafter={d}") for d in DRAFTERS),
         *(("run", f"dataset={d}") for d in named("dataset")),
-        *((door,) for door in ("serve", "evidence", "export", "report")),
+        *((command,) for command in ("serve", "evidence", "export", "report")),
         ("study", "study=bench"),
     ]
-    for door, *overrides in places:
-        plain: Any = OmegaConf.to_container(composed(door, *overrides), resolve=True)
-        for path, annotation in leaves(plain, DOORS[door].Options):
+    for command, *overrides in places:
+        plain: Any = OmegaConf.to_container(composed(command, *overrides), resolve=True)
+        for path, annotation in leaves(plain, COMMANDS[command].Options):
             for value in bad_values(annotation):
-                if (f"{door} {path} {annotation}", value) in tried:
+                if (f"{command} {path} {annotation}", value) in tried:
                     continue  # another drafter has it alike
-                tried.add((f"{door} {path} {annotation}", value))
+                tried.add((f"{command} {path} {annotation}", value))
                 bad = put(plain, path, OmegaConf.to_container(OmegaConf.create(f"x: {value}"))["x"])
                 with pytest.raises(SpecBenchError) as refused:
-                    validation.check_node(bad, (DOORS[door].Options,))
+                    validation.check_node(bad, (COMMANDS[command].Options,))
                 message = str(refused.value)
                 assert message.startswith(path) and "\n" not in message, message
     COUNT.tried += len(tried)
@@ -150,14 +150,14 @@ ANYTHING = st.recursive(
 @given(data=st.data())
 def test_anything_at_all_is_held_or_refused_in_one_line(data):
     """Whatever stands at an option or a node, no other exception comes of it, and what is held is JSON of the type."""
-    door, override = data.draw(
+    command, override = data.draw(
         st.sampled_from([("run", "drafter=moa"), ("train", "drafter=coral"), ("report", "format=markdown")])
     )
-    plain: Any = OmegaConf.to_container(composed(door, override), resolve=True)
-    path = data.draw(st.sampled_from([path for path, _ in leaves(plain, DOORS[door].Options)] + list(plain)))
+    plain: Any = OmegaConf.to_container(composed(command, override), resolve=True)
+    path = data.draw(st.sampled_from([path for path, _ in leaves(plain, COMMANDS[command].Options)] + list(plain)))
     message = None
     try:
-        validation.check_node(put(plain, path, data.draw(ANYTHING)), (DOORS[door].Options,))
+        validation.check_node(put(plain, path, data.draw(ANYTHING)), (COMMANDS[command].Options,))
     except SpecBenchError as error:
         message = str(error)
     assert message is None or (message.startswith(path) and len(message.splitlines()) == 1)
@@ -166,24 +166,24 @@ def test_anything_at_all_is_held_or_refused_in_one_line(data):
 def test_a_key_of_control_characters_stays_on_one_line():
     plain: Any = OmegaConf.to_container(composed("train", "drafter=coral"), resolve=True)
     with pytest.raises(SpecBenchError, match=r"^train\.settings\.groups\.\\x1e=null: must be a valid number$"):
-        validation.check_node(put(plain, "train.settings.groups", {"\x1e": None}), (DOORS["train"].Options,))
+        validation.check_node(put(plain, "train.settings.groups", {"\x1e": None}), (COMMANDS["train"].Options,))
 
 
-EVERY = 5  # options, of which one is typed behind a door: that takes half a second each
+EVERY = 5  # options, of which one is tried through a whole command, which takes half a second each
 
 
-def cases(door: str, overrides: tuple[str, ...]) -> list[tuple[str, str]]:
+def cases(command: str, overrides: tuple[str, ...]) -> list[tuple[str, str]]:
     """For every option of a configuration one bad value, the kinds in turn; and what to put on the command line."""
-    plain: Any = OmegaConf.to_container(composed(door, *overrides), resolve=True)
+    plain: Any = OmegaConf.to_container(composed(command, *overrides), resolve=True)
     found = []
-    for number, (path, annotation) in enumerate(leaves(plain, DOORS[door].Options)):
+    for number, (path, annotation) in enumerate(leaves(plain, COMMANDS[command].Options)):
         if values := bad_values(annotation):
             found.append((path, f"++{path}={values[number % len(values)]}"))
     return found
 
 
 @pytest.mark.parametrize(
-    ("door", "overrides"),
+    ("command", "overrides"),
     [
         ("run", ("drafter=medusa",)),
         ("run", ("drafter=moa",)),
@@ -193,17 +193,17 @@ def cases(door: str, overrides: tuple[str, ...]) -> list[tuple[str, str]]:
         ("study", ("study=bench",)),
     ],
 )
-def test_the_doors_refuse_bad_options(door, overrides, tmp_path):
-    """Through the whole door: one line that names the option, exit code 2, and no file touched.
+def test_commands_refuse_bad_options(command, overrides, tmp_path):
+    """Through the whole command: one line that names the option, exit code 2, and no file touched.
 
-    Of every few options one: that each is refused by name is what the tests above show without a door.
+    Of every few options one: that each is refused by name is what the tests above show without a command.
     """
     (tmp_path / "rows.jsonl").write_text("earlier\n")
-    base = [*overrides, *([f"results={tmp_path}"] if door in ("run", "report", "study") else [f"hydra.run.dir={ROOT}"])]
+    base = [*overrides, *([f"results={tmp_path}"] if command in ("run", "report", "study") else [f"hydra.run.dir={ROOT}"])]
     wrong = [
         why
-        for path, override in cases(door, overrides)[::EVERY]
-        if (why := refuse(DOORS[door], door, [*base, override], path.split("[")[0], [tmp_path]))
+        for path, override in cases(command, overrides)[::EVERY]
+        if (why := refuse(COMMANDS[command], command, [*base, override], path.split("[")[0], [tmp_path]))
     ]
     assert not wrong
 
@@ -297,13 +297,13 @@ WHOLE = {  # what is wrong with a command line as a whole, and what the line mus
 }
 
 
-@pytest.mark.parametrize("door", WHOLE)
-def test_the_doors_refuse_what_is_wrong_as_a_whole(door, tmp_path):
-    place = [f"results={tmp_path}"] if door in ("run", "study") else []
+@pytest.mark.parametrize("command", WHOLE)
+def test_commands_refuse_what_is_wrong_as_a_whole(command, tmp_path):
+    place = [f"results={tmp_path}"] if command in ("run", "study") else []
     wrong = []
-    for override, mentions in WHOLE[door].items():
+    for override, mentions in WHOLE[command].items():
         own = [] if override.startswith("results") else place
-        if why := refuse(DOORS[door], door, [*own, *override.split(" + ")], mentions, [tmp_path]):
+        if why := refuse(COMMANDS[command], command, [*own, *override.split(" + ")], mentions, [tmp_path]):
             wrong.append(f"{override}: {why}")
     assert not wrong
 

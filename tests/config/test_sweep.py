@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from doors import blocks_of, call, kill_after_rows, records_of, start, typed
+from command_line import blocks_of, call, kill_after_rows, records_of, start, typed
 
 from specbench.records import blocks
 from specbench.records.rows import Failure

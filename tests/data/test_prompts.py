@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
+from command_line import blocks_of, call, records_of, run
 from conftest import composed
-from doors import blocks_of, call, records_of, run
 from hydra.utils import instantiate
 
 from specbench.common.errors import SpecBenchError

@@ -337,7 +337,7 @@ def test_what_the_user_names_is_not_replaced_by_what_is_published(named):
 
 def test_a_draft_model_inside_another_drafter_takes_a_checkpoint():
     made = instantiate(configuration("ouroboros").drafter)
-    assert made.trained is made.base and made.trained.takes_checkpoint
+    assert made.weights_owner is made.base and made.weights_owner.takes_checkpoint
 
 
 @pytest.mark.parametrize("drafter", ["eagle2", "hass"])

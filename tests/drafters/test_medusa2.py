@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import records_of, run, train, weight
 from conftest import make, tiny
-from doors import records_of, run, train, weight
 from drafting import batch_of, optimise
 
 from specbench.common.errors import SpecBenchError

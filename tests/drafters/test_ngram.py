@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import run, train
 from conftest import COUNTED, make, tiny
 from decoding import PROMPT, generate, plain
-from doors import run, train
 
 from specbench.common.errors import SpecBenchError
 from specbench.engine import weights

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from command_line import call, run
 from conftest import composed, settled, tiny
 from decoding import plain
-from doors import call, run
 from fixtures import settings
 from hydra.utils import instantiate
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import call
 from conftest import ARCHITECTURES, DRAFTERS, SIZES, composed, make, tiny
-from doors import call
 from hydra.utils import instantiate
 from test_loading import said_in
 

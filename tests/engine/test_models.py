@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import rows_of, run
 from conftest import ROOT, composed, make, tiny
 from corpora import Numbers
-from doors import rows_of, run
 from fixtures import ledger, settings
 from hydra.utils import instantiate
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

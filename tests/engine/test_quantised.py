@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from command_line import run
 from conftest import ROOT, composed, settled, tiny
-from doors import run
 from fixtures import block, random_row, settings
 from hydra.utils import instantiate
 

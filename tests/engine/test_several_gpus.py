@@ -32,9 +32,9 @@ def test_binding_moves_no_part_of_the_target(drafter):
     with Waits():
         made = make(drafter, target)
     assert {name: (p.device, p.data_ptr()) for name, p in target.model.named_parameters()} == before
-    if isinstance(made.trained, torch.nn.Module):
+    if isinstance(made.weights_owner, torch.nn.Module):
         of_target = set(target.model.parameters())
-        own = [p for p in made.trained.parameters() if p not in of_target]
+        own = [p for p in made.weights_owner.parameters() if p not in of_target]
         assert own and {p.device for p in own} == {META}, "its own are where the head is"
 
 

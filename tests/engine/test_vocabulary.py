@@ -224,11 +224,11 @@ def test_a_router_takes_no_list(drafter, target):
         make(drafter, target, f"+drafter.base.vocabulary={COUNT}")
 
 
-@pytest.mark.parametrize(("door", "name"), [(train, "train"), (export, "export"), (run, "run")])
-def test_doors_that_take_no_list_say_so(door, name, tmp_path):
+@pytest.mark.parametrize(("command", "name"), [(train, "train"), (export, "export"), (run, "run")])
+def test_commands_that_take_no_list_say_so(command, name, tmp_path):
     out = f"{({'train': 'train.out', 'export': 'out', 'run': 'results'})[name]}={tmp_path / 'out'}"
     arguments = [f"drafter={'coral_router' if name == 'run' else 'eagle2'}", "drafter.vocabulary=100", out]
-    assert refuse(door, name, arguments, "drafter.vocabulary", [tmp_path]) is None
+    assert refuse(command, name, arguments, "drafter.vocabulary", [tmp_path]) is None
 
 
 # Lists ------------------------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from command_line import records_of, run
 from conftest import make, tiny
 from decoding import PROMPT, generate
-from doors import records_of, run
 
 from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless, Simulated, Typical

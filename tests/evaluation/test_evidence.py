@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import TWO, arguments_of, call, environment, read_rows, run, start
 from conftest import ROOT, tiny
 from conftest import make as bound
 from corpora import Numbers
-from doors import TWO, arguments_of, call, environment, read_rows, run, start
 from fixtures import settings
 
 from specbench.common.budget import Budget, Pace, longest
@@ -367,7 +367,7 @@ def test_evidence_prints_its_plan_and_refuses_what_is_no_study():
 
 
 def test_a_training_in_parts_is_the_training_in_one(home):
-    from doors import train
+    from command_line import train
 
     steps = "train.settings.steps=8"
     run(home, "train", *train(home, "undivided", steps))

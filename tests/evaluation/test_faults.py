@@ -28,7 +28,7 @@ class Faulty(NoDrafter):
 
 @pytest.fixture
 def told(home, tmp_path, monkeypatch):
-    """The run door in this process, on the tiny model: its exit code and standard error."""
+    """The run command in this process, on the tiny model: its exit code and standard error."""
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
 
     def call(*arguments: str) -> tuple[int, str]:

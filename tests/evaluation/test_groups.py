@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import read_rows
 from conftest import composed, settled
-from doors import read_rows
 
 from specbench.common import environment
 from specbench.common.budget import Budget

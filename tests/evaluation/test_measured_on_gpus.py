@@ -43,7 +43,7 @@ def test_other_drafters_and_earlier_prompts_are_no_part_of_a_peak(drafter, monke
     first = isolated.memory_on_gpu(target, bound, PROMPT, 8)
     again = isolated.memory_on_gpu(target, bound, PROMPT, 8)
     assert first == again, "caches of the prompt before were counted"
-    modules = [target.model, *([made.trained] if isinstance(made.trained, torch.nn.Module) else [])]
+    modules = [target.model, *([made.weights_owner] if isinstance(made.weights_owner, torch.nn.Module) else [])]
     own = sum(p.nbytes for p in {p for module in modules for p in module.parameters()})
     assert own <= first["loaded"] < own + 20_000, "buffers are small"
     assert first["peak"] == first["loaded"] + first["kv"] and first["kv"] > 0

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from command_line import kill_after_rows, start, study
 from conftest import DRAFTERS, ROOT, TRAINED, make, tiny
-from doors import kill_after_rows, start, study
 from fixtures import block, ledger, random_row, settings
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 

@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from command_line import call
 from conftest import ROOT, tiny
-from doors import call
 from fixtures import arm, block, random_row, settings
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from command_line import run
 from conftest import composed, make, tiny
 from corpora import Numbers
-from doors import run
 from fixtures import settings
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM

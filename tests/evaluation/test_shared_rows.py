@@ -2,7 +2,7 @@
 
 import json
 
-from doors import TWO, call, read_rows
+from command_line import TWO, call, read_rows
 
 from specbench.records import blocks
 

@@ -5,8 +5,8 @@ import json
 import re
 
 import pytest
+from command_line import TWO, call, read_rows, study
 from conftest import settled
-from doors import TWO, call, read_rows, study
 from fixtures import arm, random_row, settings
 
 from specbench.common import storage

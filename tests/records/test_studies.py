@@ -1,4 +1,4 @@
-"""The shipped studies: every table and figure of the sources has one, and each says what the doors understand."""
+"""The shipped studies: every table and figure of the sources has one, and each says what the commands understand."""
 
 import json
 import re
@@ -129,11 +129,11 @@ def test_what_papers_claim_is_tested_or_waits_for_the_project(name, metric, of, 
     assert against in [t.get(key) for t in tests for key in ("over", "than", "over_metric", "at")]
 
 
-# What the doors are told ----------------------------------------------------------------------------------------------
+# Options of the commands ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_the_door_reads_what_reports_read(name):
+def test_the_command_reads_what_reports_read(name):
     """Hydra resolves what is between braces; a report leaves it as it stands."""
     config = composed("study", [f"study={name}"])
     validation.check(config, study.Options)

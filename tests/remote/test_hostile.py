@@ -16,9 +16,9 @@ import msgpack
 import pytest
 import torch
 import zmq
+from command_line import start
 from conftest import make, tiny
 from decoding import PROMPT, generate, plain
-from doors import start
 from test_remote import LIMITS, client, folder, server, serving, wait_for  # noqa: F401 - fixtures
 from test_serve import served
 
@@ -415,13 +415,13 @@ def test_a_killed_client_frees_its_cache(home):
     target = Target.load(home / "model", torch.float32, torch.device("cpu"))
     with serving(target, context=256) as running:
         for _ in range(2):
-            door = start(home, "run", f"link={running.address}", "drafter=none", "rerun=all")
+            process = start(home, "run", f"link={running.address}", "drafter=none", "rerun=all")
             deadline = time.monotonic() + 120
             while not any(c.session.cache.nbytes for c in list(running.clients.values())) and time.monotonic() < deadline:
                 time.sleep(0.002)
             assert time.monotonic() < deadline, "the client never came as far as a cache"
-            door.send_signal(signal.SIGKILL)
-            door.wait()
+            process.send_signal(signal.SIGKILL)
+            process.wait()
             while running.clients and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert not running.clients, "a client that is dead still has its place"
@@ -431,7 +431,7 @@ def test_a_killed_server_is_waited_for_and_answers_stay(home):
     """At random moments; another server at the same port goes on from the prompt and what was verified."""
     moments = random.Random(3)
     expected = generate(Target.load(home / "model", torch.float32, torch.device("cpu")), make("none", tiny()), cap=60)[0]
-    door, address = served(home)
+    process, address = served(home)
     port = address.rpartition(":")[2]
 
     class Running:
@@ -452,13 +452,13 @@ def test_a_killed_server_is_waited_for_and_answers_stay(home):
         while not found:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 0.3))
-        door.send_signal(signal.SIGKILL)
-        door.wait()
-        door, _ = served(home, f"port={port}")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process, _ = served(home, f"port={port}")
         thread.join(90)
         assert found == expected
         assert there.traffic.resumed >= 1
-        door.send_signal(signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
         there.on_disconnect, there.connection.timeout_s = "stop", 2.0
         with pytest.raises(LinkLost):
             generate(there, make("none", there), cap=60)

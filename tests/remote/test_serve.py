@@ -1,4 +1,4 @@
-"""The doors over a socket: a server, clients that come and go or are killed, links that are slow."""
+"""The commands over a socket: a server, clients that come and go or are killed, links that are slow."""
 
 import asyncio
 import signal
@@ -7,7 +7,7 @@ import statistics
 import time
 
 import pytest
-from doors import run, start, study, weight
+from command_line import run, start, study, weight
 
 from specbench.remote.link import _emulate
 from specbench.remote.network_emulator import Network, listen
@@ -16,28 +16,28 @@ from specbench.remote.transport import parse_address
 
 def served(home, *arguments, **more):
     """A running server and its address."""
-    door = start(home, "serve", "threads=1", "port=0", *arguments, **more)
+    process = start(home, "serve", "threads=1", "port=0", *arguments, **more)
     deadline = time.monotonic() + 120
-    while " at tcp://" not in (refusal := door.files[1].read_text() if door.files[1].exists() else ""):
-        assert time.monotonic() < deadline and door.poll() is None, refusal
+    while " at tcp://" not in (refusal := process.files[1].read_text() if process.files[1].exists() else ""):
+        assert time.monotonic() < deadline and process.poll() is None, refusal
         time.sleep(0.05)
-    return door, refusal.split(" at ")[1].split(";")[0]
+    return process, refusal.split(" at ")[1].split(";")[0]
 
 
-def stopped(door):
-    door.send_signal(signal.SIGINT)
-    assert door.wait(60) == 0, door.files[1].read_text()
+def stopped(process):
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0, process.files[1].read_text()
 
 
 def test_two_commands_answer_as_one(home, tmp_path):
     """A server, and a run that drafts: the answers are the local run's, and rows say what travelled."""
-    door, address = served(home)
+    process, address = served(home)
     try:
         common = ["drafter=eagle2", weight(home, "eagle2"), "data.limit=2"]
         run(home, "run", f"link={address}", *common, f"results={tmp_path / 'there'}")
         run(home, "run", *common, f"results={tmp_path / 'here'}")
     finally:
-        stopped(door)
+        stopped(process)
     there, here = (_rows(tmp_path / side) for side in ("there", "here"))
     assert [(r.key, r.tokens) for r in there] == [(r.key, r.tokens) for r in here]
     for row in there:
@@ -113,14 +113,14 @@ def test_a_server_beyond_loopback_wants_a_token(home):
 
 
 def test_who_has_not_the_token_gets_no_answer(home, tmp_path):
-    door, address = served(home, SPECBENCH_TOKEN="secret")
+    process, address = served(home, SPECBENCH_TOKEN="secret")
     try:
         asked = [f"link={address}", "link.timeout_s=3", "drafter=none", "data.limit=1", f"results={tmp_path}"]
         for token in ("", "another"):
             assert "with the same SPECBENCH_TOKEN" in run(home, "run", *asked, ok=False, SPECBENCH_TOKEN=token)
         run(home, "run", *asked, "link.timeout_s=60", SPECBENCH_TOKEN="secret")
     finally:
-        stopped(door)
+        stopped(process)
 
 
 # The shaper -------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from command_line import call, records_of, run
 from conftest import tiny
-from doors import call, records_of, run
 
 from drafters.none import NoDrafter
 from drafters.served import Served
@@ -349,7 +349,7 @@ def test_a_row_of_it_has_no_cycles_and_no_audit():
     assert "no cycles and no audit" in contradiction(row, ["served"])
 
 
-# The door -------------------------------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 def asked_of(home, url, results, *more):

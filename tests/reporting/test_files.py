@@ -296,8 +296,8 @@ def no_figures(monkeypatch):
     monkeypatch.setattr(figures, "draw_all", lambda *_: {})
 
 
-def door(capsys, *overrides: str) -> str:
-    """What the report's door prints, run in this process."""
+def report_output(capsys, *overrides: str) -> str:
+    """What the report's command prints, run in this process."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         report.main.__wrapped__(compose("report", list(overrides)))
     return capsys.readouterr().out
@@ -306,10 +306,10 @@ def door(capsys, *overrides: str) -> str:
 def test_every_format_says_on_top_what_is_broken_and_goes_on(tmp_path, capsys, no_figures):
     fill(tmp_path, ("eagle2", "vanilla"), questions=2, dataset="mtbench")
     broken = spoil_everything(tmp_path)
-    printed = door(capsys, f"results={tmp_path}")
+    printed = report_output(capsys, f"results={tmp_path}")
     top = printed[: printed.index("eagle2")]
     page, readme = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
-    shown = door(capsys, f"results={tmp_path}", "format=markdown")
+    shown = report_output(capsys, f"results={tmp_path}", "format=markdown")
     for path in broken:
         assert f"LEFT OUT {path}" in printed
         assert f"LEFT OUT {path}" in page
@@ -326,9 +326,9 @@ def test_a_folder_with_nothing_readable_is_one_line(tmp_path):
     assert ".jsonl is empty" in (refusal(Report, Sources(tmp_path)) or "")
 
 
-def test_studies_whose_claims_are_judged_can_be_chosen_at_the_door(tmp_path, capsys, no_figures):
+def test_studies_whose_claims_are_judged_can_be_chosen_on_the_command_line(tmp_path, capsys, no_figures):
     fill(tmp_path, ("eagle2",), questions=2, dataset="mtbench")
-    door(capsys, f"results={tmp_path}", "studies=[beagle_table1]")
+    report_output(capsys, f"results={tmp_path}", "studies=[beagle_table1]")
     with (tmp_path / "tables" / "claims.csv").open() as file:
         sources = [line["source"] for line in csv.DictReader(file)]
     assert any(s.startswith("Beagle, ") for s in sources) and not any(s.startswith("HASS") for s in sources)

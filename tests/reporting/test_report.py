@@ -12,8 +12,8 @@ from pathlib import Path
 import conftest
 import numpy as np
 import pytest
+from command_line import call
 from conftest import ROOT
-from doors import call
 from fixtures import block, block_path, random_row, settings, whole
 from test_overview import bench
 

@@ -63,7 +63,7 @@ def test_control_characters_are_shown_once():
     assert one_line(SpecBenchError("no\n  weights at \x1b[2J")) == "no weights at \\x1b[2J"
 
 
-def test_what_a_door_complains_of_moves_no_cursor(capsys):
+def test_what_a_command_complains_of_moves_no_cursor(capsys):
     @cli.handle_errors
     def job():
         raise SpecBenchError("drafter=\x1b]0;owned\x07")

@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
+from command_line import arguments_of, environment, run, start, train
 from conftest import ROOT
-from doors import arguments_of, environment, run, start, train
 from filelock import FileLock
 from safetensors.torch import load_file
 

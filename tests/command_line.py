@@ -1,4 +1,4 @@
-"""The command lines on a tiny model, for the tests: functions to call the doors in the folder of the fixture `home`."""
+"""The command lines on a tiny model, for the tests: functions to call the commands in the folder of the fixture `home`."""
 
 import os
 import signal
@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 
 from conftest import ROOT
-from forked import FIXED, Door
+from forked import FIXED, ForkedCommand
 
 from specbench.records.blocks import NAME, read_block
 from specbench.records.rows import QuestionEnd, Row
 
 
-def arguments_of(home, door, *arguments):
-    if door == "report":
+def arguments_of(home, command, *arguments):
+    if command == "report":
         return list(arguments)  # needs no model
     common = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32"]
-    if door in ("run", "study"):
+    if command in ("run", "study"):
         common += [f"results={home / 'results'}", f"data.root={home}", "decode.max_new_tokens=12", "threads=1", "memory=0"]
     flags = [a for a in arguments if a.startswith("-")]  # Hydra wants them in front
     return [*flags, *common, *(a for a in arguments if a not in flags)]
@@ -29,20 +29,22 @@ def environment(home, **more):
     return {**os.environ, "SPECBENCH_CACHE": str(home / "cache"), **FIXED, **more}
 
 
-def start(home, door, *arguments, **more):
-    """A door that runs beside the test; `more` is added to its environment."""
+def start(home, command, *arguments, **more):
+    """A command that runs beside the test; `more` is added to its environment."""
     output = Path(tempfile.mkdtemp(dir=home))
-    return Door(f"specbench.{door}", arguments_of(home, door, *arguments), ROOT, environment(home, **more), output)
+    return ForkedCommand(
+        f"specbench.{command}", arguments_of(home, command, *arguments), ROOT, environment(home, **more), output
+    )
 
 
-def call(home, door, *arguments, **more):
-    """Exit code, stdout and stderr of a door, whatever came of it."""
-    return start(home, door, *arguments, **more).completed()
+def call(home, command, *arguments, **more):
+    """Exit code, stdout and stderr of a command, whatever came of it."""
+    return start(home, command, *arguments, **more).completed()
 
 
-def run(home, door, *arguments, ok=True, **more):
-    """The stdout of a door that must succeed, or the one line with which it must refuse."""
-    done = call(home, door, *arguments, **more)
+def run(home, command, *arguments, ok=True, **more):
+    """The stdout of a command that must succeed, or the one line with which it must refuse."""
+    done = call(home, command, *arguments, **more)
     if ok:
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
@@ -52,10 +54,10 @@ def run(home, door, *arguments, ok=True, **more):
     return lines[0]
 
 
-def typed(home, door, *arguments):
-    """The same typed at a shell: a new interpreter, which takes seconds to import what it needs. Once a door is enough."""
-    command = [sys.executable, "-m", f"specbench.{door}", *arguments_of(home, door, *arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300)
+def typed(home, command, *arguments):
+    """The same in a new interpreter, which takes seconds to import what it needs: once a command is enough."""
+    words = [sys.executable, "-m", f"specbench.{command}", *arguments_of(home, command, *arguments)]
+    return subprocess.run(words, cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300)
 
 
 def weight(home, name):
