@@ -92,7 +92,7 @@ def read_yaml(path: Path, shape: Any) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # dates and numbers out of range, endless nesting
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "damaged"
         line = f" line {mark.line + 1}" if mark else ""
-        raise SpecBenchError(f"{path}{line} is not YAML ({problem}); mend it") from error
+        raise SpecBenchError(f"{path}{line} is not YAML ({problem}); correct it") from error
     return validate(value, shape, str(path))
 
 
@@ -101,18 +101,18 @@ def validate(value: Any, shape: Any, where: str) -> Any:
     try:
         return _validator(shape).validate_python(value, strict=False)
     except ValidationError as error:
-        raise SpecBenchError(f"{where}: {explain(error)}; mend or remove it") from error
+        raise SpecBenchError(f"{where}: {explain(error)}; correct or remove it") from error
 
 
 def parse(data: bytes, shape: Any, where: str, limit: int = MAX_VALUE) -> Any:
     """The value of JSON text of at most `limit` bytes. where: begins error messages."""
     if len(data) > limit or data.count(b":") > limit // BYTES_PER_COLON:
         bound = f"{limit >> 20} MB or {limit // BYTES_PER_COLON:,} keys"
-        raise SpecBenchError(f"{where}: more than {bound} in one value; mend or remove it")
+        raise SpecBenchError(f"{where}: more than {bound} in one value; correct or remove it")
     try:
         return _validator(shape).validate_json(data)
     except ValidationError as error:
-        raise SpecBenchError(f"{where}: {explain(error)}; mend or remove it") from error
+        raise SpecBenchError(f"{where}: {explain(error)}; correct or remove it") from error
 
 
 def explain(error: ValidationError) -> str:

@@ -74,7 +74,7 @@ def atomic_path(final: Path, root: Path | None = None):
         _replace(scratch / final.name, final)
     except Exception as error:
         if reason := _write_problem(error, scratch):
-            advice = "free some space" if "space" in reason.lower() else "mend that or choose another folder"
+            advice = "free some space" if "space" in reason.lower() else "repair that or choose another folder"
             message = f"cannot write {final}: {reason}; {advice} and run it again (what was there before is unchanged)"
             raise SpecBenchError(message) from error
         raise

@@ -87,11 +87,11 @@ def read(path: Path) -> File:
         node = loader.get_single_node()
         content = loader.construct_document(node)
     except (yaml.YAMLError, AttributeError) as error:
-        raise SpecBenchError(f"{path} is not YAML; mend it") from error
+        raise SpecBenchError(f"{path} is not YAML; correct it") from error
     finally:
         loader.dispose()
     if not isinstance(node, yaml.MappingNode):
-        raise SpecBenchError(f"{path}: options were expected; mend it")
+        raise SpecBenchError(f"{path}: options were expected; correct it")
     header = re.match(r"(#.*\n)*", text)
     comment = [line[1:].strip() for line in header[0].splitlines() if not line.startswith("# @")] if header else []
     options = {option.name: option for option in _options(node, text.split("\n"))}

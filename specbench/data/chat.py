@@ -35,7 +35,7 @@ class Chat:
             text = "\n\n".join(m["content"] for m in messages) + ("\n\n" if answer_follows else "")
             return self._ids(text)
         name = getattr(self.tokenizer, "name_or_path", "this tokenizer")
-        with refusing(f"the chat template of {name} does not take this conversation; mend it, or change model.system"):
+        with refusing(f"the chat template of {name} does not take this conversation; correct it, or change model.system"):
             _require_constant(self.tokenizer.get_chat_template())
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=answer_follows, tokenize=False)
             return self._ids(text, add_special_tokens=False)

@@ -179,7 +179,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         raise SpecBenchError(f"no data file {path}; check data.root")
     data = read_bytes(path)
     if path.suffix == ".gz":
-        with refusing(f"{path} is damaged or cut off; mend or remove it"):
+        with refusing(f"{path} is damaged or cut off; correct or remove it"):
             data = gzip.decompress(data)
     for number, record in parse_lines(data, Any, path):
         if not isinstance(record, dict):

@@ -135,6 +135,6 @@ def stop_ids(generation: GenerationConfig | None, config: PreTrainedConfig) -> t
     ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
     if not all(isinstance(i, int) for i in ids):
         raise SpecBenchError(
-            f"eos_token_id in generation_config.json or config.json is no id or list of ids: {eos!r}; mend it"
+            f"eos_token_id in generation_config.json or config.json is no id or list of ids: {eos!r}; correct it"
         )
     return ids

@@ -93,7 +93,7 @@ def require_sizes(values: Mapping[str, Any], where: str) -> None:
     """Refuse sizes that no model has. where: begins the message."""
     for key, value in _items(values):
         if isinstance(value, int) and value > (limit := _limit(key)):
-            raise SpecBenchError(f"{where}: {key} is {value}, more than {limit}; mend it")
+            raise SpecBenchError(f"{where}: {key} is {value}, more than {limit}; correct it")
 
 
 def _items(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

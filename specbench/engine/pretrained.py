@@ -45,7 +45,7 @@ COMPUTED = re.compile(r"rotary_emb\.(inv_freq|(cos|sin)_cached)$|\.masked_bias$|
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """The configuration in a folder. Raises `SpecBenchError` for values that no model can have."""
-    with _refusing_folder(folder, f"{folder / CONFIG} is no configuration of a causal language model; mend it"):
+    with _refusing_folder(folder, f"{folder / CONFIG} is no configuration of a causal language model; correct it"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -133,7 +133,7 @@ def config_of(values: Mapping[str, Any], option: str) -> PreTrainedConfig:
     """A configuration from its values. option: its name, for messages."""
     require_sizes(values, option)
     plain: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-    with refusing(f"{option} is no configuration of a causal language model; mend it"), quiet():
+    with refusing(f"{option} is no configuration of a causal language model; correct it"), quiet():
         return AutoConfig.for_model(**plain)
 
 

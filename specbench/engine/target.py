@@ -270,15 +270,15 @@ class Target(CausalLM):
         kind, layers, positions = self.config.model_type, self.layers, self.max_context
         if layers < 1 or positions < 1:
             raise SpecBenchError(
-                f"a model of type {kind} with {layers} layers for {positions} positions cannot be run; mend its config.json"
+                f"a model of type {kind} with {layers} layers for {positions} positions cannot be run; correct its config.json"
             )
         angles = [n for n, b in self.model.named_buffers() if n.endswith("inv_freq") and not finite(b)]
         if angles:  # attention would hide it: NaN scores weigh nothing
             raise SpecBenchError(
-                f"the rope parameters in a config.json of type {kind} make {angles[0]} no number; mend them"
+                f"the rope parameters in a config.json of type {kind} make {angles[0]} no number; correct them"
             )
         probe = torch.arange(4, device=self.device)[None].clamp(max=self.vocab_size - 1)
-        refusal = f"a model of type {kind} cannot be run with the values in its config.json; mend them"
+        refusal = f"a model of type {kind} cannot be run with the values in its config.json; correct them"
         with torch.no_grad(), refusing(refusal):
             ours, theirs = self.logits(self.decoder(probe).last_hidden_state), self.model(probe).logits
         if not theirs.isfinite().all():

@@ -174,7 +174,7 @@ def scan(path: Path, baseline: str) -> BlockIndex | None:
             if line:
                 _add_record(index, from_json(line), line, baseline)
         except (ValueError, KeyError, TypeError) as error:
-            raise SpecBenchError(f"{path} line {number}: no record of a block; mend or remove that line") from error
+            raise SpecBenchError(f"{path} line {number}: no record of a block; correct or remove that line") from error
     return index
 
 

@@ -79,10 +79,10 @@ def read(path: Path) -> list[Any]:
         for line in lines:
             where = f"{path} line {lines.line_num}"
             if len(line) != len(FIELDS):
-                raise SpecBenchError(f"{where}: {len(line)} values in {len(FIELDS)} columns; mend or remove it")
+                raise SpecBenchError(f"{where}: {len(line)} values in {len(FIELDS)} columns; correct or remove it")
             cells.append(validate(dict(zip(FIELDS, line, strict=True)), PrintedNumber, where))
     except csv.Error as error:
-        raise SpecBenchError(f"{path} line {lines.line_num} is not CSV ({error}); mend or remove it") from error
+        raise SpecBenchError(f"{path} line {lines.line_num} is not CSV ({error}); correct or remove it") from error
     return cells
 
 

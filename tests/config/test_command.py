@@ -184,7 +184,7 @@ def test_comments_are_read_beside_their_options(loader, tmp_path, monkeypatch):
 def test_what_is_no_options_file_is_one_line(text, tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text(text)
-    with pytest.raises(SpecBenchError, match=r"some\.yaml.*mend it$"):
+    with pytest.raises(SpecBenchError, match=r"some\.yaml.*correct it$"):
         catalog.read(path)
 
 

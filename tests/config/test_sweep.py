@@ -42,7 +42,7 @@ def test_a_failed_cell_is_a_visible_row_and_comes_again(home, tmp_path):
     (weights / "vanilla").symlink_to(home / "weights" / "vanilla")
     again = sweep(home, results, weights=weights)
     assert again.returncode == 0, again.stderr[-2000:]
-    assert not list(results.rglob("*.failed.json")), "a mended failure still stands there"
+    assert not list(results.rglob("*.failed.json")), "a corrected failure still stands there"
     assert len(rows(results, "vanilla")[1]) == 8
     assert before.stat().st_mtime_ns == stamp, "a complete cell was touched"
 

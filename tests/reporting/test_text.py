@@ -351,7 +351,7 @@ def test_a_temperature_that_is_no_number_costs_its_cell_alone(tmp_path):
     path.write_text(path.read_text().replace('"temperature": 0.0', '"temperature": NaN'))
     found = cells.find(tmp_path)
     assert found.problems == [
-        f"{path} line 1: header.config.sampler.temperature: input should be a finite number, not nan; mend or remove it"
+        f"{path} line 1: header.config.sampler.temperature: input should be a finite number, not nan; correct or remove it"
     ]
     assert {e.name for e in found.entries} == {"none", "vanilla"}
     json.dumps([e.weights for e in found.entries], allow_nan=False)
