@@ -270,7 +270,7 @@ class Target(CausalLM):
         kind, layers, positions = self.config.model_type, self.layers, self.max_context
         if layers < 1 or positions < 1:
             raise SpecBenchError(
-                f"a model of type {kind} with {layers} layers for {positions} positions cannot be run; correct its config.json"
+                f"a model of type {kind} with {layers} layers for {positions} positions cannot be run; change config.json"
             )
         angles = [n for n, b in self.model.named_buffers() if n.endswith("inv_freq") and not finite(b)]
         if angles:  # attention would hide it: NaN scores weigh nothing

@@ -31,7 +31,10 @@ def test_what_is_no_regular_file_is_left_out_with_a_line(tmp_path, kind):
 
 
 HUGE = {
-    "wrong items": ({"tokens": ["a"] * 300_000}, r"tokens.0: input should be a valid integer, not 'a'; correct or remove it$"),
+    "wrong items": (
+        {"tokens": ["a"] * 300_000},
+        r"tokens.0: input should be a valid integer, not 'a'; correct or remove it$",
+    ),
     "wrong lists": (
         {"ranks": [["a"]] * 300_000},
         r"ranks.0.0: input should be a valid integer, not 'a'; correct or remove it$",
