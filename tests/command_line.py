@@ -16,8 +16,8 @@ from specbench.records.rows import QuestionEnd, Row
 
 
 def arguments_of(home, command, *arguments):
-    if command == "report":
-        return list(arguments)  # needs no model
+    if command in ("report", "evidence"):
+        return list(arguments)  # need no model
     common = [f"model.path={home / 'model'}", "model.name=tiny", "model.wheel=null", "model.dtype=float32"]
     if command in ("run", "study"):
         common += [f"results={home / 'results'}", f"data.root={home}", "decode.max_new_tokens=12", "threads=1", "memory=0"]

@@ -150,14 +150,9 @@ def test_a_run_takes_minutes_too(home, tmp_path):
 def test_minutes_that_are_none_are_one_line(home, command, minutes):
     more = {"run": ("drafter=none",), "study": ("study=bench",), "evidence": ()}[command]
     arguments = [*more, f"minutes={minutes}"]
-    done = call(home, command, *arguments) if command != "evidence" else typed_evidence(*arguments)
+    done = call(home, command, *arguments)
     line = [x for x in done.stderr.splitlines() if x.startswith("specbench: ")]
     assert done.returncode == 2 and len(line) == 1 and "minutes" in line[0] and "Traceback" not in done.stderr
-
-
-def typed_evidence(*arguments):
-    command = [sys.executable, "-m", "specbench.evidence", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 # Continuing -----------------------------------------------------------------------------------------------------------
@@ -358,11 +353,11 @@ def test_a_cell_whose_process_dies_by_a_signal_is_named_with_it(monkeypatch, cap
     assert "s, cell 0: its process was ended by SIGILL" in capsys.readouterr().err
 
 
-def test_evidence_prints_its_plan_and_refuses_what_is_no_study():
-    shown = typed_evidence("plan=true", "studies=[hass,n_alpha]")
+def test_evidence_prints_its_plan_and_refuses_what_is_no_study(home):
+    shown = call(home, "evidence", "plan=true", "studies=[hass,n_alpha]")
     assert shown.returncode == 0 and re.search(r"\| hass \| 0: mtbench-greedy-64-replayed \| replayed \|", shown.stdout)
     for word, message in (("studies=[hasss]", "there is no study hasss"), ("kind=fast", "must be 'replayed'")):
-        done = typed_evidence(word)
+        done = call(home, "evidence", word)
         assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
