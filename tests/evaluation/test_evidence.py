@@ -376,6 +376,19 @@ def test_a_training_in_parts_is_the_training_in_one(home):
     assert one == other
 
 
+def test_a_training_names_what_the_weights_that_it_began_with_had_cost(home):
+    from command_line import train
+
+    first, second = home / "out" / "first", home / "out" / "second"
+    run(home, "train", *train(home, "first", "train.settings.steps=2"))
+    before = json.loads((first / "provenance.json").read_text())
+    assert before["tokens_before"] == before["hours_before"] == 0
+    (first / "provenance.json").write_text(json.dumps(before | {"hours": 1.5, "hours_before": 0.25}))
+    run(home, "train", *train(home, "second", "train.settings.steps=2", f"train.start={first}"))
+    after = json.loads((second / "provenance.json").read_text())
+    assert after["tokens_before"] == before["tokens_seen"] > 0 and after["hours_before"] == 1.75
+
+
 def test_what_a_killed_command_had_started_ends_with_it(tmp_path):
     """Or a study that nobody waits for would go on beside the next one."""
     inner = "import subprocess, sys; from specbench.common.processes import dying_with_parent as d; "
