@@ -137,7 +137,7 @@ def _measured(trainer: Trainer, start: str | None) -> dict[str, Any]:
         "parameters": trainer.size,
         "tokens_seen": trainer.tokens,
         "tokens_before": all_tokens(before),
-        **({} if math.isnan(hours) else {"hours_before": hours}),
+        **({} if math.isnan(hours) else {"hours_before": round(hours, 3)}),
         "steps": trainer.step,
         "precision": trainer.accelerator.mixed_precision,
         "processes": trainer.processes,
