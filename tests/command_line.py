@@ -46,7 +46,7 @@ def run(home, command, *arguments, ok=True, **more):
     """The stdout of a command that must succeed, or the one line with which it must refuse."""
     done = call(home, command, *arguments, **more)
     if ok:
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0 and "a fault of SpecBench" not in done.stderr, done.stderr[-3000:]
         return done.stdout
     lines = [x for x in done.stderr.splitlines() if x.startswith("specbench: ")]
     assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr[-3000:]

@@ -107,6 +107,9 @@ class LanguageModel:
             layer.register_parameter(name, parameter)
         return layer
 
+    def prepare(self, nodes: int) -> None:
+        """Nothing here: passes in fixed shapes are those of a local target, see `Target.prepare`. nodes: of a tree."""
+
     def eagerly(self) -> AbstractContextManager[None]:
         """Inside, its passes run as they come, also those that are captured otherwise."""
         return nullcontext()
