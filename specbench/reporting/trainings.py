@@ -48,12 +48,12 @@ def amounts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     Where a training went on from other weights, their tokens and, if known, hours are named beside its own.
     """
     tokens, steps, hours = (sum(stage[key] for stage in stages) for key in ("tokens_seen", "steps", "hours"))
-    before = {key: sum(stage.get(key, 0) for stage in stages) for key in ("tokens_before", "hours_before")}
+    tokens_before, hours_before = (sum(stage.get(key, 0) for stage in stages) for key in ("tokens_before", "hours_before"))
     return [
         f"{max(stage['data']['unique_tokens'] for stage in stages):,}",
-        f"{tokens:,}" + " after {tokens_before:,}".format(**before) * bool(before["tokens_before"]),
+        f"{tokens:,}" + f" after {tokens_before:,}" * bool(tokens_before),
         f"{steps:,}",
-        f"{hours:.2f}" + " after {hours_before:.2f}".format(**before) * bool(before["hours_before"]),
+        f"{hours:.2f}" + f" after {hours_before:.2f}" * bool(hours_before),
     ]
 
 

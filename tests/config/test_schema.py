@@ -73,7 +73,7 @@ def everything() -> list[tuple[str, tuple[str, ...]]]:
 
 
 class Loaded(BaseException):
-    """A command went on to load something: what it was told did not stop it."""
+    """A command went on to load something: its options did not stop it."""
 
 
 @pytest.fixture(autouse=True)
