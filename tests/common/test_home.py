@@ -27,7 +27,7 @@ def test_weights_are_written_where_they_are_read(monkeypatch, tmp_path):
         ("~nobody-here/x", r"^~nobody-here/x: there is no such home folder; set SPECBENCH_CACHE"),
     ],
 )
-def test_a_home_folder_that_is_missing_is_one_line(monkeypatch, cache, message):
+def test_a_home_folder_that_is_missing_is_one_line(monkeypatch, tmp_path, cache, message):
     monkeypatch.delenv("SPECBENCH_CACHE", raising=False)
     if cache is None:
         monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user id without an entry, without HOME
@@ -35,4 +35,5 @@ def test_a_home_folder_that_is_missing_is_one_line(monkeypatch, cache, message):
         monkeypatch.setenv("SPECBENCH_CACHE", cache)
     with pytest.raises(SpecBenchError, match=message):
         storage.cache_root()
-    assert "its traceback is in" in format_exception(KeyError("x")), "written to the folder for temporary files"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert f"its traceback is in {tmp_path}" in format_exception(KeyError("x")), "written to the folder for temporary files"
