@@ -4,6 +4,7 @@ import specbench.common.omp_policy
 
 # isort: split
 import copy
+import gc
 import json
 from functools import cache
 from pathlib import Path
@@ -129,6 +130,10 @@ def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
 @pytest.fixture(params=["llama", "gemma3"])
 def target(request: pytest.FixtureRequest) -> Target:
     return tiny(request.param)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is there to stay: collections, which every run of a command begins with, pass over it
 
 
 def pytest_sessionfinish(session: Any) -> None:

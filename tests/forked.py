@@ -29,6 +29,7 @@ LATER = [  # what the commands import only when they need it
     "drafters.vanilla",
     "hydra._internal.core_plugins.basic_launcher",
     "hydra._internal.core_plugins.basic_sweeper",
+    "openvino.opset15",
     "torch.distributed",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.gemma3.modeling_gemma3",
@@ -38,7 +39,7 @@ LATER = [  # what the commands import only when they need it
 FIXED = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload([*COMMANDS, *LATER, __name__])
+_context.set_forkserver_preload([*COMMANDS, *LATER, __name__, "preloaded"])
 
 
 class ForkedCommand:
@@ -51,8 +52,9 @@ class ForkedCommand:
     def __init__(self, module: str, arguments: list[str], folder: Path, environment: dict[str, str], output: Path):
         self.files = output / "stdout", output / "stderr"
         self.process = _context.Process(target=_become, args=(module, arguments, folder, environment, self.files))
-        before = {name: os.environ.get(name) for name in FIXED}
-        os.environ.update(FIXED)
+        server = {**FIXED, "PYTHONPATH": str(Path(__file__).parent)}  # it would pass over modules that it does not find
+        before = {name: os.environ.get(name) for name in server}
+        os.environ.update(server)
         try:
             self.process.start()  # the first time with the forkserver, which takes its environment from here
         finally:

@@ -124,6 +124,7 @@ def p_value(samples, expected):
     return chisquare(f[keep], e[keep] / e[keep].sum() * f[keep].sum()).pvalue
 
 
+RUNS = 2000  # enough for the planted bugs below
 SAMPLERS = [SAMPLED, Sampler(0.7, top_p=0.9), Sampler(1.3, top_k=4)]
 CASES = [("cpu", growth, sampler) for growth in GROWTHS for sampler in SAMPLERS]
 # Both rules accept the same path (below), so of samplers one each is enough.
@@ -133,7 +134,7 @@ CASES += [("gpu", growth, SAMPLERS[number % len(SAMPLERS)]) for number, growth i
 @pytest.mark.parametrize(("rule", "growth", "sampler"), CASES, ids=str)
 def test_trees_emit_the_targets_distribution(rule, growth, sampler):
     world = Tables(seed=3)
-    samples = emitted(world, GROWTHS[growth], sampler, runs=4000, seed=11, rule=RULES[rule])
+    samples = emitted(world, GROWTHS[growth], sampler, RUNS, seed=11, rule=RULES[rule])
     assert p_value(samples, joint(world, sampler)) > 1e-3
 
 
@@ -290,7 +291,7 @@ def test_planted_bugs_are_caught(monkeypatch, bug):
     name, wrong, growth = BUGS[bug]
     monkeypatch.setattr(module, name, wrong)
     world = Tables(seed=3)
-    samples = emitted(world, GROWTHS[growth], SAMPLED, runs=3000, seed=11, length=2)
+    samples = emitted(world, GROWTHS[growth], SAMPLED, RUNS, seed=11, length=2)
     with np.errstate(all="ignore"):
         assert p_value(samples, joint(world, SAMPLED, 2)) < 1e-6
 
@@ -304,7 +305,7 @@ def test_q_at_another_temperature_is_caught():
             return ids, sampler.probabilities(logits)
 
     world = Tables(seed=3)
-    samples = emitted(world, Mismatched(3), SAMPLED, 3000, 11, 2)
+    samples = emitted(world, Mismatched(3), SAMPLED, RUNS, 11, 2)
     assert p_value(samples, joint(world, SAMPLED, 2)) < 1e-6
 
 

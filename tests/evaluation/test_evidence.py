@@ -25,7 +25,7 @@ from specbench.engine.sampling import Sampler
 from specbench.engine.verify import Lossless
 from specbench.evaluation import plan, study_runs, workers
 from specbench.evaluation.runner import Bench, BoundDrafter
-from specbench.records import blocks, identity, studies
+from specbench.records import blocks, identity
 from specbench.records.blocks import Ledger, read_block
 from specbench.records.cell_options import CellOptions
 from specbench.records.rows import QuestionEnd, Row
@@ -237,14 +237,6 @@ def test_a_damaged_block_is_named_and_the_others_are_untouched(home, tmp_path):
 
 
 # The plan -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", sorted(studies.load()))
-def test_the_plan_finds_a_cells_folder_where_the_study_writes_it(name):
-    study = studies.load()[name]
-    for number, overrides in study_runs.cell_overrides(study, range(len(studies.cell_runs(study))), None):
-        spec = study_runs.base_of(overrides, Path("results"))
-        assert CellOptions.of(overrides).folder == spec.cell_folder.name, number
 
 
 def test_cells_that_differ_in_their_prompts_alone_are_one_where_prompts_are_named():

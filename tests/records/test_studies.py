@@ -23,6 +23,7 @@ from specbench.engine import weights
 from specbench.evaluation import study_runs, study_training
 from specbench.records import identity, studies, trainings
 from specbench.records.blocks import LOCKS
+from specbench.records.cell_options import CellOptions
 from specbench.records.trainings import Member, training_of, weights_folder
 from specbench.reporting import published
 from specbench.reporting.beside import assigned, matching
@@ -161,19 +162,20 @@ def test_cells_and_arms_are_configurations_of_a_run(name):
     first = studies.cell_runs(one)[0]
     assert any(o.startswith("dataset=") for o in first), "the first cell's dataset is the study's"
     for overrides in cells:
-        _hold([*overrides, *one["arms"][next(iter(one["arms"]))]["run"]])
+        spec = _held([*overrides, *one["arms"][next(iter(one["arms"]))]["run"]])
+        assert CellOptions.of(overrides).folder == spec.cell_folder.name, "the plan looks elsewhere for the cell's rows"
     beside = [o for o in first if not keys([o]) & {"data.limit", "decode.max_new_tokens"}]  # no arm meets these
     for overrides in runs:
-        _hold([*beside, *overrides])
+        _held([*beside, *overrides])
 
 
-def _hold(overrides):
-    _hold_once(*overrides)
+def _held(overrides):
+    return _held_once(*overrides)
 
 
 @cache  # studies have many in common
-def _hold_once(*overrides):
-    from_config(composed("run", list(overrides)))
+def _held_once(*overrides):
+    return from_config(composed("run", list(overrides)))
 
 
 TRAININGS = dict(
