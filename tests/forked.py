@@ -52,7 +52,7 @@ class ForkedCommand:
     def __init__(self, module: str, arguments: list[str], folder: Path, environment: dict[str, str], output: Path):
         self.files = output / "stdout", output / "stderr"
         self.process = _context.Process(target=_become, args=(module, arguments, folder, environment, self.files))
-        server = {**FIXED, "PYTHONPATH": str(Path(__file__).parent)}  # it would pass over modules that it does not find
+        server = {**FIXED, "PYTHONPATH": str(Path(__file__).parent)}
         before = {name: os.environ.get(name) for name in server}
         os.environ.update(server)
         try:
@@ -90,6 +90,7 @@ class ForkedCommand:
 
 def _become(module: str, arguments: list[str], folder: Path, environment: dict[str, str], files: tuple[Path, Path]) -> None:
     """In the fork: turn into `python -m module arguments…`."""
+    assert "preloaded" in sys.modules, "the forkserver, which passes over modules that it does not find, imported nothing"
     sys.stdout.flush(), sys.stderr.flush()
     for descriptor, file in zip((1, 2), files, strict=True):
         own = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

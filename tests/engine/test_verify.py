@@ -124,7 +124,7 @@ def p_value(samples, expected):
     return chisquare(f[keep], e[keep] / e[keep].sum() * f[keep].sum()).pvalue
 
 
-RUNS = 2000  # enough for the planted bugs below
+RUNS = 2000  # with as many, each of the bugs that are planted below is caught
 SAMPLERS = [SAMPLED, Sampler(0.7, top_p=0.9), Sampler(1.3, top_k=4)]
 CASES = [("cpu", growth, sampler) for growth in GROWTHS for sampler in SAMPLERS]
 # Both rules accept the same path (below), so of samplers one each is enough.

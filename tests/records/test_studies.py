@@ -162,19 +162,15 @@ def test_cells_and_arms_are_configurations_of_a_run(name):
     first = studies.cell_runs(one)[0]
     assert any(o.startswith("dataset=") for o in first), "the first cell's dataset is the study's"
     for overrides in cells:
-        spec = _held([*overrides, *one["arms"][next(iter(one["arms"]))]["run"]])
+        spec = _held(*overrides, *one["arms"][next(iter(one["arms"]))]["run"])
         assert CellOptions.of(overrides).folder == spec.cell_folder.name, "the plan looks elsewhere for the cell's rows"
     beside = [o for o in first if not keys([o]) & {"data.limit", "decode.max_new_tokens"}]  # no arm meets these
     for overrides in runs:
-        _held([*beside, *overrides])
-
-
-def _held(overrides):
-    return _held_once(*overrides)
+        _held(*beside, *overrides)
 
 
 @cache  # studies have many in common
-def _held_once(*overrides):
+def _held(*overrides):
     return from_config(composed("run", list(overrides)))
 
 
