@@ -37,13 +37,16 @@ class Client:
         number: of its last request. streaming: are the answers to that one a stream of plain decoding?
         unsent: an answer, while the client has not received the one before.
         request: the last one, while its pass has not run; a newer one replaces it, so that a client queues one at most.
-        seen: time of the last message, on the monotonic clock. used: seconds of passes, see `Server._turn`.
+        blocked: did its connection take nothing when an answer was last sent? Then its requests do not count for `seen`.
+        seen: time of the last message, on the monotonic clock.
+        used: seconds of passes, see `Server._turn`.
     """
 
     session: Session
     number: int = 0
     streaming: bool = False
     unsent: bytes | None = None
+    blocked: bool = False
     request: protocol.Begin | protocol.Pass | None = None
     seen: float = field(default_factory=time.monotonic)
     used: float = 0.0
@@ -162,8 +165,9 @@ class Server:
             elif request["kind"] == "end":
                 self._drop(peer)
             else:
-                client.seen, client.unsent, client.streaming = time.monotonic(), None, False
-                client.number, client.request = number, request
+                if not client.blocked:
+                    client.seen = time.monotonic()
+                client.number, client.request, client.unsent, client.streaming = number, request, None, False
         except Exception as error:
             self._refuse(peer, number, error)
 
@@ -264,10 +268,10 @@ class Server:
         try:
             self.socket.send_multipart([peer, reply], zmq.NOBLOCK)
             if client is not None:
-                client.unsent, client.seen = None, time.monotonic()
+                client.unsent, client.blocked, client.seen = None, False, time.monotonic()
         except zmq.Again:
             if client is not None:
-                client.unsent = reply
+                client.unsent, client.blocked = reply, True
         except zmq.ZMQError:  # the client is gone
             self._drop(peer)
 

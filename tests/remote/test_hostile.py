@@ -43,9 +43,11 @@ Q = {"nodes": [0], "ranks": [0, 0], "width": 1, "replacement": False}
 class Raw:
     """A client that sends what it likes."""
 
-    def __init__(self, address, greeted=True):
+    def __init__(self, address, greeted=True, **options):
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
+        for name, value in options.items():
+            self.socket.set(getattr(zmq, name), value)
         self.socket.connect(address)
         if greeted:
             assert self.ask({"kind": "hello", "n": 1, "version": protocol.VERSION})["kind"] == "welcome"
@@ -173,13 +175,13 @@ def test_a_message_takes_a_few_times_its_size_and_no_time(what):
 
 
 def test_what_is_not_received_or_piles_up_is_bounded_and_others_are_served():
-    """Each of 100 answers to one client is 40 kB of logits that it does not receive; it is dropped, not stored for."""
-    with serving(tiny()) as own:
-        silent = Raw(own.address)
-        begun = silent.ask({**BEGIN, "taps": {**TAPS, "observe_top_k": None}})  # a pass sent earlier would replace it
+    """Some 140 answers of 24 kB of logits fill what a connection holds; a client that receives none of them is dropped."""
+    with serving(tiny(), idle_s=2) as own:
+        silent = Raw(own.address, RCVHWM=1, RCVBUF=4096)
+        begin = {**BEGIN, "capacity": 256, "taps": {**TAPS, "observe_top_k": None}}
+        begun = silent.ask(begin)  # waits for the answer: a pass sent earlier would replace it
         assert begun["kind"] == "answer"
-        silent.socket.set(zmq.RCVHWM, 1)
-        wide = {**PASS, "tokens": [1] * 40, "parents": [0] * 39}
+        wide = {**PASS, "tokens": [1] * 100, "parents": [0] * 99}
         sent = 0
         deadline = time.monotonic() + 60
         while own.clients and time.monotonic() < deadline:

@@ -93,13 +93,13 @@ def test_a_target_in_parts_writes_no_corpus(home):
 
 def test_a_training_waits_for_a_job_that_writes_the_corpus_only_where_states_are_missing(home):
     corpus = ("train.corpus.seed=77", "train.corpus.tokens=400")  # a corpus of its own, whose text is complete
-    run(home, "train", *train(home, "first"), *SHORT, *corpus)
+    run(home, "train", *train(home, "corpus-first"), *SHORT, *corpus)
     settings = (home / "cache" / "corpora").glob("*/settings.json")
     (folder,) = (path.parent for path in settings if '"seed": 77' in path.read_text())
     with FileLock(folder / ".lock"):
-        run(home, "train", *train(home, "second"), *SHORT, *corpus)
+        run(home, "train", *train(home, "corpus-second"), *SHORT, *corpus)
         next(folder.glob("shard-*.safetensors")).unlink()
-        third = start(home, "train", *train(home, "third"), *SHORT, *corpus)
+        third = start(home, "train", *train(home, "corpus-third"), *SHORT, *corpus)
         time.sleep(8)
         assert third.poll() is None
-    assert third.completed().returncode == 0 and outcome(home, "third")
+    assert third.completed().returncode == 0 and outcome(home, "corpus-third")
