@@ -30,6 +30,7 @@ from transformers import (
 import specbench.config.cli  # noqa: F401 - what interpolations mean
 from specbench.config.run_spec import RunSpec, from_config
 from specbench.engine import weights
+from specbench.engine.backends.fused_llama import FusedLlama, like_llama
 from specbench.engine.target import Target
 from specbench.reporting import freshness
 
@@ -70,7 +71,10 @@ ARCHITECTURES: dict[str, Any] = {
 
 
 def tiny(architecture: str = "llama", seed: int = 0, spread: float = 0.4, **sizes: Any) -> Target:
-    """A random target whose next-token distribution is neither flat nor a point mass. sizes: of a Llama."""
+    """A random target whose next-token distribution is neither flat nor a point mass. sizes: of a Llama.
+
+    It has PyTorch's fused forward where runs may have it, for its speed; `optimize_for_inference` takes what runs have.
+    """
     torch.manual_seed(seed)
     model = ARCHITECTURES[architecture](**sizes)
     model.config._attn_implementation = "sdpa"
@@ -79,7 +83,10 @@ def tiny(architecture: str = "llama", seed: int = 0, spread: float = 0.4, **size
             if p.ndim == 2:
                 p.normal_(0, spread)
     model.generation_config.eos_token_id = None
-    return Target(model)
+    target = Target(model)
+    if target.window is None and like_llama(target.decoder):
+        target.fused = FusedLlama(target.decoder, target.head, target.packing)
+    return target
 
 
 def composed(command: str, *overrides: str) -> Any:
@@ -111,20 +118,27 @@ SHIPPED = [d for d in TRAINED if (ROOT / configuration(d).drafter.weights / "mod
 
 def make(drafter: str, target: Target, *overrides: str, seed: int = 1) -> Any:
     """A drafter as configured, untrained, bound to a target."""
+    options = _untrained(drafter, *overrides)
+    torch.manual_seed(seed)
+    made = instantiate(options)
+    made.bind(target)
+    if isinstance(made, torch.nn.Module):
+        made.eval()
+    return made
+
+
+@cache
+def _untrained(drafter: str, *overrides: str) -> Any:
+    """A drafter's options without its files, apart from the run's, which take longer to copy than a drafter to make."""
     config = configuration(drafter, "model.name=tiny", *overrides)  # not the default one, whose drafters are narrower
     OmegaConf.resolve(config.drafter)
-    torch.manual_seed(seed)
     part = config.drafter
     while part:
         for files in ("weights", "searched", "corpus"):
             if files in part:
                 part[files] = None
         part = part.get("base")
-    made = instantiate(config.drafter)
-    made.bind(target)
-    if isinstance(made, torch.nn.Module):
-        made.eval()
-    return made
+    return OmegaConf.create(OmegaConf.to_container(config.drafter))
 
 
 @pytest.fixture(params=["llama", "gemma3"])

@@ -17,7 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 COMMANDS = [
-    f"specbench.{command}" for command in ("run", "train", "report", "study", "export", "cost", "serve", "evidence")
+    f"specbench.{command}"
+    for command in ("run", "train", "report", "study", "export", "cost", "serve", "evidence", "gpu_day.cycles")
 ]
 LATER = [  # what the commands import only when they need it
     "drafters.beagle",

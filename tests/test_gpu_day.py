@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_line import arguments_of, read_rows, train
 from conftest import ROOT, composed
-from forked import FIXED
+from forked import FIXED, ForkedCommand
 from hydra.utils import instantiate
 
 from specbench.common.budget import UNFINISHED
@@ -21,7 +21,7 @@ from specbench.common.errors import SpecBenchError
 from specbench.config.cli import expand_shorthands
 from specbench.engine.verify import Simulated
 from specbench.gpu_day import archives, needs, runner, stages
-from specbench.gpu_day.__main__ import MINUTES
+from specbench.gpu_day.__main__ import MINUTES, main
 from specbench.gpu_day.stages import STAGES, Step
 from specbench.records.blocks import NAME
 from specbench.training.corpus import CorpusSettings, settle_precision
@@ -34,18 +34,53 @@ def options_of(home):
     return [word for word in dict.fromkeys(words) if not word.startswith(own)]
 
 
-def dry(home, folder, stage, *more):
-    """A stage's dry run; the archive's files, unpacked."""
-    environment = {**os.environ, **FIXED, "SPECBENCH_CACHE": str(folder / "cache"), "PYTHON": sys.executable}
-    environment |= {"OUT": str(folder / "out"), "GPU_WORK": str(folder / "work"), "CUDA_VISIBLE_DEVICES": ""}
-    words = [str(ROOT / "tools" / "gpu.sh"), stage, "--dry", *options_of(home), *more]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
-    logs = "\n".join(p.read_text()[-2000:] for p in (folder / "work").rglob("*.log"))
-    assert done.returncode == 0, f"{done.stderr[-2000:]}\n{logs}"
+def paths(folder):
+    """Environment that keeps a stage's files in a test's folder, on the CPU."""
+    return {
+        "SPECBENCH_CACHE": str(folder / "cache"),
+        "OUT": str(folder / "out"),
+        "GPU_WORK": str(folder / "work"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def came_back(folder, stage):
+    """Where a dry run's archive is unpacked, and its steps, all of which succeeded."""
     assert archives.read(folder / "out", f"{stage}-dry", folder / "back")
     steps = [json.loads(line) for line in (folder / "back" / runner.LOG).read_text().splitlines()]
-    assert all(step["code"] == 0 for step in steps)
-    return folder / "back", [step["step"] for step in steps], done
+    logs = "\n".join(p.read_text()[-2000:] for p in (folder / "work").rglob("*.log"))
+    assert all(step["code"] == 0 for step in steps), logs
+    return folder / "back", [step["step"] for step in steps]
+
+
+def typed(home, folder, stage, *more):
+    """A stage's dry run as a user types it, in new interpreters; what came back, and what was said."""
+    environment = {**os.environ, **FIXED, **paths(folder), "PYTHON": sys.executable}
+    words = [str(ROOT / "tools" / "gpu.sh"), stage, "--dry", *options_of(home), *more]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return *came_back(folder, stage), done.stderr
+
+
+@pytest.fixture
+def dry(home, tmp_path, monkeypatch):
+    """The same for a stage, its steps in forked processes, see `forked`."""
+    for name, value in paths(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(runner, "_call", forked_step)
+
+    def run(stage):
+        assert main([stage, "--dry", *options_of(home)]) == 0
+        return came_back(tmp_path, stage)
+
+    return run
+
+
+def forked_step(step, work, options, minutes, deadline):
+    _, module, *words = step.command(options, minutes)
+    done = ForkedCommand(module, words, ROOT, {**os.environ, **FIXED}, work).completed()
+    (work / "logs" / f"{step.name}.log").write_text(done.stdout + done.stderr)
+    return done.returncode
 
 
 def blocks_below(folder):
@@ -53,19 +88,19 @@ def blocks_below(folder):
 
 
 def test_the_probe_answers_and_runs_the_tests_that_a_gpu_needs(home, tmp_path):
-    back, steps, _ = dry(home, tmp_path, "probe")
+    back, steps, _ = typed(home, tmp_path, "probe")
     answers = {answer["name"]: answer for answer in map(json.loads, (back / "probe.jsonl").read_text().splitlines())}
     assert steps == ["probe", "tests-ids", "tests-captured", "tests-others"]
     assert {"machine", "copy", "read", "launch", "product", "attention, 60 nodes, cuDNN off"} <= answers.keys()
     assert answers["copy"]["gb_per_s"] > 0 and answers["launch"]["launch_us"] > 0
     assert answers["attention, 1 nodes, cuDNN off"]["lengths"] == 4
     assert "SKIPPED" in (back / "logs" / "tests-captured.log").read_text()
-    _, again, done = dry(home, tmp_path, "probe")
-    assert again == steps and "step 1" not in done.stderr, "what is done is not done again"
+    _, again, said = typed(home, tmp_path, "probe")
+    assert again == steps and "step 1" not in said, "what is done is not done again"
 
 
-def test_bench7b_says_that_its_acceptance_is_assumed(home, tmp_path):
-    back, steps, _ = dry(home, tmp_path, "bench7b")
+def test_bench7b_says_that_its_acceptance_is_assumed(dry):
+    back, steps = dry("bench7b")
     assert {"speed-eager", "trace-eagle2-eager", "trace-eagle2-graphs"} <= set(steps)
     blocks = blocks_below(back / "results")
     assert blocks and all(header["simulated"] for header, _ in blocks)
@@ -78,8 +113,8 @@ def test_bench7b_says_that_its_acceptance_is_assumed(home, tmp_path):
         assert json.load(trace)["traceEvents"]
 
 
-def test_the_model_stage_compares_answers_in_each_precision(home, tmp_path):
-    back, steps, _ = dry(home, tmp_path, "model")
+def test_the_model_stage_compares_answers_in_each_precision(dry):
+    back, steps = dry("model")
     assert steps == ["lossless-float32", "lossless-float16", "engine"]
     for dtype in ("float32", "float16"):
         ((header, rows),) = blocks_below(back / "results" / f"lossless-{dtype}")
@@ -89,12 +124,12 @@ def test_the_model_stage_compares_answers_in_each_precision(home, tmp_path):
 
 
 def test_the_train_stage_brings_weights_back(home, tmp_path):
-    back, steps, _ = dry(home, tmp_path, "train", "train.settings.epochs=1")
+    back, steps, _ = typed(home, tmp_path, "train", "train.settings.epochs=1")
     assert steps == ["train-eagle2"] and (back / "weights" / "eagle2" / "model.safetensors").stat().st_size > 1000
 
 
-def test_the_memory_stage_measures_peaks_beside_both_targets(home, tmp_path):
-    back, steps, _ = dry(home, tmp_path, "memory")
+def test_the_memory_stage_measures_peaks_beside_both_targets(dry):
+    back, steps = dry("memory")
     assert steps == ["memory-llama2-7b", "memory-llama3-8b"]
     for step in steps:
         text = "".join(path.read_text() for path in (back / "results" / step).rglob(NAME))

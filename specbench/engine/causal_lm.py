@@ -76,7 +76,7 @@ class CausalLM(LanguageModel):
 
         fixed_shapes: by a forward that can be captured, also where its own passes are not.
         """
-        self.fused = self.fused or forwards.fastest(self, fixed_shapes or self.captures)
+        self.fused = forwards.fastest(self, fixed_shapes or self.captures)
         self.packing.optimize([self.head] if self.fused else [self.decoder, self.head])
 
     def new_cache(self, capacity: int, only: Collection[int] | None = None) -> KVCache:

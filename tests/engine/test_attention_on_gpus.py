@@ -144,7 +144,6 @@ def test_outputs_may_lie_as_cudas_kernels_lay_them(drafter, monkeypatch):
 
     def ids():
         target = tiny()
-        target.fused = FusedLlama(target.decoder, target.head, target.packing)
         made = make(drafter, target)
         made.optimize_for_inference()
         found = decode(target, made, [3, 4, 5], Limits(24), Lossless(), Sampler())

@@ -13,7 +13,6 @@ from conftest import DRAFTERS, make, settled, tiny
 from specbench.common.errors import SpecBenchError
 from specbench.engine import cache as caches
 from specbench.engine.backends.cuda_graphs import WARM_UP, Captured, Graphs
-from specbench.engine.backends.fused_llama import FusedLlama
 from specbench.engine.captured import WIDTHS, width_of
 from specbench.engine.causal_lm import CausalLM
 from specbench.engine.decode import Limits, Prefill, decode
@@ -45,8 +44,8 @@ def ids(target, drafter, sampler=None, prompts=PROMPTS):
 
 def capturing(architecture="llama", fused=False):
     target = tiny(architecture)
-    if fused:
-        target.fused = FusedLlama(target.decoder, target.head, target.packing)
+    if not fused:
+        target.fused = None
     target.capture()
     return target
 

@@ -10,7 +10,6 @@ from scipy.stats import chi2
 from tree_checks import check
 
 from specbench.common.errors import SpecBenchError
-from specbench.engine.backends.fused_llama import FusedLlama
 from specbench.engine.decode import Limits, Prefill, decode
 from specbench.engine.drafter import Drafter
 from specbench.engine.interface import Taps
@@ -189,7 +188,6 @@ def test_same_seed_same_tokens(drafter):
 def test_sampled_output_follows_the_target(drafter):
     """Continuations of three tokens against the exact product of the target's conditionals, by chi-square."""
     target, sampler, runs = tiny(), Sampler(1.0, top_k=3), 300
-    target.fused = FusedLlama(target.decoder, target.head, target.packing)
     made = make(drafter, target)
     if isinstance(getattr(made, "growth", None), Dynamic):  # three tokens end above its deeper levels
         made.growth = Dynamic(2, made.growth.top_k, made.growth.nodes)
