@@ -558,6 +558,16 @@ def objectives(settings: TrainSettings, total: int) -> tuple[dict[str, float], d
     return by_options, by_ids
 
 
+@pytest.mark.parametrize("scale", ["gpu", "paper"])
+def test_where_time_allows_all_drafters_are_trained_on_the_same_text(scale):
+    """Epochs are each paper's own; only Medusa-2, which changes the target, ends after so many steps on a GPU."""
+    drafters = [recipe.removeprefix(f"{scale}_") for recipe in RECIPES if recipe.startswith(scale)]
+    trained = {drafter: composed("train", f"train={scale}", f"drafter={drafter}") for drafter in drafters}
+    assert len(trained) > 10 and len({config.train.corpus.tokens for config in trained.values()}) == 1
+    assert {d for d, config in trained.items() if config.train.settings.steps} <= {"medusa2"}
+    assert {config.train.start for config in trained.values()} == {None}
+
+
 @pytest.mark.parametrize("scale", ["small", "gpu"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_objective_and_vocabulary_of_a_recipe_is_really_trained(drafter, scale):
