@@ -96,7 +96,7 @@ def test_a_training_makes_a_target_and_its_drafter(home):
     """Warm-up and joint training from the command line; then both decode, and neither goes without the other."""
     out = home / "weights" / "medusa2"
     options = ["train.settings.steps=12", "train.corpus.tokens=2000", "train.follow=false", f"train.out={out}"]
-    run(home, "train", "drafter=medusa2", *train(home, "medusa2", *options)[1:])
+    run(home, "train", "drafter=medusa2", "recipe=gpu_medusa2", *train(home, "medusa2", *options)[1:])
     provenance = json.loads((out / "provenance.json").read_text())
     adapter = adapters.read(out)
     assert provenance["target_fingerprint"] == adapter.fingerprint(provenance["original_fingerprint"])
