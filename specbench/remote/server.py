@@ -37,8 +37,8 @@ class Client:
         number: of its last request. streaming: are the answers to that one a stream of plain decoding?
         unsent: an answer, while the client has not received the one before.
         request: the last one, while its pass has not run; a newer one replaces it, so that a client queues one at most.
-        blocked: did its connection take nothing when an answer was last sent? Then its requests do not count for `seen`.
-        seen: time of the last message, on the monotonic clock.
+        blocked: had its connection no room for the last answer? Until it takes one, its requests do not change `seen`.
+        seen: time of the last message in either direction, on the monotonic clock.
         used: seconds of passes, see `Server._turn`.
     """
 
@@ -74,7 +74,7 @@ class Server:
     Args:
         address: tcp://host:port; port 0 takes a free one.
         limits: of what a client may request, see `protocol.Limits`.
-        idle_s: a client without a message for so long is dropped.
+        idle_s: a client that sends nothing for so long, or receives nothing that it asks for, is dropped.
         condensers: drafters bound to the target that condense states before they are sent, see `Drafter.compress_states`.
 
     Attributes:
