@@ -18,12 +18,12 @@ This CHANGES THE TARGET. Drafts are verified by the adapted one (`model.adapter=
 baseline, an audit and cells of its own; beside these rows is measured how far it moved away: perplexity of the original's
 answers, KL to the original and agreement of the likeliest ids.
 
-Deviations and choices: the paper adapts the LM head, too; here it stays the original's, which drafters share. The teacher's
-states are the corpus's own, stored or computed online, instead of a second pass with the adapter switched off. With a
-confined vocabulary the KL runs over those ids alone. The stages are phases of one training, or
-the second one starts from the weights of a trained Medusa, as by default for two cores. Acceptance in its log, and the
-accuracies that choose the tree, are those of the adapted states on the original's held-out answers; what the adapted target
-itself answers is measured by decoding.
+Deviations and choices: the paper adapts the LM head, too; here it stays the original's, which drafters share. The
+teacher's states are the corpus's own, stored or computed online, instead of a second pass with the adapter switched off.
+With a confined vocabulary the KL runs over those ids alone. The stages are phases of one training, or the second one
+starts from the weights of a trained Medusa, as by default for two cores. Acceptance in its log, and the accuracies that
+choose the tree, are those of the adapted states on the original's held-out answers; what the adapted target itself
+answers is measured by decoding.
 """
 
 from collections.abc import Sequence
