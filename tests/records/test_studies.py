@@ -194,7 +194,7 @@ def test_every_trial_changes_its_base_and_can_be_trained(name):
     for label, arm in STUDIES[name]["arms"].items():
         config = composed("train", training_of(Member(label, 0, label, arm), STUDIES[name], [])[1])
         made = instantiate(config.drafter, weights=None)
-        made.bind(tiny())
+        made.bind(tiny(num_hidden_layers=30))
         check(made, instantiate(config.train.settings))
         found.append(OmegaConf.to_container(config))
     assert next(iter(STUDIES[name]["arms"])) == "base" and found[0] not in found[1:], "nothing is changed"
