@@ -1,7 +1,7 @@
 """The plan of all studies: what their cells have, and about how long the rest takes; read from blocks, without models."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -129,17 +129,18 @@ def _task(name: str, study: Study, number: int, words: list[str], scope: Scope) 
     by_label = {m.label: training for m in members if (training := training_of(m, study, typed)) is not None}
     made_by = {label: training for label, (training, _) in by_label.items()}
     turns = 1 + max((turn for k in known for _, _, turn in k.rows), default=0)
-    done = min(options.questions, _done(known, labels, turns, made_by))
+    decoded = [_decoded(known, label, made_by) for label in labels]
+    planned, done = options.questions, min(options.questions, _questions(set.intersection(*decoded), turns))
     return Task(
         study=name,
         cell=number,
         kind=kind,
         priority=study.get("priority", 5),
         words=tuple(words),
-        planned=options.questions,
+        planned=planned,
         done=done,
         measured=_measured(known, measured_in(study, number)),
-        generations=(options.questions - done) * len(labels) * turns,
+        generations=sum(max(0, planned - _questions(one, turns)) for one in decoded) * turns,
         pace=blocks.pace(known),
         stale=tuple(label for label in labels if _is_stale(newest, label, made_by)),
         trainings=sum(lacks(*training) is not None for training in dict(by_label.values()).items()),
@@ -178,24 +179,25 @@ def _of_this_machine(known: Iterable[BlockIndex]) -> list[BlockIndex]:
     return [k for k in known if identity.machine_key({**k.header, **now}) == k.machine]
 
 
-def _done(known: Sequence[BlockIndex], labels: Sequence[str], turns: int, trained: Mapping[str, str]) -> int:
-    """How many questions every arm, as its newest block describes it, has decoded with all turns.
+def _decoded(known: Sequence[BlockIndex], label: str, trained: Mapping[str, str]) -> set[tuple[str, int]]:
+    """Text and turn of what an arm, as its newest block describes it, has decoded; nothing if it has other weights now.
 
     trained: by label, the name of the training that makes its weights.
     """
-    rows: dict[str, set[tuple[str, int]]] = {label: set() for label in labels}
-    for label in labels:
-        latest = _newest(known, label)
-        if latest is None or _is_stale(known, label, trained):
-            return 0
-        recipe = latest.arms[label][0]
-        by_tree: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
-        for k in known:
-            if label in k.arms and k.arms[label][0] == recipe:
-                by_tree[k.arms[label][1]] |= {(text, turn) for drafter, text, turn in k.rows if drafter == label}
-        rows[label] = max(by_tree.values(), key=len)
-    common = set.intersection(*rows.values())
-    return sum(all((text, turn) in common for turn in range(turns)) for text in {text for text, _ in common})
+    latest = _newest(known, label)
+    if latest is None or _is_stale(known, label, trained):
+        return set()
+    recipe = latest.arms[label][0]
+    by_tree: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+    for k in known:
+        if label in k.arms and k.arms[label][0] == recipe:
+            by_tree[k.arms[label][1]] |= {(text, turn) for drafter, text, turn in k.rows if drafter == label}
+    return max(by_tree.values(), key=len)
+
+
+def _questions(decoded: Collection[tuple[str, int]], turns: int) -> int:
+    """How many questions have all turns."""
+    return sum(all((text, turn) in decoded for turn in range(turns)) for text in {text for text, _ in decoded})
 
 
 def _newest(known: Sequence[BlockIndex], label: str) -> BlockIndex | None:
@@ -204,7 +206,7 @@ def _newest(known: Sequence[BlockIndex], label: str) -> BlockIndex | None:
 
 
 def _is_stale(known: Sequence[BlockIndex], label: str, trained: Mapping[str, str]) -> bool:
-    """Has an arm other weights now than when its newest block was written? trained: see `_done`."""
+    """Has an arm other weights now than when its newest block was written? trained: see `_decoded`."""
     if (newest := _newest(known, label)) is None:
         return False
     arm: Any = newest.header["arms"][label]

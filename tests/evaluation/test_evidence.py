@@ -259,6 +259,7 @@ def test_the_plan_counts_whole_questions_of_all_arms_as_they_are_now(home, tmp_p
     (home / "conf" / "study" / "counted.yaml").write_text(more.replace("HOME", str(home)))
     (task,) = planned(home, tmp_path, "counted")
     assert task.done == 0, "an arm that was added later has no row"
+    assert task.generations == (8 * 3 + 12) * 2, "rows that are there are counted as left"
     assert replayed(home, tmp_path, "counted", "data.limit=4", text=more).returncode == 0
     (task,) = planned(home, tmp_path, "counted")
     assert task.done == 4
@@ -271,9 +272,8 @@ def test_rows_of_another_training_than_the_planned_one_do_not_count(home, tmp_pa
     assert replayed(home, tmp_path, "counted", "data.limit=4").returncode == 0
     (path,) = blocks.below(tmp_path)
     (block,) = blocks.scan_all(path.parent, "none")
-    labels = ["none", "eagle2", "chain"]
-    assert plan._done([block], labels, 2, {}) == 4
-    assert plan._done([block], labels, 2, {"chain": "eagle2-0123456789ab"}) == 0
+    assert len(plan._decoded([block], "chain", {})) == 8
+    assert plan._decoded([block], "chain", {"chain": "eagle2-0123456789ab"}) == set()
 
 
 def test_the_plan_counts_trainings_that_arms_wait_for_each_once(tmp_path, monkeypatch):
