@@ -96,5 +96,11 @@ def test_a_ranking_says_what_each_drafter_brings_as_it_is_shipped(tmp_path):
     assert {line["y"][head] for head in brings} == {"-"}
     assert [line[name]["hours of training"] for name in "xy"] == ["-", "2.5"]
     assert ranking.SHIPPED in note.text
+    known.study["arms"]["x"]["train"] = ["train.settings.steps=8"]
+    beside_shipped, note = ranking.blocks(known, shipped)
+    assert "speed-up as shipped [95%]" not in beside_shipped.columns, "weights of the study's own are not the shipped ones"
+    known.study["arms"]["y"]["weights"] = "x"
+    every_arm, note = ranking.blocks(known, shipped)
+    assert "speed-up as shipped [95%]" in every_arm.columns, "of a study that trains all arms: what is shipped stands beside"
     plain, note = ranking.blocks(known)
     assert "speed-up as shipped [95%]" not in plain.columns and ranking.SHIPPED not in note.text
