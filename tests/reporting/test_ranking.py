@@ -101,6 +101,6 @@ def test_a_ranking_says_what_each_drafter_brings_as_it_is_shipped(tmp_path):
     assert "speed-up as shipped [95%]" not in beside_shipped.columns, "weights of the study's own are not the shipped ones"
     known.study["arms"]["y"]["weights"] = "x"
     every_arm, note = ranking.blocks(known, shipped)
-    assert "speed-up as shipped [95%]" in every_arm.columns, "of a study that trains all arms: what is shipped stands beside"
+    assert "speed-up as shipped [95%]" in every_arm.columns, "a study that trains all arms: what is shipped"
     plain, note = ranking.blocks(known)
     assert "speed-up as shipped [95%]" not in plain.columns and ranking.SHIPPED not in note.text
