@@ -26,6 +26,7 @@ from specbench.training.corpus import settle_precision
 SAMPLED = Sampler(0.8, top_k=4)
 TOKENS = 17  # of an answer: enough for eight cycles
 DISTINCT = [*{configuration(d).drafter.weights: d for d in reversed(SHIPPED)}.values()]  # other trees change no ids
+ADAPTED = "medusa2"  # drafts for the target with the adapter beside its weights
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_other_engines_answer_alike_with_the_targets_own_values(real, answers, n
     assert [len(peer.greedy(prompt, 2 * TOKENS)) for prompt in prompts] == [2 * TOKENS] * 2, "nothing stops it"
 
 
-@pytest.mark.parametrize("drafter", DISTINCT)
+@pytest.mark.parametrize("drafter", [drafter for drafter in DISTINCT if drafter != ADAPTED])
 def test_greedy_output_is_identical_in_float32_and_better_than_chance(real, fast, answers, drafter):
     """The shipped weights were trained for this target, with this wiring: they must be accepted."""
     target, prompts = fast[0], real[1]
@@ -95,6 +96,18 @@ def test_greedy_output_is_identical_in_float32_and_better_than_chance(real, fast
         assert audit(target, prompt, expected, ids(found)) == {"verdict": "identical"}
         cycles += len(found) - 1
     assert sum(len(a) - 1 for a in answers) / cycles > 1.25
+
+
+def test_medusa_2_drafts_for_its_adapted_target_and_better_than_chance(real):
+    adapter = ROOT / configuration(ADAPTED).drafter.weights
+    target, _ = instantiate(configuration("none", "model.dtype=float32", f"model.adapter={adapter}").model).load()
+    made, emitted, cycles = bound(ADAPTED, target), 0, 0
+    for prompt in real[1]:
+        expected = ids(events(target, bound("none", target), prompt, TOKENS))
+        found = events(target, made, prompt, TOKENS)
+        assert audit(target, prompt, expected, ids(found)) == {"verdict": "identical"}
+        emitted, cycles = emitted + len(expected) - 1, cycles + len(found) - 1
+    assert emitted / cycles > 1.25
 
 
 def test_baseline_equals_generate(real, answers):
