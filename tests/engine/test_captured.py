@@ -225,7 +225,7 @@ def test_states_and_cache_are_those_of_eager_passes(architecture):
         path = tree.ancestors[int(tree.depths.argmax())].nonzero()[:, 0]
         eager, captured = (target.forward(tree) for target in pair)
         for mine, theirs in ((captured.last, eager.last), (captured.logits, eager.logits)):
-            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)  # logits of a deviation of 2.3
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)  # the logits' standard deviation is 2.3
         torch.testing.assert_close(dict(captured.hidden), dict(eager.hidden), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(dict(captured.kv), dict(eager.kv), atol=1e-4, rtol=1e-4)
         assert torch.equal(captured.positions, eager.positions)
