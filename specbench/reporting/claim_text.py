@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specbench.records.metrics import BASELINE
 from specbench.records.statistics import Interval
 from specbench.records.studies import is_difference
 
@@ -15,6 +16,13 @@ METRIC_WORDS = {
     "answer_perplexity": "perplexity of answers", "answer_kl": "KL of answers to the target",
     "draft_cost": "cost of a draft pass", "draft_cost_by_parameters": "its share of the parameters",
     "expected_speed_up": "speed-up by Theorem 3.8", "promised_speed_up": "what its fit promised",
+    "busy.ratio": "share of its speed left beside a busy core", "clients.gain_8": "throughput of eight clients over one",
+    "drafting.head": "share of the LM head in drafting", "drafting.ms": "time of drafting a cycle",
+    "generate.identical": "share of answers as by the other program,",
+    "generate.ratio": "speed here over that of the other program,",
+    "memory.peak": "peak memory", "overhead.share": "share of a cycle outside both models",
+    "target_pass.ms_8/ms_1": "time of a pass over eight tokens relative to one token",
+    "training.peak": "peak memory of training", "training.seconds": "time of training",
 }  # fmt: skip
 
 
@@ -30,8 +38,8 @@ def describe(test: Mapping[str, Any], effect: Interval | None, reason: str, plac
 
     reason: why there is no effect. place: completes `at` and `over_at` by the study's defaults.
     """
-    name = f"{words(test.get('metric') or test['measured'])} of {test['of']}{_where(test.get('at'))}"
-    named = f" {test['over']}" if test.get("over", test["of"]) != test["of"] else ""
+    name = f"{words(test.get('metric') or test['measured'])} of {_arm(test['of'])}{_where(test.get('at'))}"
+    named = f" {_arm(test['over'])}" if test.get("over", test["of"]) != test["of"] else ""
     apart = ""
     if "over_at" in test:
         apart = _where(test["over_at"]) or f" at{_other(test.get('at', {}), place(test['over_at']))}"
@@ -42,6 +50,10 @@ def describe(test: Mapping[str, Any], effect: Interval | None, reason: str, plac
     if effect is None:
         return f"{name}: {reason}"
     return f"{name}: {_measured(test, effect)}, claimed {_claimed(test)}"
+
+
+def _arm(name: str) -> str:
+    return "plain decoding" if name == BASELINE else name
 
 
 def _measured(test: Mapping[str, Any], effect: Interval) -> str:

@@ -257,7 +257,7 @@ def test_claims_take_each_quantised_target_by_itself(tmp_path):
     absent = compare({**test, "at": {"quantised": "int4"}}, Evidence(study, entries))
     assert absent.effect is None and absent.reason == "no rows of none at quantised=int4"
     text = claim_text.describe(test, found.effect, "", Evidence(study, entries).place)
-    assert text.startswith("speed of none at int8 over the original: 1.88 [")
+    assert text.startswith("speed of plain decoding at int8 over the original: 1.88 [")
 
 
 # Its quality ----------------------------------------------------------------------------------------------------------

@@ -500,7 +500,7 @@ def test_readers_are_told_effects_in_words(known):
         "speed-up of good: 2.01 [2.01, 2.01], claimed at least 1.5": {**speed, "than": 1.5, "is": "more"},
         "speed-up of good: 2.01 [2.01, 2.01], claimed at most 1.5": {**speed, "than": 1.5, "is": "less"},
         "speed-up of good: 2.01 [2.01, 2.01], claimed 1.8 to 2.2": {**speed, "than": 2.0, "within": 0.1},
-        "memory: peak of good over poor: 0.90 [": {**memory, "over": "poor", "is": "less"},
+        "peak memory of good over poor: 0.90 [": {**memory, "over": "poor", "is": "less"},
         "tau of good at coding over all others: +0.00 [": {**tau, "at": {"category": "coding"}, "over_at": {}},
         "tau of good at T=1 over greedy: no rows of good": {**tau, "at": {"temperature": 1}, "over_at": {}},
         "tau of good over b: no rows of good": {**tau, "over_at": {"dataset": "b"}},
@@ -509,7 +509,7 @@ def test_readers_are_told_effects_in_words(known):
     study = {**STUDY, "claims": [{**CLAIM, "tests": [test]} for test in expected_by_test.values()]}
     for expected, found in zip(expected_by_test, judge_study("s", study, known.entries), strict=True):
         assert found.summary.startswith(expected), found.summary
-    assert claim_text.words("training.peak") == "training: peak" and claim_text.words("alpha2") == "acceptance of step 3"
+    assert claim_text.words("link.up") == "link: up" and claim_text.words("alpha2") == "acceptance of step 3"
 
 
 def test_the_tally_counts_verdicts_and_leaves_out_what_there_is_none_of():
