@@ -99,10 +99,23 @@ def draw(chart: Chart) -> Figure:
         axes.set(xlabel=mathtext(panel.x), ylabel=mathtext(panel.y))
         axes.set_title(mathtext(panel.title), fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
+    _same_height(panels, chart.panels)
     for empty in panels[len(chart.panels) :]:
         empty.remove()
     _legend(figure, chart, looks)
     return figure
+
+
+def _same_height(drawn: Sequence[Axes], panels: Sequence[Panel]) -> None:
+    """One scale for the bars of one quantity, so that panels can be compared."""
+    by_quantity: dict[str, list[Axes]] = {}
+    for axes, panel in zip(drawn, panels, strict=False):
+        if panel.shape == "bars":
+            by_quantity.setdefault(panel.y, []).append(axes)
+    for alike in by_quantity.values():
+        top = max(axes.get_ylim()[1] for axes in alike)
+        for axes in alike:
+            axes.set_ylim(top=top)
 
 
 def _height(panel: Panel) -> float:

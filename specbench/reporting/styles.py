@@ -14,6 +14,7 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY = COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999",
 )  # fmt: skip
 MARKERS = "osD^vPX<>*hpd8"
+DASHES = ("-", "--", ":", "-.")
 
 # Methods differ in colour, variants of a method in their marker. Okabe and Ito's yellow is left out: thin lines of it are
 # invisible on white.
@@ -69,7 +70,7 @@ def _of_letters(name: str) -> tuple[str, str]:
 
 
 def distinct(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Styles for `Axes.plot` of the series of one figure: other colours as long as there are any, then other markers.
+    """Styles for `Axes.plot` of the series of one figure: other colours as long as there are any, then markers and dashes.
 
     A shipped drafter keeps its colour and marker if no series before it has that colour.
     """
@@ -87,5 +88,6 @@ def distinct(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         if name not in styles:
             colour, marker = next(free)
-            styles[name] = {"color": colour, "marker": marker, "linestyle": "-"}
+            repeats = sum(s["color"] == colour for s in styles.values())
+            styles[name] = {"color": colour, "marker": marker, "linestyle": DASHES[repeats % len(DASHES)]}
     return styles

@@ -243,7 +243,9 @@ def test_bars_stand_in_groups(tmp_path, by):
         assert any("cnndm" in note for note in found.notes)
     if by == "temperature":
         assert a[1] == pooled(entry(tmp_path, "a", temperature=1.0), "speed_up")
-    heights = [bar.get_height() for bar in drawn_axes(found)[0].patches]
+    drawn = drawn_axes(found)
+    assert len({axes.get_ylim() for axes in drawn}) == 1  # one scale in all panels
+    heights = [bar.get_height() for bar in drawn[0].patches]
     assert heights == [v for s in first.series for v in values(s).values()]
 
 
@@ -419,3 +421,6 @@ def test_series_of_one_figure_differ_in_colour():
     assert looks["coral"]["color"] == styles.VERMILION and looks["eagle2"]["color"] == styles.BLUE
     many = styles.distinct(map(str, range(60)))
     assert len({(look["color"], look["marker"]) for look in many.values()}) == 60
+    assert {look["linestyle"] for look in list(many.values())[: len(styles.COLOURS)]} == {"-"}
+    dashes = [look["linestyle"] for look in many.values() if look["color"] == styles.BLUE]
+    assert dashes[: len(styles.DASHES)] == list(styles.DASHES)
