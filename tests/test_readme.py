@@ -1,5 +1,6 @@
 """What README and `docs/` say: files, targets, commands and the example drafter are tried as they stand."""
 
+import csv
 import os
 import re
 import shlex
@@ -39,6 +40,15 @@ def test_linked_files_exist(name):
     page = ROOT / name
     for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+def test_the_benchmark_of_the_readme_is_that_of_the_report():
+    with (ROOT / "results" / "tables" / "decoding.csv").open() as table:
+        header, *reported = csv.reader(table)
+    rows = [line.strip() for line in README.splitlines() if line.startswith("    ") and "ties" in line]
+    lines = [re.split(r"\s{2,}", row) for row in rows]
+    assert len(header) == 6 and len(lines) > 10
+    assert [line for line in reported if line in lines] == lines  # in its order
 
 
 @pytest.mark.parametrize("command", [c for page in (README, *PAGES.values()) for c in commands(page) if c[:4] == "make"])
