@@ -317,7 +317,7 @@ def measured(*paths):
 def test_a_study_measures_in_one_cell_and_is_judged_on_it(home, tmp_path):
     output = study(home, COSTS, "costs", f"results={tmp_path}")
     output = " ".join(output.split())  # as the terminal had it, lines were broken
-    assert "drafting: ms of eagle2 over chain: " in output
+    assert "time of drafting a cycle of eagle2 over chain: " in output
     assert "reproduced: drafting takes time" in output
     assert "not run: a pass takes time" in output and "2 repetitions, where 5 make an interval" in output
     (replayed,) = below(tmp_path / "costs" / "tiny" / "mtbench-greedy-12-replayed")
