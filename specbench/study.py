@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from specbench.common.budget import UNFINISHED, Budget
@@ -39,7 +40,7 @@ class Options(RunOptions):
 @command("study")
 def main(config: Any) -> None:
     """Train missing drafters, decode missing rows, judge."""
-    options, budget = validation.check(config, Options), Budget.of_minutes(config.minutes)
+    options, budget = checked(config), Budget.of_minutes(config.minutes)
     require_writable(Path(options["results"]))
     run = study.prepare(choice("study"), options)
     trained = train_missing(run.name, run.members, run.study, run.overrides, budget)
@@ -49,6 +50,15 @@ def main(config: Any) -> None:
     if budget.seconds is not None and (left := study.unfinished(run, decoded, trained)):
         print(f"{left}; {UNFINISHED}{', without rerun=all' if config.get('rerun') == 'all' else ''}")
     study.require_complete(run, decoded, trained)
+
+
+def checked(config: DictConfig) -> dict[str, Any]:
+    """The command's options, with the study as its file has it. Raises `SpecBenchError`.
+
+    What its overrides leave open (`${…}`) is resolved where they are composed, so that a training has one name
+    wherever it is read, see `specbench.records.trainings`.
+    """
+    return validation.check(config, Options) | {"study": OmegaConf.to_container(config.study, resolve=False)}
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from specbench.records.trainings import Member, training_of, weights_folder
 from specbench.reporting import published
 from specbench.reporting.beside import assigned, matching
 from specbench.reporting.evidence import EXACT, TIMED
+from specbench.study import checked as study_options
 from specbench.training.parameters import check
 
 STUDIES = studies.load()
@@ -249,6 +250,14 @@ def test_studies_share_the_trainings_of_one_recipe():
     assert named == folder_of("beagle_figure3", "eagle2")
     reordered = ["++drafter.window=5", "drafter=beagle", "tree=chain"]
     assert folder_of("beagle_figure3", "beagle", run=reordered) == folder_of("beagle_figure3", "beagle")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_study_command_names_trainings_as_the_report_does(name):
+    read = study_options(composed("study", [f"study={name}"]))["study"]
+    for member in trainings.members(read, None, read["arms"]):
+        named = training_of(member, read, ["model=smollm2-135m"])
+        assert named is None or named[0] in trainings.current_trainings(member.name, STUDIES[name], "smollm2-135m")
 
 
 def test_a_training_that_goes_on_is_named_by_where_it_starts():
