@@ -25,6 +25,8 @@ from specbench.evaluation.study_training import train_missing
 from specbench.records.studies import Study
 from specbench.reporting import command_output, console
 
+TRAINING_SHARE = 0.75  # of a limited time: what is trained by then is decoded, before the next command trains the rest
+
 
 @dataclass(frozen=True)
 class Options(RunOptions):
@@ -43,7 +45,7 @@ def main(config: Any) -> None:
     options, budget = checked(config), Budget.of_minutes(config.minutes)
     require_writable(Path(options["results"]))
     run = study.prepare(choice("study"), options)
-    trained = train_missing(run.name, run.members, run.study, run.overrides, budget)
+    trained = train_missing(run.name, run.members, run.study, run.overrides, budget.part(TRAINING_SHARE))
     torch.set_num_threads(options["threads"] or torch.get_num_threads())
     decoded = study.decode(run, trained, budget, console.live)
     command_output.show_study(run.name, run.study, decoded)

@@ -33,6 +33,10 @@ class Budget:
         """Seconds, or the time that is left if that is shorter."""
         return seconds if self.left is None else min(seconds, max(self.left, 0.0))
 
+    def part(self, share: float) -> "Budget":
+        """A limit of its own, of this share of what is left."""
+        return Budget(None if self.left is None else share * max(self.left, 0.0))
+
     @classmethod
     def of_minutes(cls, minutes: float | None) -> "Budget":
         return cls(None if minutes is None else 60 * minutes)

@@ -37,12 +37,14 @@ def train_missing(
 ) -> TrainingOutcome:
     """Train what is missing, one after the other, each in a process of its own; members may share a training.
 
-    What another process is training already comes last: then that is waited for.
+    All arms are trained with one seed before any is with the next, so that rows that compare them come early. What another
+    process is training already comes last: then that is waited for.
     """
     succeeded: dict[Path, bool] = {}  # by folder
     failed: set[str] = set()
     unfinished: set[str] = set()
-    queue = [(member, False) for member in _with_starts(members, study)]  # and whether to wait for another process
+    ordered = sorted(_with_starts(members, study), key=lambda member: member.seed or 0)
+    queue = [(member, False) for member in ordered]  # and whether to wait for another process
     while queue:
         member, wait = queue.pop(0)
         training, start = training_of(member, study, typed), start_of(member, study)

@@ -84,6 +84,11 @@ def test_whole_questions_are_decoded_as_long_as_they_fit(tmp_path):
     assert ledger.pace() is not None and 0 < ledger.pace() < 60
 
 
+def test_a_part_of_a_budget_is_of_what_is_left():
+    assert 74 < Budget(100).part(0.75).left <= 75 and Budget().part(0.75).left is None
+    assert Budget(60, started=time.monotonic() - 61).part(0.75).over, "a share of nothing"
+
+
 def test_a_budget_is_over_when_its_time_is_or_when_no_question_fits(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -291,6 +291,24 @@ def test_where_a_training_starts_is_trained_first_even_if_only_the_other_is_name
     assert asked == (["eagle2", "hass"] if outcome == "done" else ["eagle2"]), "nothing goes on from absent weights"
 
 
+def test_every_arm_is_trained_with_the_first_seed_before_any_is_with_the_next(monkeypatch):
+    arms = {
+        "a": {"run": ["drafter=eagle2"], "seeds": [0, 1], "train": ["train=short"]},
+        "b": {"run": ["drafter=hass"], "seeds": [0, 1], "start": "a", "train": ["train=short"]},
+    }
+    one, there, asked = {"arms": arms}, set(), []
+
+    def train(name, overrides, folder, budget):
+        asked.append((name.split("-")[0], next(o[-1] for o in overrides if "settings.seed" in o)))
+        there.add(folder)
+        return True
+
+    monkeypatch.setattr(study_training, "_train", train)
+    monkeypatch.setattr(study_training, "lacks", lambda name, _: None if trainings.folder_of(name) in there else "weights")
+    study_training.train_missing("s", list(trainings.members(one, None, ["b", "a"])), one, [], Budget(None))
+    assert asked == [("eagle2", "0"), ("hass", "0"), ("eagle2", "1"), ("hass", "1")]
+
+
 def test_weights_of_a_recipe_that_was_edited_since_are_trained_anew(monkeypatch, tmp_path):
     arms = {"a": {"run": ["drafter=eagle2"], "train": ["train=short"]}}
     monkeypatch.setattr(trainings, "studies_folder", lambda: tmp_path)
