@@ -100,8 +100,9 @@ class Evidence:
         best = max(fit, key=lambda e: (e.replayed, *self._weight(e, timed)))
         if timed or best.replayed:
             return best
-        cell = identity.cell_key(best.header)  # counts, unlike seconds, are pooled over kinds of machine
-        return pooled([e for e in fit if identity.cell_key(e.header) == cell])
+        # counts, unlike seconds, are pooled over kinds of machine
+        cell = identity.cell_key(best.header)
+        return pooled([e for e in fit if identity.cell_key(e.header) == cell and e.superseded == best.superseded])
 
     def find_pair(self, one: Side, other: Side, timed: bool) -> tuple[Entry | None, Entry | None]:
         """As `find`, of two arms or cells; their seconds from one kind of machine, if any measured both."""

@@ -349,6 +349,24 @@ def test_seconds_are_compared_on_a_machine_that_measured_both(tmp_path):
         assert found.effect is not None and found.size == "6 of 24"
 
 
+def test_counts_of_earlier_weights_are_not_pooled_with_those_of_the_newest(tmp_path):
+    """Another machine measured them; what it has of arms whose weights are the same counts."""
+    for digest, device, started in (("old", "fridge", "2026-01-01T00:00:00Z"), ("new", "toaster", "2026-01-02T00:00:00Z")):
+        said = {**header(), "started": started, "hardware": {"device": device, "cores": 1}}
+        good = said["arms"]["good"]
+        said["arms"]["good"] = {
+            **good,
+            "drafter": {**good["drafter"], "weights": "w/good"},
+            "contents": {"model.safetensors": digest},
+        }
+        write(tmp_path / "cell" / device, said, "none", "good", "poor")
+    known = Evidence(STUDY, cells.find(tmp_path).entries)
+    assert {e.superseded for e in known.entries if e.name == "good"} == {True, False}
+    assert not known.find("good", None, timed=False).superseded
+    assert known.find("good", None, timed=False).header["hardware"]["device"] == "toaster"
+    assert verdict({"metric": "tau", "of": "good", "over": "poor", "is": "more"}, known) == REPRODUCED
+
+
 def slowed(r):
     """Everything takes three times as long, and `poor` is another engine, which has no cycles."""
     served = {name: [] for name in ("nodes", "drafted", "accepted", "ranks", "passes")} | {"served": Served(counted=False)}
