@@ -52,14 +52,14 @@ def training_of(member: Member, study: Study, typed: Sequence[str]) -> tuple[str
     # training does not depend on the draft vocabulary
     own = [o for o, key in keys.items() if key.split(".")[0] == "drafter" and key != "drafter.vocabulary"]
     model = [o for o in typed if o.split("=")[0].split(".")[0] in ("model", "threads")]
-    target = next((o for o in reversed(model) if o.startswith("model=")), DEFAULT_MODEL).partition("=")[2]
-    written = [*own, *source.get("train", []), f"train.settings.seed={member.seed}"]
-    overrides = [*model, *(o.replace("${model.name}", target) for o in written)]
+    overrides = [*model, *own, *source.get("train", []), f"train.settings.seed={member.seed}"]
     drafter = next(o for o in own if o.startswith("drafter=")).partition("=")[2]
-    starts = [o.partition("=")[2] for o in overrides if o.startswith("train.start=")]
+    target = next((o for o in reversed(model) if o.startswith("model=")), DEFAULT_MODEL).partition("=")[2]
+    left_out = {DEFAULT_MODEL, *(o for o in model if o.startswith("threads="))}
+    named_by = sorted({o.replace("${model.name}", target) for o in overrides} - left_out)  # in any order
+    starts = [o.partition("=")[2] for o in named_by if o.startswith("train.start=")]
     files = [storage.project_path(start) / WEIGHTS for start in starts]
     started = [hashing.of_file(path) for path in files if path.is_file()]
-    named_by = sorted({*overrides} - {DEFAULT_MODEL} - {o for o in model if o.startswith("threads=")})  # in any order
     if objective := identity.OBJECTIVES.get(drafter):
         named_by.append(f"objective={objective}")
     if (start := start_of(member, study)) is not None and (before := training_of(start, study, typed)):

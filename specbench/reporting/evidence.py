@@ -100,7 +100,7 @@ class Evidence:
         best = max(fit, key=lambda e: (e.replayed, *self._weight(e, timed)))
         if timed or best.replayed:
             return best
-        # counts, unlike seconds, are pooled over kinds of machine
+        # counts, unlike seconds, are pooled over kinds of machine, but not those of earlier weights with the newest
         cell = identity.cell_key(best.header)
         return pooled([e for e in fit if identity.cell_key(e.header) == cell and e.superseded == best.superseded])
 
